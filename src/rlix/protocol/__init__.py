@@ -1,0 +1,1 @@
+"""The words RLix speaks: phases, names, messages, events and errors. Imports nothing else of rlix."""

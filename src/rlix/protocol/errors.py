@@ -1,0 +1,33 @@
+"""Errors that cross layers. Each message says what is wrong, where, and what to do."""
+
+
+class RlixError(Exception):
+    """Base of every error RLix raises on purpose."""
+
+
+class SpecError(RlixError, ValueError):
+    """A job, workload or registration is wrong; the message names the field and the fix."""
+
+
+class PlanError(RlixError):
+    """A plan breaks one of the scheduler's rules. Always a bug in a planner, never a user's mistake."""
+
+
+class StaleEpochError(RlixError):
+    """Somebody tried to use a device under a lease that has been revoked since."""
+
+
+class WaitTimeoutError(RlixError, TimeoutError):
+    """A bounded wait expired; the message says what was awaited, for how long, and on whom."""
+
+
+class PipelineGoneError(RlixError):
+    """The pipeline is not registered (any more)."""
+
+
+class WeightSyncError(RlixError):
+    """Published weights and the receiving model disagree on names, shapes or versions."""
+
+
+class NotResidentError(RlixError):
+    """An engine was used while its bytes were not on its device."""

@@ -1,0 +1,47 @@
+"""Phases, cluster names and the names under which Ray actors are found."""
+
+from enum import IntEnum, StrEnum
+
+NAMESPACE = "rlix"
+ORCHESTRATOR_ACTOR_NAME = "rlix:orchestrator"
+SCHEDULER_ACTOR_NAME = "rlix:scheduler"
+RESOURCE_MANAGER_ACTOR_NAME = "rlix:resource_manager"
+COORDINATOR_ACTOR_NAME_PREFIX = "rlix:coordinator:"
+
+VIRTUAL_DEVICE_RESOURCE = "rlix_virtual"
+"""Ray custom resource that marks a node whose GPUs are virtual (CPU-backed)."""
+
+
+class Phase(IntEnum):
+    """What a cluster is about to do. The value is its priority: lower is more urgent."""
+
+    INITIALIZATION = 0
+    ACTOR_TRAINING = 1
+    CRITIC_TRAINING = 2
+    OLD_LOG_PROBS = 3
+    REFERENCE_LOG_PROBS = 4
+    VALUE_COMPUTE = 5
+    ROLLOUT = 6
+
+    @property
+    def preemptible(self) -> bool:
+        """Only rollouts give their devices back before they finish."""
+        return self is Phase.ROLLOUT
+
+
+class ClusterName(StrEnum):
+    """The worker sets a pipeline may have."""
+
+    ACTOR_TRAIN = "actor_train"
+    ACTOR_INFER = "actor_infer"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+
+
+def coordinator_actor_name(pipeline_id: str) -> str:
+    return f"{COORDINATOR_ACTOR_NAME_PREFIX}{pipeline_id}"
+
+
+def pipeline_namespace(pipeline_id: str) -> str:
+    return f"pipeline_{pipeline_id}_NS"
