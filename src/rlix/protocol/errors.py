@@ -31,3 +31,11 @@ class WeightSyncError(RlixError):
 
 class NotResidentError(RlixError):
     """An engine was used while its bytes were not on its device."""
+
+
+class WorkerError(RlixError):
+    """A worker raised or died; the message names its group and rank, `__cause__` is the original error."""
+
+
+class ChannelError(RlixError):
+    """A channel was failed by one of its users, misused, or its actor died."""

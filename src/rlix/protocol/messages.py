@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from rlix.protocol.types import Phase
 
@@ -55,10 +56,21 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a rollout still has to do. Zero trajectories: it needs nothing and gives way first."""
+    """What a rollout still has to do. Zero trajectories: it needs nothing and gives way first.
+
+    The rest is what a job has learnt of itself, zero where it has not: how many trajectories one bundle decodes in
+    little more time than one (`knee`); that on k bundles this rollout ends in `floor_s + work_s / k` seconds; the
+    GPU-seconds it expects to use until its last step; those it has used, and the seconds since it was admitted.
+    """
 
     trajectories: int
     tokens: int = 0
+    knee: float = 0.0
+    work_s: float = 0.0
+    floor_s: float = 0.0
+    left_gpu_s: float = 0.0
+    used_gpu_s: float = 0.0
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,14 @@ class Lease:
     phase: Phase
     devices: tuple[int, ...]
     bundle: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GangAnswer:
+    """The state of a gang request whose caller asks in turns: `lease` is None while it still waits."""
+
+    request_id: int
+    lease: Lease | None
 
 
 class LeaseState(StrEnum):
@@ -94,6 +114,21 @@ class ReleaseReason(StrEnum):
 class LeaseStatus:
     lease: Lease
     state: LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """One line of a pipeline's lease history. `number` grows by one with each; `time` is in unix seconds.
+
+    `waited_s`: for a gang that was granted, the seconds from its request until it could use its devices.
+    """
+
+    number: int
+    event: Literal["granted", "shrinking", "released"]
+    lease: Lease
+    time: float
+    reason: ReleaseReason | None = None
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,126 @@
+"""The planner: snapshot in, plan out. Pure, deterministic, without clock or input/output.
+
+1. Gangs, by strict priority, then first come first served. A request is granted when all its devices are free or run
+   rollouts, which then shrink. A request that does not fit keeps its devices away from every later request (no
+   overtaking, hence no starvation among gangs), while rollouts go on there: nothing is stopped before the gang fits.
+2. Rollouts divide what remains, as the policy says.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
+from rlix.protocol.types import Phase
+from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
+from rlix.scheduler.policies.base import Holding, Policy, Pool
+from rlix.scheduler.policies.proportional import proportional
+from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+
+_EPOCH: Callable[[LeaseStatus], int] = attrgetter("lease.epoch")
+
+
+def plan(snapshot: Snapshot, policy: Policy = proportional) -> Plan:
+    """Decide one cycle. Every change of one cycle is in one plan, however many there are."""
+    pool_ids = {device.id for device in snapshot.devices}
+    free = set(pool_ids)
+    running: dict[int, Lease] = {}  # device -> the preemptible lease on it
+    pinned: list[Lease] = []
+    for status in sorted(snapshot.leases, key=_EPOCH):
+        lease = status.lease
+        free.difference_update(lease.devices)
+        if lease.phase is not Phase.ROLLOUT:
+            continue
+        if status.state is LeaseState.ACTIVE:
+            for device in lease.devices:
+                if device in pool_ids:
+                    running[device] = lease
+        elif status.state is LeaseState.PENDING:
+            pinned.append(lease)
+
+    shrunk: dict[int, Lease] = {}
+    grants, reserved = _grant_gangs(snapshot.requests, pool_ids, free, running, shrunk)
+    pool = _pool(snapshot.rollouts, free, running, pinned, reserved)
+    expands = []
+    for expand, devices in _divided(pool, policy):
+        for device in devices:
+            if device in running:
+                lease = running[device]
+                shrunk[lease.epoch] = lease
+        expands.append(expand)
+    return Plan(tuple(Shrink(epoch) for epoch in sorted(shrunk)), tuple(grants), tuple(expands))
+
+
+def _grant_gangs(
+    requests: tuple[GangRequest, ...],
+    pool_ids: set[int],
+    free: set[int],
+    running: dict[int, Lease],
+    shrunk: dict[int, Lease],
+) -> tuple[list[GangGrant], set[int]]:
+    """Serve the gangs; updates `free`, `running` and `shrunk`. Returns the grants and the reserved devices."""
+    grants: list[GangGrant] = []
+    reserved: set[int] = set()
+    for request in sorted(requests, key=lambda r: (r.phase, r.id)):
+        devices = request.devices
+        if not pool_ids.issuperset(devices):
+            continue  # names a device that left the pool: it cannot run, so it must not block others either
+        if not reserved.isdisjoint(devices) or any(d not in free and d not in running for d in devices):
+            reserved.update(devices)
+            continue
+        for device in devices:
+            if device in running:
+                lease = running[device]
+                shrunk[lease.epoch] = lease
+                for vacated in lease.devices:
+                    if running.pop(vacated, None) is not None:
+                        free.add(vacated)
+        free.difference_update(devices)
+        grants.append(GangGrant(request.id, devices))
+    return grants, reserved
+
+
+def _pool(
+    rollouts: tuple[RolloutState, ...],
+    free: set[int],
+    running: dict[int, Lease],
+    pinned: list[Lease],
+    reserved: set[int],
+) -> Pool:
+    """What the policy sees. A running lease whose rollout is not in the snapshot counts as one without demand."""
+    known = sorted(rollouts, key=lambda r: (r.pipeline_id, r.cluster))
+    index = {(r.pipeline_id, r.cluster): i for i, r in enumerate(known)}
+    holdings: list[Holding] = []
+    owner: dict[int, int] = {}
+    position: dict[int, int] = {}  # epoch -> index into holdings
+    for device, lease in running.items():
+        at = position.get(lease.epoch)
+        if at is None:
+            key = (lease.pipeline_id, lease.cluster)
+            if key not in index:
+                index[key] = len(known)
+                known.append(RolloutState(lease.pipeline_id, lease.cluster, (), Demand(0)))
+            at = position[lease.epoch] = len(holdings)
+            holdings.append(Holding(lease.epoch, index[key], lease.bundle or 0, lease.devices))
+        owner[device] = at
+    counts = [0] * len(known)
+    for lease in pinned:
+        at = index.get((lease.pipeline_id, lease.cluster))
+        if at is not None:
+            counts[at] += 1
+    return Pool(known, holdings, free, owner, counts, reserved)
+
+
+def _divided(pool: Pool, policy: Policy) -> list[tuple[Expand, tuple[int, ...]]]:
+    """The policy's expands with their devices, without those that name a bundle which is held already."""
+    bundles = {(r.pipeline_id, r.cluster): (i, r.bundles) for i, r in enumerate(pool.rollouts)}
+    changes = []
+    for expand in policy.divide(pool):
+        rollout, choices = bundles[(expand.pipeline_id, expand.cluster)]
+        devices = choices[expand.bundle]
+        at = pool.owner.get(devices[0])
+        if at is not None:
+            holding = pool.holdings[at]
+            if holding.rollout == rollout and holding.bundle == expand.bundle:
+                continue
+        changes.append((expand, devices))
+    return changes

@@ -1,0 +1,372 @@
+"""What the control plane knows, as a fold over its events. `State.apply` is the only thing that changes it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import singledispatchmethod
+from types import MappingProxyType
+
+from rlix.protocol.errors import PipelineGoneError, RlixError
+from rlix.protocol.events import (
+    DemandReported,
+    DevicesDiscovered,
+    Event,
+    GangCancelled,
+    GangRequested,
+    LeaseGranted,
+    LeaseReleased,
+    PipelineAdmitted,
+    PipelineAllocated,
+    PipelineRegistered,
+    PipelineUnregistered,
+    ShrinkStarted,
+)
+from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Registration
+from rlix.protocol.types import Phase
+from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+
+Bundles = tuple[tuple[int, ...], ...]
+RolloutKey = tuple[str, str]  # (pipeline_id, cluster)
+
+
+class StateError(RlixError):
+    """An event contradicts what is known. The state is unchanged."""
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """A rollout cluster that has reported demand. `leases` are those not draining."""
+
+    bundles: Bundles
+    demand: Demand
+    leases: set[int]
+    gang_devices: tuple[int, ...]
+    waits_since: int | None = None  # the pool's count of demand reports when it was left without a bundle
+
+
+class State:
+    """Registrations, requests, demand and leases; validates every event before it takes effect.
+
+    Not thread-safe: one writer. Properties are live read-only views.
+    """
+
+    def __init__(self) -> None:
+        self._devices: dict[int, Device] = {}
+        self._allocated: dict[str, str] = {}
+        self._registrations: dict[str, Registration] = {}
+        self._admitted: set[str] = set()
+        self._requests: dict[int, GangRequest] = {}
+        self._rollouts: dict[RolloutKey, _Rollout] = {}
+        self._leases: dict[int, LeaseStatus] = {}
+        self._leases_of: dict[str, set[int]] = {}  # pipeline -> epochs
+        self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
+        self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
+        self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
+        self._last_epoch = 0
+        self._last_request = 0
+        self._reports = 0
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(self._devices.values())
+
+    @property
+    def allocated(self) -> Mapping[str, str]:
+        """Kind by pipeline id, for every id handed out and not ended."""
+        return MappingProxyType(self._allocated)
+
+    @property
+    def registrations(self) -> Mapping[str, Registration]:
+        return MappingProxyType(self._registrations)
+
+    @property
+    def admitted(self) -> frozenset[str]:
+        return frozenset(self._admitted)
+
+    @property
+    def requests(self) -> Mapping[int, GangRequest]:
+        """Gang requests that wait, by request id."""
+        return MappingProxyType(self._requests)
+
+    @property
+    def leases(self) -> Mapping[int, LeaseStatus]:
+        """By epoch, in order of grant."""
+        return MappingProxyType(self._leases)
+
+    @property
+    def demands(self) -> Mapping[RolloutKey, Demand]:
+        return {key: rollout.demand for key, rollout in self._rollouts.items()}
+
+    @property
+    def next_epoch(self) -> int:
+        return self._last_epoch + 1
+
+    @property
+    def next_request_id(self) -> int:
+        return self._last_request + 1
+
+    def leases_of(self, pipeline_id: str) -> tuple[LeaseStatus, ...]:
+        return tuple(self._leases[epoch] for epoch in sorted(self._leases_of.get(pipeline_id, ())))
+
+    def snapshot(self) -> Snapshot:
+        """What the planner needs, admitted pipelines only. Costs a pass over rollouts and references to the rest."""
+        rollouts = tuple(
+            RolloutState(
+                key[0],
+                key[1],
+                rollout.bundles,
+                rollout.demand,
+                0 if rollout.waits_since is None else self._reports - rollout.waits_since,
+                rollout.gang_devices,
+            )
+            for key, rollout in self._rollouts.items()
+            if key[0] in self._admitted
+        )
+        requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
+        return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()))
+
+    # -- changing ------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> tuple[Lease, ...]:
+        """Take the event into account; returns the leases that became active by it, by epoch.
+
+        Raises StateError (or PipelineGoneError) and changes nothing when the event contradicts what is known.
+        """
+        return self._apply(event)
+
+    @singledispatchmethod
+    def _apply(self, event: object) -> tuple[Lease, ...]:
+        raise TypeError(f"not an event of the control plane: {event!r}")
+
+    @_apply.register
+    def _(self, event: DevicesDiscovered) -> tuple[Lease, ...]:
+        """The whole pool as it is now; leases on devices that left stay until they are released."""
+        devices = {device.id: device for device in event.devices}
+        if len(devices) != len(event.devices):
+            raise StateError("the discovered devices contain an id twice; number them 0..N-1 over all nodes")
+        self._devices = devices
+        return ()
+
+    @_apply.register
+    def _(self, event: PipelineAllocated) -> tuple[Lease, ...]:
+        if event.pipeline_id in self._allocated:
+            raise StateError(f"pipeline id {event.pipeline_id!r} is already allocated")
+        self._allocated[event.pipeline_id] = event.kind
+        return ()
+
+    @_apply.register
+    def _(self, event: PipelineRegistered) -> tuple[Lease, ...]:
+        registration = event.registration
+        if registration.pipeline_id in self._registrations:
+            raise StateError(f"pipeline {registration.pipeline_id!r} is already registered; unregister it first")
+        names = [cluster.name for cluster in registration.clusters]
+        if len(set(names)) != len(names):
+            raise StateError(f"pipeline {registration.pipeline_id!r} registers a cluster name twice: {sorted(names)}")
+        for cluster in registration.clusters:
+            self._check_cluster(registration.pipeline_id, cluster)
+        self._registrations[registration.pipeline_id] = registration
+        return ()
+
+    def _check_cluster(self, pipeline_id: str, cluster: Cluster) -> None:
+        where = f"cluster {cluster.name!r} of pipeline {pipeline_id!r}"
+        if not cluster.devices or len(set(cluster.devices)) != len(cluster.devices):
+            raise StateError(f"{where} must name at least one device and none twice, not {cluster.devices}")
+        missing = [device for device in cluster.devices if device not in self._devices]
+        if missing:
+            raise StateError(f"{where} names devices that are not in the pool: {missing}")
+        if cluster.tensor_parallel_size < 1 or len(cluster.devices) % cluster.tensor_parallel_size:
+            raise StateError(
+                f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
+            )
+
+    @_apply.register
+    def _(self, event: PipelineAdmitted) -> tuple[Lease, ...]:
+        self._registration(event.pipeline_id)
+        self._admitted.add(event.pipeline_id)
+        for key, rollout in self._rollouts.items():
+            if key[0] == event.pipeline_id:
+                rollout.waits_since = None  # what it waited for before admission does not count
+                self._note_waiting(rollout)
+        return ()
+
+    @_apply.register
+    def _(self, event: PipelineUnregistered) -> tuple[Lease, ...]:
+        pipeline_id = event.pipeline_id
+        if pipeline_id not in self._registrations and pipeline_id not in self._allocated:
+            raise PipelineGoneError(f"pipeline {pipeline_id!r} is not registered")
+        self._allocated.pop(pipeline_id, None)
+        self._registrations.pop(pipeline_id, None)
+        self._admitted.discard(pipeline_id)
+        for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
+            del self._requests[request_id]
+        freed = [self._remove(epoch) for epoch in sorted(self._leases_of.get(pipeline_id, ()))]
+        for key in [key for key in self._rollouts if key[0] == pipeline_id]:
+            del self._rollouts[key]
+        return self._activate({device for devices in freed for device in devices})
+
+    @_apply.register
+    def _(self, event: GangRequested) -> tuple[Lease, ...]:
+        cluster = self._cluster(event.pipeline_id, event.cluster)
+        if event.request_id <= self._last_request:
+            raise StateError(f"request id {event.request_id} does not grow; the last one was {self._last_request}")
+        if event.phase.preemptible:
+            raise StateError(f"{event.phase.name} asks for no gang; report demand for cluster {event.cluster!r}")
+        self._last_request = event.request_id
+        request = GangRequest(event.request_id, event.pipeline_id, event.cluster, event.phase, cluster.devices)
+        self._requests[event.request_id] = request
+        return ()
+
+    @_apply.register
+    def _(self, event: GangCancelled) -> tuple[Lease, ...]:
+        if event.request_id not in self._requests:
+            raise StateError(f"gang request {event.request_id} is not waiting, so it cannot be cancelled")
+        del self._requests[event.request_id]
+        return ()
+
+    @_apply.register
+    def _(self, event: DemandReported) -> tuple[Lease, ...]:
+        cluster = self._cluster(event.pipeline_id, event.cluster)
+        if event.demand.trajectories < 0 or event.demand.tokens < 0:
+            raise StateError(f"demand of pipeline {event.pipeline_id!r} is negative: {event.demand}")
+        key = (event.pipeline_id, event.cluster)
+        rollout = self._rollouts.get(key)
+        if rollout is None:
+            bundles = cluster.bundles
+            gangs = [c.devices for c in self._registrations[event.pipeline_id].clusters if c is not cluster]
+            gang_devices = tuple(sorted({device for devices in gangs for device in devices}))
+            rollout = _Rollout(self._bundles.setdefault(bundles, bundles), event.demand, set(), gang_devices)
+            self._rollouts[key] = rollout
+        self._reports += 1
+        rollout.demand = event.demand
+        self._note_waiting(rollout)
+        return ()
+
+    @_apply.register
+    def _(self, event: LeaseGranted) -> tuple[Lease, ...]:
+        lease = event.lease
+        cluster = self._cluster(lease.pipeline_id, lease.cluster)
+        if lease.pipeline_id not in self._admitted:
+            raise StateError(f"pipeline {lease.pipeline_id!r} is not admitted, so it gets no lease")
+        if lease.epoch <= self._last_epoch:
+            raise StateError(f"epoch {lease.epoch} does not grow; the last one was {self._last_epoch}")
+        if lease.phase is Phase.ROLLOUT:
+            self._check_bundle(lease, event.request_id)
+        else:
+            self._check_gang(lease, event.request_id, cluster)
+        free = True
+        for device in lease.devices:
+            self._check_grantable(lease, device)
+            free = free and device not in self._holder
+        self._last_epoch = lease.epoch
+        if event.request_id is not None:
+            del self._requests[event.request_id]
+        self._leases[lease.epoch] = LeaseStatus(lease, LeaseState.ACTIVE if free else LeaseState.PENDING)
+        self._leases_of.setdefault(lease.pipeline_id, set()).add(lease.epoch)
+        on = self._holder if free else self._successor
+        for device in lease.devices:
+            on[device] = lease.epoch
+        if lease.phase is Phase.ROLLOUT:
+            rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
+            rollout.leases.add(lease.epoch)
+            self._note_waiting(rollout)
+        return (lease,) if free else ()
+
+    def _check_gang(self, lease: Lease, request_id: int | None, cluster: Cluster) -> None:
+        request = None if request_id is None else self._requests.get(request_id)
+        if request is None:
+            raise StateError(f"gang lease {lease.epoch} answers request {request_id}, which is not waiting")
+        asked = (request.pipeline_id, request.cluster, request.phase, cluster.devices, None)
+        given = (lease.pipeline_id, lease.cluster, lease.phase, lease.devices, lease.bundle)
+        if asked != given:
+            raise StateError(f"gang lease {lease.epoch} gives {given}, but request {request_id} asked for {asked}")
+
+    def _check_bundle(self, lease: Lease, request_id: int | None) -> None:
+        rollout = self._rollouts.get((lease.pipeline_id, lease.cluster))
+        if rollout is None or request_id is not None:
+            raise StateError(f"rollout lease {lease.epoch} answers no demand; it takes a report and no request id")
+        if lease.bundle is None or not 0 <= lease.bundle < len(rollout.bundles):
+            raise StateError(f"rollout lease {lease.epoch} names bundle {lease.bundle} of {len(rollout.bundles)}")
+        if rollout.bundles[lease.bundle] != lease.devices:
+            raise StateError(f"rollout lease {lease.epoch}: bundle {lease.bundle} is not devices {lease.devices}")
+
+    def _check_grantable(self, lease: Lease, device: int) -> None:
+        if device not in self._devices:
+            raise StateError(f"lease {lease.epoch} names device {device}, which is not in the pool")
+        if device in self._successor:
+            raise StateError(f"device {device} is promised to lease {self._successor[device]}, not to {lease.epoch}")
+        holder = self._holder.get(device)
+        if holder is not None and self._leases[holder].state is not LeaseState.DRAINING:
+            raise StateError(f"device {device} belongs to lease {holder}; shrink it before granting {lease.epoch}")
+
+    @_apply.register
+    def _(self, event: ShrinkStarted) -> tuple[Lease, ...]:
+        status = self._status(event.epoch)
+        if status.lease.phase is not Phase.ROLLOUT or status.state is not LeaseState.ACTIVE:
+            raise StateError(f"only an active rollout lease can shrink, not {status}")
+        self._leases[event.epoch] = replace(status, state=LeaseState.DRAINING)
+        self._leave_rollout(status.lease)
+        return ()
+
+    @_apply.register
+    def _(self, event: LeaseReleased) -> tuple[Lease, ...]:
+        self._status(event.epoch)
+        return self._activate(self._remove(event.epoch))
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _remove(self, epoch: int) -> tuple[int, ...]:
+        """Forget the lease; returns the devices it held."""
+        status = self._leases.pop(epoch)
+        lease = status.lease
+        self._leases_of[lease.pipeline_id].discard(epoch)
+        if not self._leases_of[lease.pipeline_id]:
+            del self._leases_of[lease.pipeline_id]
+        pending = status.state is LeaseState.PENDING
+        on = self._successor if pending else self._holder
+        for device in lease.devices:
+            del on[device]
+        if lease.phase is Phase.ROLLOUT:
+            self._leave_rollout(lease)
+        return () if pending else lease.devices
+
+    def _activate(self, freed: set[int] | tuple[int, ...]) -> tuple[Lease, ...]:
+        """Make those pending leases active that waited for `freed` and now have all their devices."""
+        active = []
+        for epoch in sorted({self._successor[device] for device in freed if device in self._successor}):
+            status = self._leases[epoch]
+            if any(device in self._holder for device in status.lease.devices):
+                continue
+            for device in status.lease.devices:
+                del self._successor[device]
+                self._holder[device] = epoch
+            self._leases[epoch] = replace(status, state=LeaseState.ACTIVE)
+            active.append(status.lease)
+        return tuple(active)
+
+    def _leave_rollout(self, lease: Lease) -> None:
+        rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
+        rollout.leases.discard(lease.epoch)
+        self._note_waiting(rollout)
+
+    def _note_waiting(self, rollout: _Rollout) -> None:
+        if rollout.leases or not rollout.demand.trajectories:
+            rollout.waits_since = None
+        elif rollout.waits_since is None:
+            rollout.waits_since = self._reports
+
+    def _registration(self, pipeline_id: str) -> Registration:
+        if pipeline_id not in self._registrations:
+            raise PipelineGoneError(f"pipeline {pipeline_id!r} is not registered (any more)")
+        return self._registrations[pipeline_id]
+
+    def _cluster(self, pipeline_id: str, name: str) -> Cluster:
+        for cluster in self._registration(pipeline_id).clusters:
+            if cluster.name == name:
+                return cluster
+        raise StateError(f"pipeline {pipeline_id!r} registered no cluster {name!r}")
+
+    def _status(self, epoch: int) -> LeaseStatus:
+        if epoch not in self._leases:
+            raise StateError(f"lease {epoch} is not held (any more)")
+        return self._leases[epoch]

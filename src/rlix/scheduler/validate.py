@@ -1,0 +1,136 @@
+"""An independent check of plans. It shares no code with the planner and knows nothing of policies.
+
+It replays the rules over the snapshot with one table: who has each device now, and who will.
+"""
+
+from rlix.protocol.errors import PlanError
+from rlix.protocol.messages import LeaseState, LeaseStatus
+from rlix.protocol.types import Phase
+from rlix.scheduler.plan import Expand, Plan
+from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+
+
+def check(snapshot: Snapshot, plan: Plan) -> None:
+    """Raise PlanError, naming the change and the rule, unless `plan` keeps every rule in `snapshot`.
+
+    Rules: only active rollout leases shrink, once each, and only for a grant or expand of this plan that completes;
+    a gang gets exactly its devices, all at once, in strict priority and then arrival order, with no overtaking on
+    shared devices and no waiting once it fits; an expand is an unheld bundle of a rollout with demand; nobody gets a
+    device that is not in the pool, is taken, drains or is promised, and no device is given twice.
+    """
+    statuses = {status.lease.epoch: status for status in snapshot.leases}
+    if len(statuses) != len(snapshot.leases):
+        raise PlanError("the snapshot holds two leases of one epoch")
+    shrunk = _check_shrinks(statuses, plan)
+    blocked_by = _blocking(snapshot, shrunk)
+    given = _check_grants(snapshot, plan, blocked_by)
+    _check_expands(snapshot, plan, blocked_by, given)
+    for epoch in shrunk:
+        if given.isdisjoint(statuses[epoch].lease.devices):
+            raise PlanError(f"lease {epoch} is shrunk for nothing: no grant or expand of this plan uses its devices")
+    _check_gang_order(snapshot, plan)
+
+
+def _check_shrinks(statuses: dict[int, LeaseStatus], plan: Plan) -> set[int]:
+    shrunk: set[int] = set()
+    for shrink in plan.shrinks:
+        status = statuses.get(shrink.epoch)
+        if status is None:
+            raise PlanError(f"shrink of lease {shrink.epoch}, which nobody holds")
+        if shrink.epoch in shrunk:
+            raise PlanError(f"lease {shrink.epoch} is shrunk twice")
+        if status.lease.phase is not Phase.ROLLOUT or status.state is not LeaseState.ACTIVE:
+            raise PlanError(
+                f"shrink of lease {shrink.epoch} ({status.lease.phase.name}, {status.state}); "
+                "only active rollout leases may shrink"
+            )
+        shrunk.add(shrink.epoch)
+    return shrunk
+
+
+def _blocking(snapshot: Snapshot, shrunk: set[int]) -> dict[int, int]:
+    """Device -> epoch of the lease that keeps this plan from giving it away."""
+    return {
+        device: status.lease.epoch
+        for status in snapshot.leases
+        if status.lease.epoch not in shrunk
+        for device in status.lease.devices
+    }
+
+
+def _give(devices: tuple[int, ...], what: str, pool: set[int], blocked_by: dict[int, int], given: set[int]) -> None:
+    for device in devices:
+        if device not in pool:
+            raise PlanError(f"{what} names device {device}, which is not in the pool")
+        if device in blocked_by:
+            raise PlanError(f"{what} names device {device}, which lease {blocked_by[device]} keeps")
+        if device in given:
+            raise PlanError(f"{what} names device {device}, which this plan has already given away")
+        given.add(device)
+
+
+def _check_grants(snapshot: Snapshot, plan: Plan, blocked_by: dict[int, int]) -> set[int]:
+    requests = {request.id: request for request in snapshot.requests}
+    pool = {device.id for device in snapshot.devices}
+    given: set[int] = set()
+    answered: set[int] = set()
+    for grant in plan.grants:
+        if grant.request_id not in requests:
+            raise PlanError(f"grant to request {grant.request_id}, which does not wait")
+        if grant.request_id in answered:
+            raise PlanError(f"request {grant.request_id} is granted twice")
+        answered.add(grant.request_id)
+        wanted = requests[grant.request_id].devices
+        if grant.devices != wanted:
+            raise PlanError(f"grant to request {grant.request_id} gives {grant.devices}; the gang needs {wanted}")
+        _give(grant.devices, f"grant to request {grant.request_id}", pool, blocked_by, given)
+    return given
+
+
+def _check_expands(snapshot: Snapshot, plan: Plan, blocked_by: dict[int, int], given: set[int]) -> None:
+    rollouts = {(rollout.pipeline_id, rollout.cluster): rollout for rollout in snapshot.rollouts}
+    pool = {device.id for device in snapshot.devices}
+    held = {
+        (status.lease.pipeline_id, status.lease.cluster, status.lease.bundle)
+        for status in snapshot.leases
+        if status.lease.phase is Phase.ROLLOUT
+    }
+    for expand in plan.expands:
+        rollout = rollouts.get((expand.pipeline_id, expand.cluster))
+        what = f"expand of bundle {expand.bundle} of {expand.pipeline_id}/{expand.cluster}"
+        if rollout is None:
+            raise PlanError(f"{what}: no such rollout is admitted")
+        _check_expand(expand, rollout, what)
+        if (expand.pipeline_id, expand.cluster, expand.bundle) in held:
+            raise PlanError(f"{what}: the bundle is held already, or drains")
+        _give(rollout.bundles[expand.bundle], what, pool, blocked_by, given)
+
+
+def _check_expand(expand: Expand, rollout: RolloutState, what: str) -> None:
+    if not 0 <= expand.bundle < len(rollout.bundles):
+        raise PlanError(f"{what}: the rollout has {len(rollout.bundles)} bundles")
+    if rollout.demand.trajectories <= 0:
+        raise PlanError(f"{what}: the rollout has no demand")
+
+
+def _check_gang_order(snapshot: Snapshot, plan: Plan) -> None:
+    """Walk the requests from the most urgent: each is either granted, or something it may not pass is in its way."""
+    pool = {device.id for device in snapshot.devices}
+    granted = {grant.request_id for grant in plan.grants}
+    out_of_reach: set[int] = set()  # devices that no gang of this plan could have
+    for status in snapshot.leases:
+        if status.lease.phase is not Phase.ROLLOUT or status.state is not LeaseState.ACTIVE:
+            out_of_reach.update(status.lease.devices)
+    claimed: dict[int, GangRequest] = {}  # device -> the first request that was granted it or waits for it
+    for request in sorted(snapshot.requests, key=lambda r: (int(r.phase), r.id)):
+        if any(device not in pool for device in request.devices):
+            continue  # cannot be granted at all, so nobody has to wait for it
+        ahead = [claimed[device] for device in request.devices if device in claimed]
+        if request.id in granted:
+            passed = [earlier.id for earlier in ahead if earlier.id not in granted]
+            if passed:
+                raise PlanError(f"request {request.id} ({request.phase.name}) overtakes request {passed[0]}")
+        elif not ahead and out_of_reach.isdisjoint(request.devices):
+            raise PlanError(f"request {request.id} ({request.phase.name}) fits and is left waiting")
+        for device in request.devices:
+            claimed.setdefault(device, request)

@@ -1,0 +1,143 @@
+"""Hand-made cases for the gang part of the planner."""
+
+import pytest
+
+from rlix.protocol.events import DevicesDiscovered, LeaseReleased
+from rlix.protocol.messages import LeaseState, ReleaseReason
+from rlix.protocol.types import Phase
+from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
+from tests.scheduler.world import INFER, World, devices
+
+
+def test_a_gang_takes_free_devices_at_once() -> None:
+    world = World(4)
+    world.register("a", [0, 1, 2, 3], train=[1, 2])
+    request = world.request("a")
+    assert world.cycle() == Plan(grants=(GangGrant(request, (1, 2)),))
+    assert [status.state for status in world.state.leases.values()] == [LeaseState.ACTIVE]
+
+
+def test_a_gang_preempts_rollouts_only_where_it_needs_devices() -> None:
+    world = World(4)
+    world.register("a", [0, 1, 2, 3], train=[1, 2])
+    world.demand("a", 4)
+    world.cycle()
+    epochs = {status.lease.devices: status.lease.epoch for status in world.state.leases.values()}
+    request = world.request("a")
+    changes = world.cycle()
+    assert changes.shrinks == (Shrink(epochs[(1,)]), Shrink(epochs[(2,)]))
+    assert changes.grants == (GangGrant(request, (1, 2)),)
+    assert changes.expands == ()
+    gang = max(world.state.leases)
+    assert world.state.leases[gang].state is LeaseState.PENDING
+    assert world.state.apply(LeaseReleased(epochs[(1,)], ReleaseReason.SHRUNK)) == ()
+    assert world.state.apply(LeaseReleased(epochs[(2,)], ReleaseReason.KILLED)) == (world.state.leases[gang].lease,)
+
+
+def test_no_rollout_stops_for_a_gang_that_does_not_fit_yet() -> None:
+    world = World(4)
+    world.register("a", [2, 3], train=[0, 1])
+    world.register("b", [2, 3], train=[1, 2])
+    world.request("a")
+    world.cycle()
+    world.demand("b", 8)
+    world.cycle()
+    world.request("b")
+    assert not world.cycle(), "device 1 trains, so device 2 goes on with its rollout"
+    world.release_gangs()
+    changes = world.cycle()
+    assert len(changes.grants) == 1 and len(changes.shrinks) == 1
+
+
+def test_strict_priority_then_arrival() -> None:
+    world = World(2)
+    for name in ("a", "b", "c"):
+        world.register(name, [0, 1], train=[0, 1])
+    late = world.request("a", Phase.REFERENCE_LOG_PROBS)
+    first = world.request("b", Phase.ACTOR_TRAINING)
+    second = world.request("c", Phase.ACTOR_TRAINING)
+    order = []
+    for _ in range(3):
+        order += [grant.request_id for grant in world.cycle().grants]
+        world.release_gangs()
+    assert order == [first, second, late]
+
+
+def test_a_waiting_gang_keeps_its_devices_from_later_ones_but_not_from_rollouts() -> None:
+    world = World(3)
+    world.register("a", [0], train=[0, 1])
+    world.register("b", [0], train=[1, 2])
+    world.register("c", [2], train=[2])
+    world.register("d", [2])
+    world.request("a")
+    world.cycle()
+    blocked = world.request("b")
+    world.request("c", Phase.VALUE_COMPUTE)
+    world.demand("d", 3)
+    changes = world.cycle()
+    assert changes.grants == (), "c must not overtake b on device 2"
+    assert changes.expands == (Expand("d", INFER, 0),)
+    world.release_gangs()
+    changes = world.cycle()
+    assert [grant.request_id for grant in changes.grants] == [blocked]
+
+
+def test_a_rollout_that_gave_way_is_placed_elsewhere_in_the_same_plan() -> None:
+    world = World(4)
+    world.register("a", [0, 1, 2, 3], size=2, train=[0, 1])
+    world.demand("a", 1)
+    world.cycle()
+    assert world.held() == {"a": [0, 1]}
+    world.request("a")
+    changes = world.cycle()
+    assert len(changes.shrinks) == 1 and len(changes.grants) == 1
+    assert changes.expands == (Expand("a", INFER, 1),)
+
+
+def test_what_a_wide_bundle_leaves_over_is_used_in_the_same_plan() -> None:
+    world = World(4)
+    world.register("wide", [0, 1, 2, 3], size=4)
+    world.register("b", [2, 3], train=[0])
+    world.demand("wide", 1)
+    world.cycle()
+    world.request("b")
+    world.demand("b", 5)
+    changes = world.cycle()
+    assert len(changes.shrinks) == 1 and len(changes.grants) == 1
+    assert changes.expands == (Expand("b", INFER, 0), Expand("b", INFER, 1))
+    assert len(world.leases(LeaseState.PENDING)) == 3
+
+
+def test_pending_and_draining_leases_are_left_alone() -> None:
+    world = World(2)
+    world.register("a", [0, 1], train=[0, 1])
+    world.register("b", [0, 1], train=[0, 1])
+    world.demand("a", 9)
+    world.cycle()
+    world.request("a", Phase.REFERENCE_LOG_PROBS)
+    world.cycle()
+    world.request("b", Phase.INITIALIZATION)
+    world.demand("b", 9)
+    assert not world.cycle()
+
+
+def test_a_gang_on_a_device_that_left_the_pool_blocks_nobody() -> None:
+    world = World(3)
+    world.register("a", [0], train=[1, 2])
+    world.register("b", [0], train=[1])
+    world.request("a")
+    second = world.request("b")
+    world.state.apply(DevicesDiscovered(devices(2)))
+    assert world.cycle().grants == (GangGrant(second, (1,)),)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ROLLOUT])
+def test_a_running_gang_is_never_preempted(phase: Phase) -> None:
+    world = World(2)
+    world.register("a", [0, 1], train=[0, 1])
+    world.register("b", [0, 1], train=[0, 1])
+    world.request("a", phase)
+    world.cycle()
+    world.request("b", Phase.INITIALIZATION)
+    world.demand("b", 100)
+    assert not world.cycle()

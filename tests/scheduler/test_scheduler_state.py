@@ -1,0 +1,157 @@
+"""State: what it refuses, what it leaves unchanged, and that it is a fold over its events."""
+
+import pytest
+
+from rlix.protocol.errors import PipelineGoneError
+from rlix.protocol.events import (
+    DemandReported,
+    DevicesDiscovered,
+    Event,
+    GangCancelled,
+    GangRequested,
+    LeaseGranted,
+    LeaseReleased,
+    PipelineAdmitted,
+    PipelineAllocated,
+    PipelineRegistered,
+    PipelineUnregistered,
+    ShrinkStarted,
+)
+from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
+from rlix.protocol.types import Phase
+from rlix.scheduler.state import State, StateError
+from tests.scheduler.world import INFER, TRAIN, World, devices
+
+
+def busy_world() -> World:
+    """Pipeline a: rollout bundle 0 on (0, 1) is lease 1, training on (2,) is lease 2; request 2 waits."""
+    world = World(4)
+    world.register("a", [0, 1, 2, 3], train=[2], size=2)
+    world.demand("a", 1)
+    world.cycle()
+    world.request("a")
+    world.cycle()
+    world.request("a", Phase.OLD_LOG_PROBS)
+    return world
+
+
+def rollout_lease(epoch: int, ids: tuple[int, ...], bundle: int | None) -> LeaseGranted:
+    return LeaseGranted(Lease(epoch, "a", INFER, Phase.ROLLOUT, ids, bundle))
+
+
+def registered(*clusters: Cluster) -> PipelineRegistered:
+    return PipelineRegistered(Registration("new", "ns", clusters))
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (DevicesDiscovered(devices(2) + devices(1)), "id twice"),
+        (PipelineAllocated("a", "ft"), "already allocated"),
+        (PipelineRegistered(Registration("a", "ns", ())), "already registered"),
+        (registered(Cluster(INFER, 1, (0, 9))), r"not in the pool: \[9\]"),
+        (registered(Cluster(INFER, 2, (0, 1, 2))), "cannot be cut"),
+        (registered(Cluster(INFER, 1, (0, 0))), "none twice"),
+        (registered(Cluster(INFER, 1, ())), "at least one"),
+        (registered(Cluster(INFER, 1, (0,)), Cluster(INFER, 1, (1,))), "name twice"),
+        (PipelineAdmitted("b"), "not registered"),
+        (PipelineUnregistered("b", ""), "not registered"),
+        (GangRequested(2, "a", TRAIN, Phase.ACTOR_TRAINING), "does not grow"),
+        (GangRequested(3, "a", TRAIN, Phase.ROLLOUT), "asks for no gang"),
+        (GangRequested(3, "a", "critic", Phase.ACTOR_TRAINING), "no cluster 'critic'"),
+        (GangCancelled(1), "not waiting"),
+        (DemandReported("a", INFER, Demand(-1)), "negative"),
+        (DemandReported("b", INFER, Demand(1)), "not registered"),
+        (rollout_lease(2, (0, 1), 0), "does not grow"),
+        (rollout_lease(3, (0, 1), 0), "belongs to lease 1"),
+        (rollout_lease(3, (2, 3), 1), "belongs to lease 2"),
+        (rollout_lease(3, (2, 3), 0), "is not devices"),
+        (rollout_lease(3, (2, 3), 2), "bundle 2 of 2"),
+        (rollout_lease(3, (2, 3), None), "bundle None"),
+        (LeaseGranted(Lease(3, "a", TRAIN, Phase.OLD_LOG_PROBS, (3,)), 2), "asked for"),
+        (LeaseGranted(Lease(3, "a", TRAIN, Phase.ACTOR_TRAINING, (2,)), 2), "asked for"),
+        (LeaseGranted(Lease(3, "a", TRAIN, Phase.ACTOR_TRAINING, (2,)), 1), "not waiting"),
+        (ShrinkStarted(2), "only an active rollout"),
+        (ShrinkStarted(9), "not held"),
+        (LeaseReleased(9, ReleaseReason.RELEASED), "not held"),
+    ],
+)
+def test_a_contradiction_is_refused_and_changes_nothing(event: Event, message: str) -> None:
+    world = busy_world()
+    before = world.state.snapshot()
+    with pytest.raises((StateError, PipelineGoneError), match=message):
+        world.state.apply(event)
+    assert world.state.snapshot() == before
+    assert (world.state.next_epoch, world.state.next_request_id) == (3, 3)
+
+
+def test_a_pending_lease_becomes_active_with_its_last_device() -> None:
+    world = busy_world()
+    world.state.apply(GangCancelled(2))
+    world.state.apply(LeaseReleased(2, ReleaseReason.RELEASED))
+    world.state.apply(ShrinkStarted(1))
+    world.register("b", [0], train=[1, 2])
+    world.request("b")
+    assert world.state.apply(LeaseGranted(Lease(3, "b", TRAIN, Phase.ACTOR_TRAINING, (1, 2)), 3)) == ()
+    assert world.state.leases[3].state is LeaseState.PENDING
+    with pytest.raises(StateError, match="promised to lease 3"):
+        world.state.apply(rollout_lease(4, (2, 3), 1))
+    (active,) = world.state.apply(LeaseReleased(1, ReleaseReason.SHRUNK))
+    assert active.epoch == 3 and world.state.leases[3].state is LeaseState.ACTIVE
+
+
+def test_unregistering_frees_everything_and_activates_who_waited() -> None:
+    world = World(2)
+    world.register("a", [0, 1])
+    world.register("b", [0], train=[0, 1])
+    world.demand("a", 2)
+    world.cycle()
+    request = world.request("b")
+    world.cycle()
+    (active,) = world.state.apply(PipelineUnregistered("a", "finished"))
+    assert active.pipeline_id == "b" and request not in world.state.requests
+    assert world.state.leases_of("a") == () and ("a", INFER) not in world.state.demands
+    world.state.apply(PipelineUnregistered("b", "finished"))
+    snapshot = world.state.snapshot()
+    assert snapshot.leases == snapshot.rollouts == snapshot.requests == ()
+
+
+def test_only_admitted_pipelines_are_planned_for() -> None:
+    state = State()
+    state.apply(DevicesDiscovered(devices(2)))
+    state.apply(PipelineRegistered(Registration("a", "ns", (Cluster(INFER, 1, (0, 1)),))))
+    state.apply(DemandReported("a", INFER, Demand(5)))
+    state.apply(GangRequested(1, "a", INFER, Phase.INITIALIZATION))
+    assert state.snapshot().rollouts == state.snapshot().requests == ()
+    with pytest.raises(StateError, match="not admitted"):
+        state.apply(rollout_lease(1, (0,), 0))
+    state.apply(PipelineAdmitted("a"))
+    assert len(state.snapshot().rollouts) == len(state.snapshot().requests) == 1
+
+
+def test_equal_placements_share_one_tuple() -> None:
+    world = World(4)
+    for name in ("a", "b"):
+        world.register(name, [0, 1, 2, 3], size=2)
+        world.demand(name, 1)
+    one, two = world.state.snapshot().rollouts
+    assert one.bundles is two.bundles
+
+
+def test_waiting_counts_the_reports_of_the_pool() -> None:
+    world = World(1)
+    for name in ("a", "b"):
+        world.register(name, [0])
+    world.demand("a", 3)
+    world.cycle()
+    world.demand("b", 3)
+    world.demand("a", 2)
+    world.demand("b", 3)
+    assert {r.pipeline_id: r.waited for r in world.state.snapshot().rollouts} == {"a": 0, "b": 2}
+    world.demand("b", 0)
+    assert all(r.waited == 0 for r in world.state.snapshot().rollouts)
+
+
+def test_something_else_than_an_event_is_refused() -> None:
+    with pytest.raises(TypeError, match="not an event"):
+        State().apply("hello")  # type: ignore[arg-type]
