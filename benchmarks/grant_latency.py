@@ -1,0 +1,181 @@
+"""How long a job waits for devices: from the request until it has the lease.
+
+    python benchmarks/grant_latency.py [--count 300] [--gpus 8] [--json FILE]
+
+Three cases, each in milliseconds and as a multiple of an empty round trip to a Ray actor measured in the same run:
+`idle` (the devices are free), `preempt` (every device runs another job's rollout, whose coordinator gives it back at
+once, so that what is measured is the control plane's own part), and both through `JobClient`, as pipelines call it.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlix import JobClient, Phase, init, shutdown
+from rlix.control.settings import Settings
+from rlix.protocol.messages import Lease
+from rlix.protocol.types import (
+    NAMESPACE,
+    SCHEDULER_ACTOR_NAME,
+    coordinator_actor_name,
+    pipeline_namespace,
+)
+
+WARM_UP = 20
+TIMEOUT_S = 60.0
+
+
+class Echo:
+    async def ping(self) -> None:
+        return None
+
+
+class GivesBackAtOnce:
+    """A coordinator without workers."""
+
+    def __init__(self) -> None:
+        self._bundles = 0
+        self._changed = asyncio.Condition()
+
+    async def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
+        await self._change(len(leases))
+
+    async def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
+        await self._change(-len(leases))
+
+    async def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
+        await self._change(-len(leases))
+
+    async def closed(self) -> None:
+        await asyncio.Event().wait()
+
+    async def holds(self, bundles: int) -> None:
+        """Returns once the rollout runs on so many bundles."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._bundles == bundles)
+
+    async def _change(self, by: int) -> None:
+        async with self._changed:
+            self._bundles += by
+            self._changed.notify_all()
+
+
+def new_job(orchestrator: Any, cluster: str, gpus: int) -> str:
+    job_id = str(get(orchestrator.allocate_pipeline_id.remote("ft")))
+    get(
+        orchestrator.register_pipeline.remote(
+            pipeline_id=job_id,
+            ray_namespace=pipeline_namespace(job_id),
+            cluster_tp_configs={cluster: 1},
+            cluster_device_mappings={cluster: list(range(gpus))},
+        )
+    )
+    get(orchestrator.admit_pipeline.remote(pipeline_id=job_id))
+    return job_id
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=TIMEOUT_S)
+
+
+def measure(count: int, timed: Callable[[], Any], after: Callable[[Any], None]) -> dict[str, float]:
+    """p50 and p99 of `timed` in milliseconds; `after` gets its result and is not timed."""
+    times = []
+    for number in range(WARM_UP + count):
+        start = time.perf_counter()
+        result = timed()
+        taken = time.perf_counter() - start
+        after(result)
+        if number >= WARM_UP:
+            times.append(taken * 1e3)
+    times.sort()
+    return {"p50_ms": times[len(times) // 2], "p99_ms": times[min(len(times) - 1, int(len(times) * 0.99))]}
+
+
+def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]:
+    scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
+    echo = ray.remote(num_cpus=0)(Echo).remote()
+    trainer = new_job(orchestrator, "actor_train", gpus)
+    client = JobClient(trainer)
+
+    def direct() -> Lease:
+        lease: Lease = get(scheduler.request_gang.remote(trainer, "actor_train", Phase.ACTOR_TRAINING, TIMEOUT_S))
+        return lease
+
+    def through_client() -> Lease:
+        return client.acquire("actor_train", Phase.ACTOR_TRAINING, TIMEOUT_S)
+
+    results = {
+        "round trip": measure(count, lambda: get(echo.ping.remote()), lambda _: None),
+        "idle": measure(count, direct, client.release),
+        "idle, JobClient": measure(count, through_client, client.release),
+    }
+    rollout = new_job(orchestrator, "actor_infer", gpus)
+    coordinator = (
+        ray.remote(num_cpus=0)(GivesBackAtOnce)
+        .options(name=coordinator_actor_name(rollout), namespace=pipeline_namespace(rollout), max_concurrency=100)
+        .remote()
+    )
+    get(coordinator.holds.remote(0))
+    JobClient(rollout).report_demand("actor_infer", 1_000_000)
+    get(coordinator.holds.remote(gpus))
+
+    def give_back(lease: Lease) -> None:
+        client.release(lease)
+        get(coordinator.holds.remote(gpus))
+
+    results["preempt"] = measure(count, direct, give_back)
+    results["preempt, JobClient"] = measure(count, through_client, give_back)
+    for row in results.values():
+        row["p50_round_trips"] = row["p50_ms"] / results["round trip"]["p50_ms"]
+        row["p99_round_trips"] = row["p99_ms"] / results["round trip"]["p99_ms"]
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=300, help="requests per case")
+    parser.add_argument("--gpus", type=int, default=8, help="virtual GPUs")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, - for standard output")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        start = time.perf_counter()
+        settings = Settings(home=Path(home), ray_address="local")
+        orchestrator = init(virtual_gpus=options.gpus, settings=settings, log_level="WARNING")
+        start_s = time.perf_counter() - start
+        try:
+            results = run(orchestrator, options.count, options.gpus)
+        finally:
+            shutdown()
+    report = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}, Ray {ray.__version__}",
+        "count": options.count,
+        "gpus": options.gpus,
+        "init_s": start_s,
+        "cases": results,
+    }
+    text = json.dumps(report, indent=2)
+    if options.json is not None and str(options.json) != "-":
+        options.json.write_text(text + "\n")
+    if options.json is not None and str(options.json) == "-":
+        sys.stdout.write(text + "\n")
+        return
+    print(
+        f"{report['machine']}; {options.count} requests per case on {options.gpus} virtual GPUs; init {start_s:.1f} s"
+    )
+    print(f"{'':20}{'p50 ms':>9}{'p99 ms':>9}{'p50 in round trips':>20}")
+    for name, row in results.items():
+        print(f"{name:20}{row['p50_ms']:9.2f}{row['p99_ms']:9.2f}{row['p50_round_trips']:20.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Attaching to, or starting, Ray and the control plane, and ending both."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
+from ray.exceptions import RayActorError, RayError
+
+from rlix.control.orchestrator import Orchestrator
+from rlix.control.resource_manager import ResourceManager
+from rlix.control.rpc import get
+from rlix.control.scheduler_service import Scheduler
+from rlix.control.settings import Settings
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.types import (
+    NAMESPACE,
+    ORCHESTRATOR_ACTOR_NAME,
+    RESOURCE_MANAGER_ACTOR_NAME,
+    SCHEDULER_ACTOR_NAME,
+    VIRTUAL_DEVICE_RESOURCE,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+_LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
+_VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
+_MAX_CALLS = 10_000  # calls that wait inside one control actor at the same time
+
+
+class _Session:
+    started_ray = False  # by `init` in this process, so that `shutdown` here ends it
+
+
+def init(
+    *,
+    create_if_missing: bool = True,
+    address: str | None = None,
+    virtual_gpus: int | None = None,
+    num_cpus: int | None = None,
+    log_level: int | str = logging.INFO,
+    settings: Settings | None = None,
+) -> Any:
+    """Attaches to the control plane, starting Ray and it where they do not run yet. Calling it again is fine.
+
+    Ray is looked for at `address`, RAY_ADDRESS or on this machine; where there is none, one is started on the loopback
+    interface: with this machine's GPUs, or with virtual ones when it has none; `virtual_gpus` says how many of those.
+
+    Returns:
+        The handle of the orchestrator actor.
+
+    Raises:
+        RlixError: there is nothing to attach to and `create_if_missing` is false, or the pool has no devices.
+        WaitTimeoutError: the control plane did not start within a minute.
+    """
+    settings = Settings.from_env() if settings is None else settings
+    level = _level(log_level)
+    logging.getLogger("rlix").setLevel(level)
+    if virtual_gpus is not None and virtual_gpus < 1:
+        raise SpecError(f"rlix.init: virtual_gpus must be at least 1, got {virtual_gpus}")
+    if not ray.is_initialized() and not _attach_ray(address or settings.ray_address):
+        if not create_if_missing:
+            raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")
+        _start_ray(settings, virtual_gpus, num_cpus)
+    if not create_if_missing:
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+        raise RlixError("rlix.init: no control plane in this Ray cluster; pass create_if_missing=True to start one")
+    return _start_control_plane(settings, level)
+
+
+def shutdown() -> None:
+    """Ends the control plane and, where `init` started it, Ray. Returns when their processes are gone."""
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(ValueError, RayError, WaitTimeoutError):
+        scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
+        get(scheduler.close.remote(), what="closing the scheduler", timeout_s=STOP_TIMEOUT_S)
+    handles = []
+    for name in (ORCHESTRATOR_ACTOR_NAME, SCHEDULER_ACTOR_NAME, RESOURCE_MANAGER_ACTOR_NAME):
+        with contextlib.suppress(ValueError):
+            handles.append(ray.get_actor(name, NAMESPACE))
+    for handle in handles:
+        ray.kill(handle)
+    if _Session.started_ray:
+        _Session.started_ray = False
+        _stop_ray()
+    else:
+        for handle in handles:
+            _await_death(handle)
+
+
+def _attach_ray(address: str) -> bool:
+    """Connects to the Ray cluster at `address`; false when a new one must be started."""
+    if address == "local":
+        return False
+    try:
+        ray.init(address=address, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        if address == "auto":
+            return False
+        raise RlixError(f"rlix.init: cannot reach a Ray cluster at {address!r}: {error}") from error
+    return True
+
+
+def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | None) -> None:
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    real = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators() if visible is None else len(visible)
+    if real and virtual_gpus:
+        logger.info("this machine has %d GPUs: virtual_gpus=%d is ignored", real, virtual_gpus)
+    devices: dict[str, Any] = {"num_gpus": real}
+    if not real:
+        devices = {
+            "num_gpus": virtual_gpus or settings.virtual_gpus,
+            "resources": {VIRTUAL_DEVICE_RESOURCE: 1},
+            "object_store_memory": _VIRTUAL_OBJECT_STORE_BYTES,
+        }
+    with _loopback():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus or _LOGICAL_CPUS,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            _node_ip_address="127.0.0.1",
+            **devices,
+        )
+    _Session.started_ray = True
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Lets Ray bind to 127.0.0.1, which it otherwise replaces by an address that other machines can reach."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _start_control_plane(settings: Settings, log_level: int) -> Any:
+    def start(actor_class: type, name: str, *args: object) -> Any:
+        options = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "get_if_exists": True,
+            "lifetime": "detached",
+            "max_restarts": 0,
+            "max_concurrency": _MAX_CALLS,
+            "resources": {"node:__internal_head__": 0.001},
+        }
+        return ray.remote(num_cpus=0)(actor_class).options(**options).remote(*args)
+
+    manager = start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, log_level)
+    scheduler = start(Scheduler, SCHEDULER_ACTOR_NAME, settings, log_level)
+    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, scheduler, manager, log_level)
+    get(orchestrator.ready.remote(), what="start of the control plane's actors", timeout_s=START_TIMEOUT_S)
+    return orchestrator
+
+
+def _stop_ray() -> None:
+    ours = [
+        process
+        for child in psutil.Process().children()
+        if _is_ray(child)
+        for process in (child, *child.children(recursive=True))
+    ]
+    ray.shutdown()
+    _, alive = psutil.wait_procs(ours, timeout=STOP_TIMEOUT_S)
+    for process in alive:
+        logger.warning("process %d outlived Ray by %.0f s: killing it", process.pid, STOP_TIMEOUT_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+
+
+def _is_ray(process: psutil.Process) -> bool:
+    try:
+        return any("/ray/" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _await_death(handle: Any) -> None:
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            ray.get(handle.__ray_ready__.remote(), timeout=STOP_TIMEOUT_S)
+        except RayActorError:
+            return
+    raise WaitTimeoutError(f"the control-plane actor {handle} did not end within {STOP_TIMEOUT_S:.0f} s")
+
+
+def _level(log_level: int | str) -> int:
+    if isinstance(log_level, int):
+        return log_level
+    levels = logging.getLevelNamesMapping()
+    if log_level.upper() not in levels:
+        raise SpecError(f"rlix.init: unknown log_level {log_level!r}; levels are: {', '.join(levels)}")
+    return levels[log_level.upper()]

@@ -1,0 +1,84 @@
+"""The front door of the control plane: the actor that users' programs talk to."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlix.control.rpc import call
+from rlix.protocol.messages import ControlStatus, Device, Registration
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 30.0
+
+
+class Orchestrator:
+    """Ray actor that admits pipelines. It keeps no state: the scheduler service is the only writer."""
+
+    def __init__(self, scheduler: Any, resource_manager: Any, log_level: int = logging.INFO) -> None:
+        logging.getLogger("rlix").setLevel(log_level)
+        self._scheduler = scheduler
+        self._resource_manager = resource_manager
+        self._starting = asyncio.Lock()
+
+    async def ready(self) -> int:
+        """Brings the control plane up, once; returns the number of devices it found."""
+        async with self._starting:
+            devices = await call(
+                self._resource_manager.discover.remote(), what="device discovery", timeout_s=CALL_TIMEOUT_S
+            )
+            await self._ask("start", devices)
+        return len(devices)
+
+    async def allocate_pipeline_id(self, kind: str) -> str:
+        """A new pipeline id, such as "ft_1" for kind "ft"."""
+        return str(await self._ask("allocate_pipeline_id", kind))
+
+    async def register_pipeline(
+        self,
+        pipeline_id: str,
+        ray_namespace: str,
+        cluster_tp_configs: Mapping[str, int],
+        cluster_device_mappings: Mapping[str, Sequence[int]],
+    ) -> Registration:
+        """Declares which devices each cluster of the pipeline may use, and its tensor-parallel size.
+
+        Raises:
+            SpecError: the declaration is wrong; the message names the cluster, the field and the fix.
+        """
+        registration: Registration = await self._ask(
+            "register_pipeline", pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings
+        )
+        return registration
+
+    async def admit_pipeline(self, pipeline_id: str) -> None:
+        """Lets a registered pipeline ask for devices."""
+        await self._ask("admit_pipeline", pipeline_id)
+
+    async def unregister_pipeline(self, pipeline_id: str, reason: str = "") -> None:
+        """Ends a pipeline: its workers are killed, its devices freed, its waiting requests refused."""
+        await self._ask("unregister_pipeline", pipeline_id, reason)
+
+    async def status(self) -> ControlStatus:
+        """Everything a terminal view shows; cheap enough to poll."""
+        status: ControlStatus = await self._ask("status")
+        return status
+
+    async def devices(self) -> tuple[Device, ...]:
+        """The pool's devices; a device's id is its place in this tuple."""
+        devices: tuple[Device, ...] = await self._ask("devices")
+        return devices
+
+    async def registration(self, pipeline_id: str) -> Registration:
+        """What a pipeline registered.
+
+        Raises:
+            PipelineGoneError: it is not registered.
+        """
+        registration: Registration = await self._ask("registration", pipeline_id)
+        return registration
+
+    async def _ask(self, method: str, *args: object) -> Any:
+        ref = getattr(self._scheduler, method).remote(*args)
+        return await call(ref, what=f"the scheduler's {method}", timeout_s=CALL_TIMEOUT_S)

@@ -1,0 +1,59 @@
+"""What a user may set about the control plane, read from the environment in this one place."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlix.protocol.errors import SpecError
+
+DEFAULT_VIRTUAL_GPUS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Times are seconds.
+
+    `ray_address` is where Ray is looked for: an address, "auto" (this machine) or "local" (start a new one).
+    `virtual_gpus` is how many virtual GPUs a machine without real ones gets. A rollout that has not acknowledged a
+    shrink within `shrink_deadline_s` loses its workers. A coordinator has `grow_timeout_s` to note new bundles. A
+    pipeline without a coordinator ends when it has held nothing and said nothing for `coordinator_wait_s`. A waiting
+    gang request whose caller has not asked again for `abandon_after_s` is dropped.
+    """
+
+    home: Path
+    ray_address: str = "auto"
+    virtual_gpus: int = DEFAULT_VIRTUAL_GPUS
+    shrink_deadline_s: float = 30.0
+    grow_timeout_s: float = 10.0
+    coordinator_wait_s: float = 300.0
+    abandon_after_s: float = 120.0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
+        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_VIRTUAL_GPUS and RLIX_SHRINK_DEADLINE_S.
+
+        Raises:
+            SpecError: a variable does not hold a positive number.
+        """
+        env = os.environ if env is None else env
+        return cls(
+            home=Path(env.get("RLIX_HOME") or "~/.rlix").expanduser().absolute(),
+            ray_address=env.get("RAY_ADDRESS") or "auto",
+            virtual_gpus=int(_positive(env, "RLIX_VIRTUAL_GPUS", DEFAULT_VIRTUAL_GPUS, integer=True)),
+            shrink_deadline_s=_positive(env, "RLIX_SHRINK_DEADLINE_S", 30.0),
+        )
+
+
+def _positive(env: Mapping[str, str], name: str, default: float, *, integer: bool = False) -> float:
+    text = env.get(name, "")
+    if not text:
+        return default
+    kind = "a positive whole number" if integer else "a positive number of seconds"
+    try:
+        value = int(text) if integer else float(text)
+    except ValueError:
+        raise SpecError(f"environment variable {name}={text!r} must be {kind}") from None
+    if not 0 < value < float("inf"):
+        raise SpecError(f"environment variable {name}={text!r} must be {kind}")
+    return value

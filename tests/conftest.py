@@ -1,0 +1,56 @@
+"""Fixtures that several test folders share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from rlix.control.init import init, shutdown
+from rlix.control.settings import Settings
+
+VIRTUAL_GPUS = 8
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """The control plane's settings in tests: an isolated home and short waits."""
+    return Settings(
+        home=tmp_path_factory.mktemp("rlix_home"),
+        ray_address="local",
+        virtual_gpus=VIRTUAL_GPUS,
+        shrink_deadline_s=1.0,
+        grow_timeout_s=1.0,
+        coordinator_wait_s=60.0,
+        abandon_after_s=1.0,
+    )
+
+
+@pytest.fixture(scope="session")
+def ray_session(settings: Settings) -> Iterator[Any]:
+    """A Ray of its own on loopback, with eight virtual GPUs and a control plane. Yields the orchestrator's handle.
+
+    Tests share it: each allocates pipelines of its own and unregisters them (see `rlix.control.client.JobClient`).
+    """
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    try:
+        yield init(virtual_gpus=VIRTUAL_GPUS, settings=settings, log_level="WARNING")
+    finally:
+        started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        try:
+            shutdown()
+        finally:
+            ray.shutdown()
+            _, alive = psutil.wait_procs(started, timeout=10)
+            for process in alive:
+                process.kill()
+            psutil.wait_procs(alive, timeout=10)
+
+
+@pytest.fixture
+def rlix_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder for tests that call `rlix` in this process or a child one."""
+    monkeypatch.setenv("RLIX_HOME", str(tmp_path))
+    return tmp_path

@@ -1,0 +1,31 @@
+from typing import Any
+
+from rlix.control.resource_manager import devices_of
+from rlix.protocol.messages import DeviceKind
+
+
+def node(node_id: str, ip: str, gpus: float, *, alive: bool = True, head: bool = False, virtual: bool = False) -> Any:
+    resources: dict[str, float] = {"CPU": 4.0}
+    if gpus:
+        resources["GPU"] = gpus
+    if head:
+        resources["node:__internal_head__"] = 1.0
+    if virtual:
+        resources["rlix_virtual"] = 1.0
+    return {"NodeID": node_id, "Alive": alive, "NodeManagerAddress": ip, "Resources": resources}
+
+
+def test_ids_are_dense_head_first_then_by_address() -> None:
+    nodes = [
+        node("d", "10.0.0.10", 2),
+        node("c", "10.0.0.9", 3, virtual=True),  # as numbers: .9 comes before .10
+        node("z", "10.0.0.1", 1, alive=False),
+        node("b", "10.0.0.9", 0),
+        node("a", "10.0.0.200", 1, head=True),
+    ]
+    devices = devices_of(nodes)
+    assert [d.id for d in devices] == [0, 1, 2, 3, 4, 5]
+    assert [d.node_id for d in devices] == ["a", "c", "c", "c", "d", "d"]
+    assert [d.index for d in devices] == [0, 0, 1, 2, 0, 1]
+    assert [d.kind for d in devices] == [DeviceKind.CUDA] + [DeviceKind.CPU] * 3 + [DeviceKind.CUDA] * 2
+    assert devices == devices_of(reversed(nodes))

@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from rlix.control.settings import Settings
+from rlix.protocol.errors import SpecError
+
+
+def test_the_environment_is_read_and_defaults_hold() -> None:
+    assert Settings.from_env({"RLIX_HOME": "/x"}) == Settings(home=Path("/x"))
+    got = Settings.from_env({"RLIX_VIRTUAL_GPUS": "4", "RLIX_SHRINK_DEADLINE_S": "2.5", "RAY_ADDRESS": "local"})
+    assert (got.virtual_gpus, got.shrink_deadline_s, got.ray_address) == (4, 2.5, "local")
+    assert got.home == Path.home() / ".rlix"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RLIX_VIRTUAL_GPUS", "0"), ("RLIX_VIRTUAL_GPUS", "many"), ("RLIX_VIRTUAL_GPUS", "1.5"),
+     ("RLIX_SHRINK_DEADLINE_S", "-1"), ("RLIX_SHRINK_DEADLINE_S", "nan"), ("RLIX_SHRINK_DEADLINE_S", "inf")],
+)  # fmt: skip
+def test_a_wrong_value_is_named(name: str, value: str) -> None:
+    with pytest.raises(SpecError, match=f"environment variable {name}='{value}' must be a positive"):
+        Settings.from_env({name: value})
