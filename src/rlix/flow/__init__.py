@@ -1,0 +1,1 @@
+"""The substrate: worker groups, channels, and workers that start by fork."""

@@ -1,0 +1,121 @@
+"""What runs on devices: the base class of workers, and what each of them knows about its place in the group."""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import ray
+from ray.experimental import internal_kv
+
+from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.messages import Device, DeviceKind
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+# Ray would otherwise hide every GPU from an actor that asks for none.
+KEEP_VISIBLE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+_STORE_NAMESPACE = b"rlix_rendezvous"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """A worker's place in its group.
+
+    `rendezvous` is a folder when the whole group is on one node, else None; `group_id` is unique to one group's life.
+    """
+
+    group: str
+    group_id: str
+    rank: int
+    world_size: int
+    devices: tuple[Device, ...]
+    cpu_threads: int
+    rendezvous: str | None
+
+    @property
+    def kind(self) -> DeviceKind:
+        return self.devices[0].kind if self.devices else DeviceKind.CPU
+
+    def init_process_group(
+        self,
+        backend: str | None = None,
+        *,
+        tag: str = "world",
+        ranks: Sequence[int] | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Make `torch.distributed`'s default group out of `ranks` (default: all), each of which calls this.
+
+        A group made again, after a restart or with other ranks, needs a `tag` not used before.
+
+        Args:
+            backend: as in torch; default: NCCL on CUDA devices, gloo on the CPU.
+
+        Raises:
+            WaitTimeoutError: rank 0 of the group did not announce its store within `timeout_s`.
+        """
+        import torch.distributed as dist
+
+        members = list(range(self.world_size)) if ranks is None else list(ranks)
+        store = self._store(tag, members, timeout_s)
+        dist.init_process_group(
+            backend or ("nccl" if self.kind is DeviceKind.CUDA else "gloo"),
+            store=store,
+            rank=members.index(self.rank),
+            world_size=len(members),
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def _store(self, tag: str, members: list[int], timeout_s: float) -> "Store":
+        import torch.distributed as dist
+
+        if self.rendezvous is not None:
+            return dist.FileStore(f"{self.rendezvous}/{tag}", len(members))  # type: ignore[attr-defined]
+        key = f"{self.group_id}/{tag}".encode()
+        timeout = timedelta(seconds=timeout_s)
+        if self.rank == members[0]:
+            host = ray.util.get_node_ip_address()
+            server = dist.TCPStore(host, 0, len(members), True, timeout, False)  # type: ignore[attr-defined]
+            internal_kv._internal_kv_put(key, f"{host}:{server.port}".encode(), namespace=_STORE_NAMESPACE)
+            return server
+        host, port = self._await_address(key, members[0], timeout_s).rsplit(":", 1)
+        return dist.TCPStore(host, int(port), len(members), False, timeout)  # type: ignore[attr-defined]
+
+    def _await_address(self, key: bytes, leader: int, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            address = internal_kv._internal_kv_get(key, namespace=_STORE_NAMESPACE)
+            if address is not None:
+                return str(address.decode())
+            time.sleep(0.02)
+        raise WaitTimeoutError(
+            f"{self.group}: rank {self.rank} waited {timeout_s:g} s for rank {leader} to announce the process group"
+        )
+
+
+class Worker:
+    """Base class of everything that runs on a device. `WorkerGroup` sets `ctx` before `__init__` runs."""
+
+    ctx: WorkerContext
+
+    def close(self) -> None:
+        """Called once when the group closes. Override to end child processes and the like; bounded by the group."""
+
+
+def prepare_process(ctx: WorkerContext) -> None:
+    """Show this process the worker's devices and no others, before anything touches CUDA."""
+    cuda = ctx.kind is DeviceKind.CUDA
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in ctx.devices) if cuda else ""
+    if ctx.rendezvous is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: independent of how its name resolves
+    if not cuda:
+        import torch
+
+        torch.set_num_threads(ctx.cpu_threads)

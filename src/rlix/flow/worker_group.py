@@ -1,0 +1,350 @@
+"""`WorkerGroup`: the one place that creates Ray actors for device work."""
+
+import asyncio
+import logging
+import os
+import select
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlix.flow import prefork
+from rlix.flow.worker import KEEP_VISIBLE_DEVICES, Worker, WorkerContext, prepare_process
+from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Device
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0  # until every rank has been constructed
+EXIT_TIMEOUT_S = 10.0  # for a killed process to be gone
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """An argument with one value for each rank called, in the order of `ranks`."""
+
+    values: Sequence[Any]
+
+
+class WorkerGroup:
+    """Ranks `0..n-1` of one worker class, each a Ray actor on the devices of its placement.
+
+    Args:
+        worker_cls: a subclass of `Worker`.
+        name: names the actors `"{name}:{rank}"`.
+        placements: the devices of each rank, all on one node; an empty tuple is a CPU worker anywhere.
+        kwargs: passed to the worker's `__init__`; a `PerRank` value differs per rank.
+        env: environment variables, set before the interpreter imports anything.
+        start: "fork" from the node's preloaded server, or "spawn" a plain interpreter.
+        max_concurrency: methods of one rank that may run at once; 1 makes them run in the order they were called.
+        cpu_threads: torch threads of a rank without CUDA devices.
+
+    Blocks until every rank is constructed; from async code use `await asyncio.to_thread(WorkerGroup, ...)`.
+
+    Raises:
+        WorkerError: a rank failed to start or raised in `__init__`; nothing is left behind.
+        WaitTimeoutError: ranks, which are named, did not start within `start_timeout_s`; nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        worker_cls: type[Worker],
+        *,
+        name: str,
+        placements: Sequence[tuple[Device, ...]],
+        kwargs: Mapping[str, Any] | None = None,
+        namespace: str | None = None,
+        env: Mapping[str, str] | None = None,
+        start: Literal["fork", "spawn"] = "fork",
+        max_concurrency: int = 8,
+        cpu_threads: int = 1,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        _check_placements(name, placements)
+        self.name = name
+        self.placements = tuple(tuple(placement) for placement in placements)
+        self._kwargs = dict(kwargs or {})
+        self._cls = _actor_class(worker_cls)
+        self._cpu_threads = cpu_threads
+        self._start_timeout_s = start_timeout_s
+        self._group_id = uuid.uuid4().hex
+        environment = {**KEEP_VISIBLE_DEVICES, **(env or {})}
+        fork = start == "fork" and prefork.available()
+        self._options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "max_concurrency": max_concurrency,
+            "runtime_env": (prefork.runtime_env if fork else prefork.plain_runtime_env)(environment),
+        }
+        if namespace is not None:
+            self._options["namespace"] = namespace
+        self._handles: list[ActorHandle[Any]] = []
+        self._processes: dict[int, _Process] = {}
+        self._closed = False
+        self._rendezvous = _rendezvous_dir(name, self.placements)
+        try:
+            for rank in range(self.world_size):
+                self._handles.append(self._create(rank))
+            self._construct(range(self.world_size))
+        except BaseException:
+            self.close(timeout_s=EXIT_TIMEOUT_S, graceful=False)
+            raise
+
+    @property
+    def world_size(self) -> int:
+        return len(self.placements)
+
+    @property
+    def handles(self) -> tuple["ActorHandle[Any]", ...]:
+        return tuple(self._handles)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
+    ) -> "list[ray.ObjectRef[Any]]":
+        """Call `method` on `ranks` (default: all) and return their futures, in the order of `ranks`.
+
+        An argument that is large and the same for all ranks is best passed as `ray.put(argument)`.
+        """
+        if self._closed:
+            raise WorkerError(f"{self.name}: {method}() called on a closed group")
+        called = self._ranks(ranks)
+        self._check_per_rank(method, called, args, kwargs)
+        return [
+            getattr(self._handles[rank], method).remote(
+                *(_pick(value, i) for value in args), **{key: _pick(value, i) for key, value in kwargs.items()}
+            )
+            for i, rank in enumerate(called)
+        ]
+
+    def run(
+        self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call `method` on `ranks` (default: all) and return their results, in the order of `ranks`.
+
+        Raises:
+            WorkerError: a rank raised or died; raised as soon as the first one does, with the cause as `__cause__`.
+            WaitTimeoutError: ranks, which are named, did not answer within `timeout_s`.
+        """
+        called = self._ranks(ranks)
+        futures = _futures(self.call(method, *args, ranks=called, **kwargs))
+        return self._wait(method, called, futures, timeout_s)
+
+    async def arun(
+        self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """`run` for async code: the event loop goes on."""
+        called = self._ranks(ranks)
+        futures = _futures(self.call(method, *args, ranks=called, **kwargs))
+        waiting = [asyncio.wrap_future(future) for future in futures]
+        for waiter in waiting:
+            waiter.add_done_callback(_read_error)
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        return self._collect(method, called, futures, timeout_s)
+
+    def restart(self, rank: int) -> None:
+        """Replace `rank` by a newly constructed worker of the same name on the same devices; kills the old one."""
+        self.kill(rank)
+        self._handles[rank] = self._create_again(rank)
+        self._construct([rank])
+
+    def kill(self, rank: int, *, timeout_s: float = EXIT_TIMEOUT_S) -> None:
+        """Kill the worker, whatever it is doing, and wait until its process is gone."""
+        ray.kill(self._handles[rank])
+        process = self._processes.pop(rank, None)
+        if process is not None and not process.wait(time.monotonic() + timeout_s):
+            raise WaitTimeoutError(f"{self.name}: rank {rank} did not end within {timeout_s:g} s of being killed")
+
+    def close(self, timeout_s: float = 10.0, *, graceful: bool = True) -> None:
+        """End every worker: `Worker.close()` where it still answers, then kill. Never raises on a worker's account.
+
+        Returns within `timeout_s` for each of the two; a process that survives both is logged.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._rendezvous is not None:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+        if not ray.is_initialized():
+            return
+        if graceful:
+            futures = _futures([handle.close.remote() for handle in self._handles])
+            wait(futures, timeout=timeout_s)
+            for rank, future in enumerate(futures):
+                if not future.done():
+                    logger.warning("%s: rank %d did not close within %g s", self.name, rank, timeout_s)
+                elif isinstance(error := future.exception(), RayTaskError):
+                    logger.warning("%s: rank %d failed in close(): %s", self.name, rank, error)
+        for handle in self._handles:
+            ray.kill(handle)
+        deadline = time.monotonic() + timeout_s
+        alive = [rank for rank, process in self._processes.items() if not process.wait(deadline)]
+        if alive:
+            logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
+
+    def _create(self, rank: int) -> "ActorHandle[Any]":
+        devices = self.placements[rank]
+        context = WorkerContext(
+            group=self.name,
+            group_id=self._group_id,
+            rank=rank,
+            world_size=self.world_size,
+            devices=devices,
+            cpu_threads=self._cpu_threads,
+            rendezvous=self._rendezvous,
+        )
+        options = dict(self._options, name=f"{self.name}:{rank}")
+        if devices:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(devices[0].node_id, soft=False)
+        return ray.remote(self._cls).options(**options).remote(context)
+
+    def _create_again(self, rank: int) -> "ActorHandle[Any]":
+        """Ray frees the name of a killed actor a moment later."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while True:
+            try:
+                return self._create(rank)
+            except ValueError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _construct(self, ranks: Sequence[int]) -> None:
+        """Run the workers' `__init__`, as a method: its error then arrives with its type."""
+        self._check_per_rank("__init__", range(self.world_size), (), self._kwargs)
+        futures = _futures(
+            self._handles[rank]._rlix_construct.remote({key: _pick(value, rank) for key, value in self._kwargs.items()})
+            for rank in ranks
+        )
+        pids = self._wait("__init__", ranks, futures, self._start_timeout_s)
+        here = ray.get_runtime_context().get_node_id()
+        for rank, (node_id, pid) in zip(ranks, pids, strict=True):
+            if node_id == here:
+                self._processes[rank] = _Process(pid)
+
+    def _wait(self, method: str, ranks: Sequence[int], futures: Sequence[Future[Any]], timeout_s: float) -> list[Any]:
+        wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+        return self._collect(method, ranks, futures, timeout_s)
+
+    def _collect(
+        self, method: str, ranks: Sequence[int], futures: Sequence[Future[Any]], timeout_s: float
+    ) -> list[Any]:
+        for rank, future in zip(ranks, futures, strict=True):
+            if future.done() and isinstance(error := future.exception(), RayError):
+                raise self._worker_error(method, rank, error) from error
+        late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
+        if late:
+            raise WaitTimeoutError(
+                f"{self.name}: rank(s) {_join(late)} did not answer {method}() within {timeout_s:g} s"
+            )
+        return [future.result() for future in futures]
+
+    def _worker_error(self, method: str, rank: int, error: RayError) -> WorkerError:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        return WorkerError(f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}")
+
+    def _ranks(self, ranks: Sequence[int] | None) -> list[int]:
+        if ranks is None:
+            return list(range(self.world_size))
+        for rank in ranks:
+            if not 0 <= rank < self.world_size:
+                raise IndexError(f"{self.name} has ranks 0..{self.world_size - 1}, not {rank}")
+        return list(ranks)
+
+    def _check_per_rank(
+        self, method: str, ranks: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, PerRank) and len(value.values) != len(ranks):
+                raise ValueError(
+                    f"{self.name}: {method}() goes to {len(ranks)} rank(s), but a PerRank argument has "
+                    f"{len(value.values)} value(s)"
+                )
+
+
+class _Process:
+    """A process on this node, watched by a descriptor: its number may be reused, the descriptor is not."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._fd: int | None = os.pidfd_open(pid)
+        except OSError:  # gone already, or in another container
+            self._fd = None
+
+    def wait(self, deadline: float) -> bool:
+        """True when it has ended; False at the deadline (`time.monotonic()`)."""
+        if self._fd is None:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        ended = bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        os.close(self._fd)
+        self._fd = None
+        return ended
+
+
+def _actor_class(worker_cls: type[Worker]) -> type[Worker]:
+    """The class Ray instantiates: bare at first, so that the context is there before the worker's own `__init__`."""
+
+    def bare(self: Any, context: WorkerContext) -> None:
+        prepare_process(context)
+        self.ctx = context
+
+    def construct(self: Any, kwargs: Mapping[str, Any]) -> tuple[str, int]:
+        worker_cls.__init__(self, **kwargs)
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    members = {"__init__": bare, "_rlix_construct": construct, "__module__": worker_cls.__module__}
+    return type(worker_cls.__name__, (worker_cls,), members)
+
+
+def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:
+    if not placements:
+        raise ValueError(f"{name}: a worker group needs at least one placement")
+    for rank, devices in enumerate(placements):
+        if len({device.node_id for device in devices}) > 1:
+            raise ValueError(f"{name}: the devices of rank {rank} are on several nodes; one process cannot use them")
+        if len({device.kind for device in devices}) > 1:
+            raise ValueError(f"{name}: the devices of rank {rank} are of several kinds")
+
+
+def _rendezvous_dir(name: str, placements: Sequence[tuple[Device, ...]]) -> str | None:
+    """A folder for process groups, when every rank is on this node."""
+    nodes = {device.node_id for devices in placements for device in devices}
+    if nodes != {ray.get_runtime_context().get_node_id()} or not all(placements):
+        return None
+    return tempfile.mkdtemp(prefix=f"rlix-{name.replace('/', '_')}-")
+
+
+def _futures(refs: "Iterable[ray.ObjectRef[Any]]") -> list[Future[Any]]:
+    """Unlike `ray.get`, these may be waited for in any thread of an async actor."""
+    return [ref.future() for ref in refs]
+
+
+def _read_error(future: "asyncio.Future[Any]") -> None:
+    """Have the errors read that nobody waits for any more, or asyncio logs each of them."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _pick(value: Any, index: int) -> Any:
+    return value.values[index] if isinstance(value, PerRank) else value
+
+
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

@@ -1,0 +1,131 @@
+"""Channels on real Ray: order, back-pressure, end of stream, failures, and both kinds of callers."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from rlix.flow.channel import Channel, EndOfStream
+from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.protocol.errors import ChannelError, WaitTimeoutError
+from tests.flow.test_worker_group import devices
+from tests.flow.workers import EchoWorker
+
+pytestmark = pytest.mark.ray
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def group(ray_session: Any) -> Iterator[WorkerGroup]:
+    with WorkerGroup(EchoWorker, name="streams", placements=devices(2)) as group:
+        yield group
+
+
+def test_one_process_from_first_item_to_end_of_stream(ray_session: Any) -> None:
+    channel: Channel[Any] = Channel(2, name="one", timeout_s=5)
+    first, second = channel.producer("first"), channel.producer()
+    array = np.arange(300_000)
+    first.put(array)
+    second.put("small")
+    assert len(channel) == 2
+    with pytest.raises(WaitTimeoutError, match=r"'one': producer 'first' found no room within 0\.1 s: 2/2 items"):
+        first.put("too many", timeout_s=0.1)
+    np.testing.assert_array_equal(channel.get(), array)
+    first.close()
+    first.close()
+    with pytest.raises(ChannelError, match="producer 'first' has closed and cannot put"):
+        first.put("late")
+    assert channel.get() == "small"
+    with pytest.raises(WaitTimeoutError, match=r"nothing came within 0\.1 s: 0/2 items queued, open producers: produ"):
+        channel.get(timeout_s=0.1)
+    with second:
+        second.put("last")
+    assert list(channel) == ["last"]
+    with pytest.raises(EndOfStream):
+        channel.get()
+    with pytest.raises(ChannelError, match="the stream has ended"):
+        channel.producer()
+
+
+def test_producers_wait_for_consumers_and_the_last_one_ends_the_stream(group: WorkerGroup) -> None:
+    channel: Channel[tuple[int, int]] = Channel(3, name="many", timeout_s=TIMEOUT_S)
+    producers = [channel.producer(f"rank {rank}") for rank in range(2)]
+    done = group.call("produce", PerRank(producers), 20)
+    ready, _ = ray.wait(done, num_returns=2, timeout=0.5)
+    assert ready == []  # 40 items do not fit
+    assert len(channel) == 3
+    items = list(channel)
+    ray.get(done, timeout=TIMEOUT_S)
+    assert sorted(items) == [(rank, i) for rank in range(2) for i in range(20)]
+    assert [i for rank, i in items if rank == 0] == list(range(20))
+
+
+def test_several_consumers_share_the_items(group: WorkerGroup) -> None:
+    channel: Channel[int] = Channel(4, timeout_s=TIMEOUT_S)
+    counts = group.call("drain_one_by_one", channel)
+    with channel.producer() as producer:
+        for i in range(30):
+            producer.put(i)
+    assert sum(ray.get(counts, timeout=TIMEOUT_S)) == 30
+
+
+def test_a_failing_producer_fails_the_stream_for_everybody(group: WorkerGroup) -> None:
+    channel: Channel[int] = Channel(4, name="doomed", timeout_s=TIMEOUT_S)
+    other, failing = channel.producer("other"), channel.producer("failing")
+    with pytest.raises(ray.exceptions.RayTaskError):
+        ray.get(group.call("produce_and_fail", failing, ranks=[1]), timeout=TIMEOUT_S)
+    reason = "'doomed': producer 'failing' failed: LookupError: out of prompts"
+    with pytest.raises(ChannelError, match=reason):
+        channel.get()
+    with pytest.raises(ChannelError, match=reason):
+        other.put(1)
+    channel.fail("a later reason")
+    with pytest.raises(ChannelError, match=reason):
+        channel.get()
+
+
+def test_an_item_lost_with_its_producer_is_an_error(group: WorkerGroup) -> None:
+    channel: Channel[tuple[int, int]] = Channel(4, name="lossy", timeout_s=TIMEOUT_S)
+    group.run("produce", channel.producer(), 2, ranks=[1], timeout_s=TIMEOUT_S)
+    group.restart(1)
+    with pytest.raises(ChannelError, match="'lossy': the item's producer ended before the item was taken"):
+        channel.get()
+
+
+def test_async_callers(ray_session: Any) -> None:
+    async def produce(channel: Channel[int], count: int) -> None:
+        async with channel.producer() as producer:
+            for i in range(count):
+                await producer.aput(i)
+
+    async def scenario() -> list[int]:
+        channel: Channel[int] = Channel(2, timeout_s=TIMEOUT_S)
+        with pytest.raises(WaitTimeoutError, match="nothing came"):
+            await channel.aget(timeout_s=0.1)
+        waiting = asyncio.create_task(channel.aget())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        producing = asyncio.create_task(produce(channel, 10))
+        items = [item async for item in channel]
+        await producing
+        return items
+
+    assert asyncio.run(scenario()) == list(range(10))
+
+
+def test_the_end_of_the_actor_is_an_error_not_a_hang(ray_session: Any) -> None:
+    channel: Channel[int] = Channel(2, name="gone", timeout_s=TIMEOUT_S)
+    producer = channel.producer()
+    ray.kill(channel._actor)
+    with pytest.raises(ChannelError, match="'gone': its actor died"):
+        channel.get()
+    with pytest.raises(ChannelError, match="'gone': its actor died"):
+        producer.close()
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        Channel(0)

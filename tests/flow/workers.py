@@ -1,0 +1,100 @@
+"""Workers that the tests of this folder start, and how to wait until they are gone."""
+
+import contextlib
+import os
+import subprocess
+import threading
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rlix.flow.channel import Channel, EndOfStream, Producer
+from rlix.flow.worker import Worker, WorkerContext
+
+
+def wait_gone(pid: int, timeout: float = 20.0) -> None:
+    """Until the process has ended and been reaped."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout)
+
+
+class EchoWorker(Worker):
+    def __init__(self, greeting: str = "hello", fail_rank: int | None = None) -> None:
+        if self.ctx.rank == fail_rank:
+            raise LookupError(f"no {greeting} on rank {fail_rank}")
+        self.greeting = greeting
+        self._released = threading.Event()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "ppid": os.getppid(),
+            "greeting": self.greeting,
+            "visible": os.environ["CUDA_VISIBLE_DEVICES"],
+            "env": os.environ.get("FLOW_TEST"),
+            "threads": torch.get_num_threads(),
+        }
+
+    def context(self) -> WorkerContext:
+        return self.ctx
+
+    def add(self, left: Any, right: Any) -> Any:
+        return left + right
+
+    def fail_on(self, rank: int) -> int:
+        if self.ctx.rank == rank:
+            raise LookupError("nothing here")
+        return self.ctx.rank
+
+    def wait_for_release(self) -> bool:
+        return self._released.wait(60)
+
+    def release(self) -> None:
+        self._released.set()
+
+    def leave_a_child(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    def sum_of_ranks(self, tag: str, members: list[int]) -> float:
+        self.ctx.init_process_group(tag=tag, ranks=members)
+        total = torch.tensor([float(self.ctx.rank)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return float(total)
+
+    def sum_over_tcp(self, tag: str) -> float:
+        """As on several nodes: no folder that every rank can see."""
+        self.ctx = WorkerContext(
+            group=self.ctx.group,
+            group_id=self.ctx.group_id,
+            rank=self.ctx.rank,
+            world_size=self.ctx.world_size,
+            devices=self.ctx.devices,
+            cpu_threads=1,
+            rendezvous=None,
+        )
+        return self.sum_of_ranks(tag, list(range(self.ctx.world_size)))
+
+    def produce(self, producer: Producer[tuple[int, int]], count: int) -> None:
+        with producer:
+            for i in range(count):
+                producer.put((self.ctx.rank, i))
+
+    def produce_and_fail(self, producer: Producer[int]) -> None:
+        with producer:
+            producer.put(1)
+            raise LookupError("out of prompts")
+
+    def consume(self, channel: Channel[Any]) -> list[Any]:
+        return list(channel)
+
+    def drain_one_by_one(self, channel: Channel[Any]) -> int:
+        count = 0
+        try:
+            while True:
+                channel.get(timeout_s=60)
+                count += 1
+        except EndOfStream:
+            return count
