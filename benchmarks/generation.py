@@ -1,0 +1,145 @@
+"""Generation speed: tokens/s through `InferenceEngine` against the backend called directly, in one run.
+
+    python benchmarks/generation.py [--executor transformers|vllm] [--prompts 256] [--tokens 64] [--json FILE]
+
+Both answer the same prompts with the same small Qwen2 model on one thread, taking turns; medians are compared. The
+engine's figure includes everything between a user and the backend: the process boundary, requests and results.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import rlix
+from rlix.engine.executors.environment import replica_environment
+from rlix.protocol.messages import DeviceKind
+
+
+def build_model(path: Path, hidden: int, layers: int) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+def direct_transformers(path: Path, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = torch.tensor(prompts)
+
+    def run() -> int:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        return int(out[:, ids.shape[1] :].numel())
+
+    return run
+
+
+def direct_vllm(path: Path, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
+    from vllm import LLM, SamplingParams
+
+    cpu = not torch.cuda.is_available()
+    llm = LLM(
+        model=str(path),
+        skip_tokenizer_init=True,
+        dtype="float32" if cpu else "auto",
+        enforce_eager=cpu,
+        max_num_seqs=256,
+        logprobs_mode="raw_logprobs",
+        gpu_memory_utilization=0.4,
+        **({"kv_cache_memory_bytes": 64 * 2**20} if cpu else {}),
+    )
+    requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+    def run() -> int:
+        params = [
+            SamplingParams(max_tokens=tokens, seed=i, ignore_eos=True, logprobs=0, detokenize=False)
+            for i in range(len(prompts))
+        ]
+        outputs = llm.generate(requests, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return run
+
+
+def measure(runs: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
+    """Median tokens/s of each, taking turns after one unmeasured round."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            count = run()
+            if number:
+                rates[name].append(count / (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--executor", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
+    os.environ.update(replica_environment(options.executor, kind, 1, local=True))
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.prompts, options.prompt_tokens)
+    prompts: list[list[int]] = torch.randint(3, 512, shape, generator=generator).tolist()
+    direct = {"transformers": direct_transformers, "vllm": direct_vllm}[options.executor]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        build_model(path, options.hidden, options.layers)
+        rlix.init(virtual_gpus=None if kind is DeviceKind.CUDA else 1)
+        try:
+            engine = rlix.InferenceEngine(path, executor=options.executor)
+            engine.build(gpu_memory_utilization=0.4)
+
+            def through_engine() -> int:
+                params = {"max_new_tokens": options.tokens, "ignore_eos": True}
+                return sum(len(output.outputs[0].token_ids) for output in engine.generate(prompts, params))
+
+            rates = measure({"direct": direct(path, prompts, options.tokens), "engine": through_engine}, options.rounds)
+        finally:
+            rlix.shutdown()
+    result = {
+        "executor": options.executor,
+        "prompts": options.prompts,
+        "prompt_tokens": options.prompt_tokens,
+        "tokens": options.tokens,
+        "hidden": options.hidden,
+        "layers": options.layers,
+        "direct_tokens_per_s": round(rates["direct"]),
+        "engine_tokens_per_s": round(rates["engine"]),
+        "engine_over_direct": round(rates["engine"] / rates["direct"], 3),
+    }
+    print("\n".join(f"{key:20} {value}" for key, value in result.items()))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What a replica needs of a generation backend. A new backend implements `Executor`; nothing above it changes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.weights import PublishedWeights
+
+
+class Part(StrEnum):
+    """What of an inference engine occupies a device; the parts can be brought back one after the other."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+ALL_PARTS = (Part.WEIGHTS, Part.KV_CACHE)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorOptions:
+    """How a replica is laid out.
+
+    Attributes:
+        max_model_len: most tokens of one trajectory, prompt included; None: what the model's configuration says.
+        max_num_seqs: trajectories decoded at a time; more wait inside the executor.
+        gpu_memory_utilization: share of a GPU's memory this replica may use in all (a virtual GPU has no such share).
+        kv_cache_bytes: upper bound of the KV cache; None: 1 GiB on a virtual GPU, else from the share above.
+        dtype: "float32", "bfloat16", ...; "auto": float32 on a virtual GPU, else what the configuration says.
+        tile_tokens: most tokens per forward of the transformers executor; None lets it choose. Results are equal to
+            the bit only between replicas of the same value.
+    """
+
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    dtype: str = "auto"
+    tile_tokens: int | None = None
+
+
+class Executor(ABC):
+    """One full set of weights on the devices of one bundle, generating for any number of concurrent calls.
+
+    `load`, `update` and `offload` block and are never called concurrently with each other; `submit` and `abort` may be
+    called from any thread at any time.
+    """
+
+    @abstractmethod
+    def load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
+        """Bring `parts` onto the devices; returns the bytes moved. `published` replaces the source's own weights.
+
+        Raises:
+            NotResidentError: there are no bytes to bring: nothing was published and the source has no weights.
+            WeightSyncError: published weights do not fit the model.
+        """
+
+    @abstractmethod
+    def update(self, published: PublishedWeights) -> int:
+        """Replace the resident weights in place, between two decoding steps; returns the bytes copied."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[GenerationRequest]) -> "Future[list[GenerationResult]]":
+        """Generate; the future completes, in the order of `requests`, when all are finished or aborted."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str] | None) -> None:
+        """End these requests (None: all) with the tokens they have. Unknown ids are ignored."""
+
+    @abstractmethod
+    def offload(self, *, keep_host: bool) -> int:
+        """Release the devices' memory; nothing may be generating. `keep_host` keeps the weights in host memory.
+
+        Returns the bytes released.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and child processes."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the resident weights; -1 for the source's own."""
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes on the devices now: weights and KV cache."""
+
+
+SOURCE_VERSION = -1
+"""The version of weights that came with the model's folder and were never published."""

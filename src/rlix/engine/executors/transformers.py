@@ -1,0 +1,214 @@
+"""Generation with any Hugging Face causal LM, in one process and without further dependencies."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlix.engine import weights
+from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
+from rlix.engine.executors.decoder import Decoder, DecoderLimits
+from rlix.engine.executors.loop import LoopExecutor
+from rlix.engine.model_source import ModelSource
+from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.residency import Residency, ResidentSet
+from rlix.engine.weights import PublishedWeights
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError
+
+_VIRTUAL_KV_BYTES = 2**30
+_SMALL_MODEL = 16 * 2**20  # parameters; below, a forward costs its dispatch, above, its arithmetic
+
+
+class TransformersExecutor(LoopExecutor):
+    """Decodes all concurrent calls together, one token each per step, on a thread that owns the model.
+
+    A trajectory's tokens and log-probabilities do not depend on what it is batched with, on interruptions or on which
+    replica goes on with it (see `decoder`). On the CPU this holds to the bit, between replicas with the same weights,
+    dtype, `tile_tokens` and number of threads; on a GPU it is designed for but depends on the kernels, and for
+    mixture-of-experts models it does not hold.
+
+    With `tensor_parallel_size` above 1 the whole model is on the bundle's first device; use vLLM to split one.
+    """
+
+    def __init__(self, source: ModelSource, options: ExecutorOptions, device: torch.device) -> None:
+        self._source, self._options, self._device = source, options, device
+        self._config = source.load_config()
+        _check_supported(self._config)
+        self._model: PreTrainedModel | None = None
+        self._resident: ResidentSet | None = None
+        self._decoder: Decoder | None = None
+        self._version = SOURCE_VERSION
+        self._waiting: deque[tuple[int, GenerationRequest]] = deque()
+        self._rows: dict[int, int] = {}  # row of the decoder -> key of the loop
+        super().__init__()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def device_bytes(self) -> int:
+        held = self._resident.device_bytes if self._resident else 0
+        return held + (self._decoder.cache_bytes if self._decoder else 0)
+
+    # ---- decoding --------------------------------------------------------------------------------------------
+
+    def _check(self, request: GenerationRequest) -> None:
+        if self._decoder is None:
+            raise NotResidentError("generate() while weights or KV cache are off the device: load first")
+        self._decoder.check(request)
+
+    def _start(self, key: int, request: GenerationRequest) -> None:
+        self._waiting.append((key, request))
+
+    def _step(self) -> dict[int, GenerationResult]:
+        assert self._decoder is not None
+        while self._waiting:
+            key, request = self._waiting[0]
+            row = self._decoder.admit(request)
+            if row is None:
+                break
+            self._rows[row] = key
+            self._waiting.popleft()
+        return {self._rows.pop(row): result for row, result in self._decoder.step(self._version).items()}
+
+    def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
+        assert self._decoder is not None
+        for row, held in self._rows.items():
+            if held == key:
+                del self._rows[row]
+                return self._decoder.release(row, "abort", self._version)
+        self._waiting.remove((key, request))
+        return GenerationResult(request.id, (), (), False, "abort", self._version)
+
+    def _recover(self) -> None:
+        self._rows.clear()
+        self._waiting.clear()
+        self._decoder = self._new_decoder()
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    def _load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
+        moved = 0
+        if Part.WEIGHTS in parts:
+            moved = self._load_weights(published)
+        if Part.KV_CACHE in parts and self._decoder is None:
+            if self._resident is None or self._resident.state is not Residency.DEVICE:
+                raise NotResidentError("the KV cache was asked for before the weights: load the weights first")
+            self._decoder = self._new_decoder()
+        return moved
+
+    def _update(self, published: PublishedWeights) -> int:
+        if self._model is None or self._resident is None:
+            raise NotResidentError("update() of an engine that was never loaded: load first")
+        self._resident.check()
+        return self._apply(published)
+
+    def _load_weights(self, published: PublishedWeights | None) -> int:
+        state = self._resident.state if self._resident else Residency.META
+        if published is None and state is Residency.META:
+            if not self._source.has_weights:
+                raise NotResidentError(
+                    "this model is a configuration without weights: publish weights and load those, or give a folder"
+                )
+            self._build(weights=True)
+            self._version = SOURCE_VERSION
+            return self._weight_bytes()
+        if self._resident is None:
+            self._build(weights=False)
+        elif state is Residency.META:
+            self._resident.allocate()
+        if state is Residency.META:
+            assert published is not None
+            return self._fill(published)
+        assert self._resident is not None
+        moved = self._resident.to_device().bytes
+        if published is not None and published.version != self._version:
+            moved += self._apply(published)
+        return moved
+
+    def _fill(self, published: PublishedWeights) -> int:
+        """Into weights that are undefined: when it fails, they are dropped again."""
+        try:
+            return self._apply(published)
+        except RlixError:
+            self._drop()
+            raise
+
+    def _build(self, *, weights: bool) -> None:
+        model = self._source.build(self._dtype(), weights=weights).to(self._device)
+        self._model = model
+        # Persistent tensors only: what is computed from the configuration (rotary frequencies) is small and stays.
+        self._resident = ResidentSet("inference model", lambda: model.state_dict(keep_vars=True).values(), self._device)
+
+    def _apply(self, published: PublishedWeights) -> int:
+        assert self._model is not None
+        try:
+            report = weights.apply(self._model, published)
+        except WaitTimeoutError as error:  # some tensors may be new and some old
+            self._fail(error)
+            self._rows.clear()
+            self._waiting.clear()
+            self._drop()
+            raise
+        self._version = published.version
+        if self._decoder is not None:
+            self._decoder.forget_prompts()
+        return report.bytes
+
+    def _offload(self, keep_host: bool) -> int:
+        freed = self.device_bytes
+        self._decoder = None
+        if not keep_host:
+            self._drop()
+        elif self._resident is not None and self._resident.state is Residency.DEVICE:
+            self._resident.to_host()
+        return freed
+
+    def _drop(self) -> None:
+        self._decoder = None
+        if self._resident is not None:
+            self._resident.to_meta()
+
+    def _new_decoder(self) -> Decoder:
+        assert self._model is not None
+        small = sum(p.numel() for p in self._model.parameters()) < _SMALL_MODEL
+        tile = self._options.tile_tokens or (256 if self._device.type == "cuda" else 128 if small else 32)
+        limits = DecoderLimits(tile, self._options.max_num_seqs, self._max_length(), self._kv_bytes())
+        decoder = Decoder(self._model, self._device, limits)
+        decoder.warm_up()
+        return decoder
+
+    def _max_length(self) -> int:
+        return self._options.max_model_len or int(getattr(self._config, "max_position_embeddings", 2048))
+
+    def _kv_bytes(self) -> int:
+        if self._options.kv_cache_bytes is not None:
+            return self._options.kv_cache_bytes
+        if self._device.type == "cuda":
+            total = torch.cuda.mem_get_info(self._device)[1]
+            return max(0, int(total * self._options.gpu_memory_utilization) - self._weight_bytes())
+        return _VIRTUAL_KV_BYTES
+
+    def _weight_bytes(self) -> int:
+        return self._resident.device_bytes if self._resident else 0
+
+    def _dtype(self) -> torch.dtype:
+        if self._options.dtype != "auto":
+            dtype: torch.dtype = getattr(torch, self._options.dtype)
+            return dtype
+        configured = getattr(self._config, "dtype", None)
+        on_gpu = self._device.type == "cuda" and isinstance(configured, torch.dtype)
+        return configured if on_gpu and configured is not None else torch.float32
+
+
+def _check_supported(config: PretrainedConfig) -> None:
+    """Raises ValueError for models whose layers do not all attend to the whole prefix."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if kinds or (sliding and not getattr(config, "layer_types", None)):
+        raise ValueError(
+            f"{config.model_type} has {', '.join(sorted(kinds)) or 'sliding_attention'} layers, which "
+            'executor="transformers" does not decode; use executor="vllm"'
+        )

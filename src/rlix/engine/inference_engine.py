@@ -1,0 +1,318 @@
+"""`InferenceEngine`: a model that generates on one or more devices, used as if it were one object in this process."""
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from transformers import PretrainedConfig
+
+from rlix.engine import placement
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
+from rlix.engine.executors.environment import replica_environment
+from rlix.engine.model_source import ModelSource
+from rlix.engine.parallel import split_sizes
+from rlix.engine.prompts import Params, Prompt, PromptReader
+from rlix.engine.replica import Replica, ReplicaReport
+from rlix.engine.requests import GenerationRequest, GenerationResult, RequestOutput
+from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.weights import PublishedWeights
+from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.protocol.errors import NotResidentError, RlixError
+from rlix.protocol.messages import Device
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS = ("transformers", "vllm")
+_CONCURRENT_CALLS = 1024  # of one replica; they are coroutines and cost no thread
+
+
+class InferenceEngine:
+    """A handle on replicas of a causal LM, each on the devices of one bundle.
+
+    Args:
+        source: a folder or hub name of a Hugging Face causal LM, or its configuration (an object or a dictionary),
+            whose weights are then given by `cuda(weights=...)` or by `Replica.load`.
+        executor: "transformers" (on the CPU exact to the bit, whatever a prompt is batched with) or "vllm".
+        name: of the workers, in logs and errors.
+
+    With executor "transformers" and `tensor_parallel_size` above 1, a bundle's model is on its first device.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | PretrainedConfig | Mapping[str, Any] | ModelSource,
+        executor: Literal["transformers", "vllm"] = "transformers",
+        *,
+        name: str = "infer",
+    ) -> None:
+        if executor not in EXECUTORS:
+            raise ValueError(f"unknown executor {executor!r} for InferenceEngine; known: {', '.join(EXECUTORS)}")
+        self.source = ModelSource.of(source)
+        self.executor = executor
+        self.name = f"{name}-{uuid.uuid4().hex[:8]}"
+        self.devices: tuple[Device, ...] = ()
+        self._group: WorkerGroup | None = None
+        self._reader: PromptReader | None = None
+        self._epoch = 0
+        self._residency = Residency.META
+        self._parts: set[Part] = set()
+        self._timeout_s = 0.0
+
+    def build(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        devices: Sequence[Device] | None = None,
+        colocate_with: placement.Engines = None,
+        not_colocate_with: placement.Engines = None,
+        acceptable_node_ips: Sequence[str] | None = None,
+        namespace: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_bytes: int | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+        load: bool = True,
+        start: Literal["fork", "spawn"] | None = None,
+        cpu_threads: int = 1,
+        build_timeout_s: float = 300.0,
+        call_timeout_s: float = 3600.0,
+    ) -> Self:
+        """Start one replica per bundle of `tensor_parallel_size` devices. On failure nothing is left behind.
+
+        Args:
+            data_parallel_size: replicas; default: as many as `devices` allow, else 1.
+            devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
+            seed: key of the random streams of prompts that bring none.
+            load: bring weights and KV cache onto the devices now (where the source has weights). With False nothing
+                is on a device until `cuda()`, or a `load` of a replica under a lease.
+            start: how workers start; default: "fork" (fast), and "spawn" for vLLM, which needs it.
+            cpu_threads: of a replica on a virtual GPU.
+            call_timeout_s: longest a call may take.
+
+        The others are described at `ExecutorOptions`.
+
+        Raises:
+            ValueError: sizes and devices do not agree, no devices fit, or the model is not supported.
+            WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
+        """
+        if self._group is not None:
+            raise RlixError(f"{self.name} is built already; close() it first")
+        count = _device_count(tensor_parallel_size, data_parallel_size, devices)
+        self.devices = placement.choose(
+            count,
+            devices=devices,
+            colocate_with=colocate_with,
+            not_colocate_with=not_colocate_with,
+            acceptable_node_ips=acceptable_node_ips,
+        )
+        options = ExecutorOptions(
+            tensor_parallel_size=tensor_parallel_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
+            dtype=dtype,
+        )
+        self._timeout_s = call_timeout_s
+        self._reader = PromptReader(self.source, max_model_len, seed)
+        self._group = WorkerGroup(
+            Replica,
+            name=self.name,
+            placements=[self.devices[i : i + tensor_parallel_size] for i in range(0, count, tensor_parallel_size)],
+            kwargs={"source": self.source, "executor": self.executor, "options": options},
+            namespace=namespace,
+            env=replica_environment(self.executor, self.devices[0].kind, cpu_threads, local=self.source.is_local),
+            start=start or ("spawn" if self.executor == "vllm" else "fork"),
+            max_concurrency=_CONCURRENT_CALLS,
+            cpu_threads=cpu_threads,
+            start_timeout_s=build_timeout_s,
+        )
+        try:
+            if load and self.source.has_weights:
+                self.cuda()
+        except BaseException:
+            self.close()
+            raise
+        placement.occupy(self, self.devices)
+        return self
+
+    @property
+    def replicas(self) -> WorkerGroup:
+        """The replica actors, one rank per bundle; see `Replica` for what they can be asked."""
+        if self._group is None:
+            raise RlixError(f"{self.name} is not built (any more): call build() first")
+        return self._group
+
+    def close(self) -> None:
+        """End the replicas. Calling it twice is fine."""
+        placement.vacate(self)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self._residency, self._parts = Residency.META, set()
+
+    # ---- generation ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt; the answers are in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several, each a text (the source needs a tokenizer) or token ids.
+            sampling_params: for all prompts, or one for each; `SamplingParams` or dictionaries of its fields, where
+                `max_tokens` is accepted for `max_new_tokens`. A prompt without a seed gets a random stream of its
+                own; a program that makes the same calls gets the same streams.
+            request_ids: names to `abort` by; default: made up.
+
+        Raises:
+            ValueError: a prompt or its parameters make no sense; names its index. Nothing was generated.
+            NotResidentError: weights or KV cache are not on the devices.
+        """
+        requests = self._read(prompts, sampling_params, request_ids)
+        ranks, shares = _deal(requests, self.replicas.world_size)
+        results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        return self._answers(requests, results)
+
+    async def generate_async(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for async code; concurrent calls are decoded together."""
+        requests = self._read(prompts, sampling_params, request_ids)
+        ranks, shares = _deal(requests, self.replicas.world_size)
+        results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        return self._answers(requests, results)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all); their `generate` returns with the tokens they have, finished by "abort"."""
+        self.replicas.run("abort", request_ids, timeout_s=self._timeout_s)
+
+    def _read(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params],
+        request_ids: Sequence[str] | None,
+    ) -> list[GenerationRequest]:
+        missing = set(ALL_PARTS) - self._parts
+        if self._reader is None or self._group is None:
+            raise RlixError(f"{self.name} is not built (any more): call build() first")
+        if missing:
+            raise NotResidentError(
+                f"{self.name} was asked to generate while its {' and '.join(sorted(missing))} are not on its devices: "
+                "call cuda() first"
+            )
+        return self._reader.requests(prompts, sampling_params, request_ids)
+
+    def _answers(
+        self, requests: Sequence[GenerationRequest], results: Sequence[Sequence[GenerationResult]]
+    ) -> list[RequestOutput]:
+        assert self._reader is not None
+        flat = [result for share in results for result in share]
+        return [self._reader.output(request, result) for request, result in zip(requests, flat, strict=True)]
+
+    # ---- weights and residency -------------------------------------------------------------------------------
+
+    def update_weights(self, published: PublishedWeights) -> tuple[ReplicaReport, ...]:
+        """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
+
+        Raises:
+            WorkerError: the weights are not on the devices, or do not fit; `__cause__` says which.
+        """
+        return tuple(self.replicas.run("update", published, timeout_s=self._timeout_s))
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
+        if self._residency is Residency.DEVICE and self.devices:
+            return torch.device(self.devices[0].kind.value)
+        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
+
+    def cuda(
+        self, what: Literal["weights", "kv_cache"] | None = None, *, weights: PublishedWeights | None = None
+    ) -> MoveReport:
+        """Bring everything, or only the weights or the KV cache, onto the devices (virtual ones too).
+
+        After `meta()` the weights come from the source's folder, unless `weights` gives published ones.
+        """
+        if what not in (None, *ALL_PARTS):
+            raise ValueError(f'an InferenceEngine has no {what!r} to move; it has "weights" and "kv_cache"')
+        parts = ALL_PARTS if what is None else (Part(what),)
+        if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self._parts}:
+            raise NotResidentError(f'{self.name} has no weights on its devices: call cuda("weights") first')
+        reports = self.replicas.run("load", weights, self._epoch, parts, timeout_s=self._timeout_s)
+        self._residency = Residency.DEVICE
+        self._parts.update(parts)
+        return _merged(reports)
+
+    def cpu(self) -> MoveReport:
+        """Release the devices' memory; the weights wait in host memory, the KV cache is dropped."""
+        if self._residency is Residency.META:
+            raise NotResidentError(f"{self.name} has no bytes to move to the host: it is on meta; call cuda() first")
+        return self._release(Residency.HOST)
+
+    def meta(self) -> MoveReport:
+        """Drop every byte on devices and host."""
+        return self._release(Residency.META)
+
+    def to(self, where: str | torch.device) -> MoveReport:
+        """`cuda`, `cpu` or `meta`, as in PyTorch."""
+        kind = torch.device(where).type
+        if kind == "cuda":
+            return self.cuda()
+        if kind not in ("cpu", "meta"):
+            raise ValueError(f"cannot move an engine to {where!s}; known: cuda, cpu, meta")
+        return self.cpu() if kind == "cpu" else self.meta()
+
+    def _release(self, to: Residency) -> MoveReport:
+        reports = self.replicas.run("offload", self._epoch, to is Residency.HOST, timeout_s=self._timeout_s)
+        self._epoch += 1
+        self._residency, self._parts = to, set()
+        return _merged(reports)
+
+
+def _device_count(tensor_parallel: int, data_parallel: int | None, devices: Sequence[Device] | None) -> int:
+    if tensor_parallel < 1 or (data_parallel is not None and data_parallel < 1):
+        raise ValueError(f"tensor_parallel_size={tensor_parallel}, data_parallel_size={data_parallel}: at least 1 each")
+    if devices is None:
+        return tensor_parallel * (data_parallel or 1)
+    if not devices or len(devices) % tensor_parallel:
+        raise ValueError(f"{len(devices)} device(s) do not divide into bundles of {tensor_parallel}")
+    if data_parallel is not None and tensor_parallel * data_parallel != len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel} x data_parallel_size={data_parallel} needs "
+            f"{tensor_parallel * data_parallel} devices, but {len(devices)} were given"
+        )
+    return len(devices)
+
+
+def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:
+    """Neighbours stay together: samples of one prompt are listed side by side and share its computation."""
+    shares: list[list[GenerationRequest]] = []
+    first = 0
+    for size in split_sizes(len(requests), replicas):
+        shares.append(list(requests[first : first + size]))
+        first += size
+    ranks = [rank for rank, share in enumerate(shares) if share]
+    return ranks, [shares[rank] for rank in ranks]
+
+
+def _merged(reports: Sequence[ReplicaReport]) -> MoveReport:
+    return MoveReport(sum(report.bytes for report in reports), max(report.seconds for report in reports))

@@ -1,0 +1,75 @@
+"""What a model is made of: a folder or hub name with weights, or a configuration whose weights are published later."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A Hugging Face causal LM: `path` (a folder or hub name), or a `config` as its dictionary, without weights."""
+
+    path: str | None = None
+    config: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    @classmethod
+    def of(cls, source: "ModelSource | str | Path | PretrainedConfig | Mapping[str, Any]") -> "ModelSource":
+        """Raises ValueError for a dictionary without `model_type`, TypeError for anything else that is no model."""
+        if isinstance(source, ModelSource):
+            return source
+        if isinstance(source, str | Path):
+            return cls(path=str(source))
+        if isinstance(source, PretrainedConfig):
+            return cls(config=source.to_dict())
+        if isinstance(source, Mapping):
+            if "model_type" not in source:
+                raise ValueError('a model configuration needs "model_type" (for example "qwen2")')
+            return cls(config=dict(source))
+        raise TypeError(f"a model is a folder, a hub name or a configuration, not {type(source).__name__}")
+
+    @property
+    def has_weights(self) -> bool:
+        return self.path is not None
+
+    @property
+    def is_local(self) -> bool:
+        return self.path is None or Path(self.path).is_dir()
+
+    def load_config(self) -> PretrainedConfig:
+        if self.path is not None:
+            return AutoConfig.from_pretrained(self.path)
+        values = dict(self.config or {})
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+
+    def build(self, dtype: torch.dtype, *, weights: bool) -> PreTrainedModel:
+        """The model on the CPU in eval mode; without `weights` its parameters are undefined until published."""
+        if weights and self.path is not None:
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation="sdpa")
+        else:
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, attn_implementation="sdpa")
+            model.tie_weights()  # part of the initialisation that was skipped
+        model.requires_grad_(False)
+        for parameter in model.parameters():
+            # Memory-mapped weights lie at odd addresses, and some CPU matrix kernels round by alignment.
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        return model.eval()
+
+    def tokenizer(self) -> Any | None:
+        """The source's tokenizer, or None where it has none."""
+        if self.path is None:
+            return None
+        if self.is_local and not (Path(self.path) / "tokenizer_config.json").is_file():
+            return None
+        return AutoTokenizer.from_pretrained(self.path)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self.load_config().eos_token_id
+        if eos is None:
+            return ()
+        return (eos,) if isinstance(eos, int) else tuple(eos)

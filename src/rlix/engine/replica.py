@@ -1,0 +1,151 @@
+"""A replica: one executor on the devices of one bundle, as an actor."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlix.engine.executors.base import ALL_PARTS, Executor, ExecutorOptions, Part
+from rlix.engine.model_source import ModelSource
+from rlix.engine.replica_state import ReplicaPhase, ReplicaState
+from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.weights import PublishedWeights
+from rlix.flow.worker import Worker
+from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.messages import DeviceKind
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a move or an update did.
+
+    Attributes:
+        version: of the weights; -1 means those of the model's folder.
+        bytes: moved, copied or released.
+        device_bytes: what the replica holds on its devices now.
+    """
+
+    phase: ReplicaPhase
+    version: int
+    bytes: int
+    seconds: float
+    device_bytes: int
+
+
+class Replica(Worker):
+    """Generates for any number of concurrent calls on the devices of one bundle, while it has the right to.
+
+    Its methods are coroutines: a `generate` in progress holds no thread, so an `abort` is never queued behind it.
+    """
+
+    def __init__(self, source: ModelSource, executor: str, options: ExecutorOptions) -> None:
+        self._executor = make_executor(executor, source, options, self.ctx.kind)
+        self._state = ReplicaState()
+        self._moving = asyncio.Lock()
+        self._generating: set[asyncio.Future[Any]] = set()
+
+    async def load(
+        self, weights: PublishedWeights | None, epoch: int, parts: Sequence[Part] = ALL_PARTS
+    ) -> ReplicaReport:
+        """Bring `parts` onto the devices under lease `epoch`, with `weights` or else those it had or came with.
+
+        Raises:
+            StaleEpochError: that lease, or a later one, has already been offloaded.
+            NotResidentError: there are no weights to load. WeightSyncError: they do not fit.
+        """
+        async with self._moving:
+            before, self._state = self._state, self._state.load(epoch)
+            if before.phase is ReplicaPhase.READY and (weights is None or weights.version == self._executor.version):
+                self._state = self._state.loaded()
+                return self._report(0, 0.0)
+            report = await self._move(lambda: self._executor.load(weights, parts))
+            if Part.KV_CACHE in parts:
+                self._state = self._state.loaded()
+            return self._report(report.bytes, report.seconds)
+
+    async def update(self, weights: PublishedWeights) -> ReplicaReport:
+        """Replace the weights in place; requests in flight go on with the new ones."""
+        async with self._moving:
+            self._state.check_resident()
+            return await self._move(lambda: self._executor.update(weights))
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """The results, in order, when all requests are finished or aborted.
+
+        Raises:
+            NotResidentError: the replica is not ready. ValueError: a request can never be answered; it is named.
+        """
+        self._state.check_ready()
+        future = asyncio.wrap_future(self._executor.submit(requests))
+        self._generating.add(future)
+        future.add_done_callback(self._generating.discard)
+        return await future
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all); their `generate` returns early with the tokens they have."""
+        await asyncio.to_thread(self._executor.abort, request_ids)
+
+    async def offload(self, epoch: int, keep_host: bool = False) -> ReplicaReport:
+        """Abort what is in flight and release the device memory; from now on lease `epoch` is over for this replica.
+
+        Raises:
+            StaleEpochError: the replica works under a later lease.
+            WaitTimeoutError: requests did not end within `DRAIN_TIMEOUT_S`.
+        """
+        async with self._moving:
+            self._state = self._state.drain(epoch)
+            report = await self._move(lambda: self._executor.offload(keep_host=keep_host))
+            self._state = self._state.off()
+            return self._report(report.bytes, report.seconds)
+
+    async def report(self) -> ReplicaReport:
+        return self._report(0, 0.0)
+
+    def close(self) -> None:
+        self._state = self._state.dead()
+        self._executor.close()
+
+    async def _move(self, move: Callable[[], int]) -> ReplicaReport:
+        """Run a blocking move beside the event loop; a failure leaves the replica dead until it is loaded again."""
+        start = time.perf_counter()
+        try:
+            if self._state.phase is ReplicaPhase.DRAINING:
+                await self._end_generating()
+            moved = await asyncio.to_thread(move)
+        except BaseException:
+            self._state = self._state.dead()
+            raise
+        return self._report(moved, time.perf_counter() - start)
+
+    async def _end_generating(self) -> None:
+        await self.abort(None)
+        if self._generating:
+            _, late = await asyncio.wait(self._generating, timeout=DRAIN_TIMEOUT_S)
+            if late:
+                raise WaitTimeoutError(
+                    f"{len(late)} generate() calls did not end within {DRAIN_TIMEOUT_S:g} s of abort"
+                )
+
+    def _report(self, moved: int, seconds: float) -> ReplicaReport:
+        return ReplicaReport(self._state.phase, self._executor.version, moved, seconds, self._executor.device_bytes)
+
+
+def make_executor(name: str, source: ModelSource, options: ExecutorOptions, kind: DeviceKind) -> Executor:
+    """Raises ValueError for a name that is no executor."""
+    if name == "transformers":
+        from rlix.engine.executors.transformers import TransformersExecutor
+
+        return TransformersExecutor(source, options, torch.device("cuda" if kind is DeviceKind.CUDA else "cpu"))
+    if name == "vllm":
+        from rlix.engine.executors.vllm import VllmExecutor
+
+        return VllmExecutor(source, options, kind)
+    raise ValueError(f'executor is {name!r}; it must be "transformers" or "vllm"')

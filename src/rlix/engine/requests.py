@@ -1,0 +1,138 @@
+"""What goes into and comes out of generation, for callers of an engine and for the replicas behind it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one prompt is answered.
+
+    Attributes:
+        max_new_tokens: upper bound on generated tokens; `max_tokens` is accepted as another name for it in a mapping.
+        temperature: divides the logits; 0 means greedy.
+        top_p: keep the smallest set of most likely tokens whose probability reaches `top_p`; 1 keeps all.
+        top_k: keep the `top_k` most likely tokens; 0 (or -1, as vLLM spells it) keeps all.
+        stop_token_ids: generation ends after one of these; the stop token is part of the answer.
+        ignore_eos: do not end at the model's own end-of-sequence token.
+        seed: key of this prompt's random stream; None lets the engine derive one.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+
+    @classmethod
+    def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
+        """Parameters from a mapping, with `max_tokens` allowed. Raises ValueError naming an unknown key."""
+        if params is None:
+            return cls()
+        if isinstance(params, SamplingParams):
+            return params
+        values = dict(params)
+        if "max_tokens" in values:
+            if "max_new_tokens" in values:
+                raise ValueError("sampling_params has both max_tokens and max_new_tokens: give one of them")
+            values["max_new_tokens"] = values.pop("max_tokens")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"sampling_params has unknown keys {unknown}; known: {sorted(known | {'max_tokens'})}")
+        values["top_k"] = max(0, int(values.get("top_k", 0)))
+        values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One trajectory to generate, or to go on with.
+
+    Attributes:
+        generated_ids: tokens it already has (kept when it was preempted); they count towards `max_new_tokens`.
+        seed: key of the trajectory's random stream; with the token's position it fixes every draw.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    generated_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(f"request {self.id!r}: the prompt has no tokens")
+        try:
+            check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        except ValueError as error:
+            raise ValueError(f"request {self.id!r}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """What one `generate` call added to a trajectory.
+
+    Attributes:
+        token_ids: the new tokens only.
+        logprobs: of those tokens, under the model's distribution at temperature 1 without top-k or top-p.
+        finished: False when the request was aborted; it can be resumed from its tokens.
+        finish_reason: "stop", "length" or "abort".
+        weight_version: of the weights that produced the last token (or that were loaded, if there is none).
+        versions: weight version of each token.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finished: bool
+    finish_reason: str
+    weight_version: int
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer: its tokens, their log-probabilities and, where a tokenizer is known, its text."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answers to one prompt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+    """Raises ValueError naming the first parameter that is out of range."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if not temperature >= 0:
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or more")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be in (0, 1]")
+    if top_k < 0:
+        raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or more")
+
+
+def continued(request: GenerationRequest, result: GenerationResult) -> GenerationRequest:
+    """The request that goes on where `result` stopped."""
+    return replace(request, generated_ids=request.generated_ids + result.token_ids)

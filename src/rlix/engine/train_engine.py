@@ -1,0 +1,380 @@
+"""`TrainEngine`: a training module spread over devices, used as if it were one object in this process."""
+
+import difflib
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import torch
+
+from rlix.engine import placement
+from rlix.engine.materialize import ModuleSpec, safetensors_index
+from rlix.engine.parallel import combine, scatter
+from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.train_worker import TrainStatus, TrainWorker
+from rlix.engine.weights import DEFAULT_BUCKET_BYTES, PublishedWeights
+from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.nn import BaseTrainModule, reduction_of
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Device
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS = ("fsdp2",)
+SETTLE_TIMEOUT_S = 15.0
+"""After one rank failed: how long the others may take to end the same call before the engine is given up."""
+
+
+class WeightReceiver(Protocol):
+    """What `p2p_weight_sync` needs of an inference engine."""
+
+    def update_weights(self, published: PublishedWeights) -> Any: ...
+
+
+class TrainEngine:
+    """A handle on a module that trains on one or more devices.
+
+    Args:
+        module: an instance built under `torch.device("meta")` (its class and arguments are what counts), or a pair of
+            module class and its configuration: a dict of keyword arguments, or one positional argument.
+        executor: how it is spread; "fsdp2".
+        name: of the workers, in logs and errors.
+
+    After `build`, every public method of the module can be called on the engine. It runs on all ranks; arguments
+    wrapped in `NeedParallel` are split over them. With FSDP all ranks, also those that share a replica's shards,
+    compute on data of their own, so a batch is split over `data_parallel_size * tensor_parallel_size` ranks.
+    """
+
+    def __init__(
+        self,
+        module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
+        executor: str = "fsdp2",
+        *,
+        name: str = "train",
+    ) -> None:
+        self._group: WorkerGroup | None = None
+        if executor not in EXECUTORS:
+            raise ValueError(f"unknown executor {executor!r} for TrainEngine; known: {', '.join(EXECUTORS)}")
+        self._class, self._args, self._kwargs = _description(module)
+        self.name = f"{name}-{uuid.uuid4().hex[:8]}"
+        self.devices: tuple[Device, ...] = ()
+        self.version = 0
+        self._epoch: int | None = None
+        self._residency = Residency.META
+        self._timeout_s = 0.0
+
+    def build(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        devices: Sequence[Device] | None = None,
+        colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
+        not_colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
+        acceptable_node_ips: Sequence[str] | None = None,
+        weights_path: str | Path | None = None,
+        seed: int = 0,
+        dtype: str | torch.dtype = "float32",
+        compute_dtype: str | torch.dtype | None = None,
+        namespace: str | None = None,
+        start: Literal["fork", "spawn"] = "fork",
+        build_timeout_s: float = 300.0,
+        call_timeout_s: float = 3600.0,
+        collective_timeout_s: float = 600.0,
+    ) -> Self:
+        """Start the workers and fill the module. On failure nothing is left behind.
+
+        Args:
+            tensor_parallel_size: ranks that hold one replica between them (FSDP2 shards).
+            data_parallel_size: replicas; default: as many as `devices` allow, else 1.
+            devices: one per rank, in rank order; default: chosen from the pool, preferring free ones.
+            weights_path: a local Hugging Face folder of safetensors; default: a random init from `seed`, the same
+                on every layout.
+            dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
+            call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
+
+        Raises:
+            ValueError: sizes and devices do not agree, or no devices fit.
+            FileNotFoundError: no weights at `weights_path`.
+            WorkerError, WaitTimeoutError: a worker failed to start, or did not in time.
+        """
+        if self._group is not None:
+            raise RlixError(f"{self.name} is built already; close() it first")
+        if weights_path is not None:
+            safetensors_index(Path(weights_path))
+        world = _world_size(tensor_parallel_size, data_parallel_size, devices)
+        self.devices = placement.choose(
+            world,
+            devices=devices,
+            colocate_with=colocate_with,
+            not_colocate_with=not_colocate_with,
+            acceptable_node_ips=acceptable_node_ips,
+        )
+        spec = ModuleSpec(
+            module_class=self._class,
+            args=self._args,
+            kwargs=self._kwargs,
+            seed=seed,
+            weights_path=None if weights_path is None else str(Path(weights_path).resolve()),
+            dtype=_dtype_name(dtype),
+            compute_dtype=None if compute_dtype is None else _dtype_name(compute_dtype),
+        )
+        self._timeout_s = call_timeout_s
+        self._group = WorkerGroup(
+            TrainWorker,
+            name=self.name,
+            placements=[(device,) for device in self.devices],
+            namespace=namespace,
+            start=start,
+            max_concurrency=1,
+            start_timeout_s=build_timeout_s,
+        )
+        try:
+            self._run("setup", spec, tensor_parallel_size, collective_timeout_s, timeout_s=build_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        placement.occupy(self, self.devices)
+        self._residency = Residency.DEVICE
+        return self
+
+    # ---- methods of the module ---------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or "_class" not in self.__dict__:
+            raise AttributeError(name)
+        method = getattr(self._class, name, None)
+        if not callable(method):
+            public = [n for n in dir(self._class) if not n.startswith("_") and callable(getattr(self._class, n, None))]
+            near = difflib.get_close_matches(name, [*public, *_public(type(self))], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; {self._class.__name__} defines: {_own(self._class)}"
+            raise AttributeError(f"neither TrainEngine nor {self._class.__name__} has a method {name!r}{hint}")  # noqa: TRY004
+        return partial(self._call_module, name)
+
+    def _call_module(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self._check_resident()
+        group = self._built()
+        scattered = scatter(args, kwargs, group.world_size)
+        results = self._run(
+            "call", name, PerRank(scattered.args), PerRank(scattered.kwargs), self._epoch, timeout_s=self._timeout_s
+        )
+        chosen = reduction_of(getattr(self._class, name)) or ("first" if scattered.sizes is None else "gather")
+        return combine(results, chosen, scattered.sizes, scattered.length)
+
+    # ---- residency ---------------------------------------------------------------------------------------------
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
+        if self._residency is Residency.DEVICE and self.devices:
+            return torch.device(self.devices[0].kind.value)
+        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
+
+    def acquire(self, epoch: int) -> MoveReport:
+        """Bring the bytes on the devices under a lease's epoch; later calls run under it.
+
+        Raises:
+            StaleEpochError: the epoch has ended, or a later one holds the engine.
+        """
+        report = self._move("acquire", Residency.DEVICE, epoch)
+        self._epoch = epoch
+        return report
+
+    def release(self, epoch: int) -> MoveReport:
+        """Free the devices' memory (bytes go to the host) and end the epoch."""
+        report = self._move("release", Residency.HOST, epoch)
+        self._epoch = None
+        return report
+
+    def cuda(self, what: str | None = None) -> MoveReport:
+        """Bring weights, gradients and optimizer state on the devices (virtual ones too)."""
+        if what not in (None, "weights"):
+            raise ValueError(f"a TrainEngine has no {what!r} to move; it moves as a whole: engine.cuda()")
+        return self._move("to_device", Residency.DEVICE)
+
+    def cpu(self) -> MoveReport:
+        """Free the devices' memory; the bytes wait in host memory."""
+        return self._move("to_host", Residency.HOST)
+
+    def meta(self) -> MoveReport:
+        """Drop every byte; only `load_state` brings the engine back."""
+        return self._move("to_meta", Residency.META)
+
+    def to(self, where: str | torch.device) -> MoveReport:
+        """`cuda`, `cpu` or `meta`, as in PyTorch."""
+        kind = torch.device(where).type
+        moves: dict[str, Callable[[], MoveReport]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
+        if kind not in moves:
+            raise ValueError(f"cannot move an engine to {where!s}; known: {', '.join(moves)}")
+        return moves[kind]()
+
+    def status(self) -> tuple[TrainStatus, ...]:
+        """Of every rank."""
+        return tuple(self._run("status", timeout_s=self._timeout_s))
+
+    def _move(self, method: str, state: Residency, *args: int) -> MoveReport:
+        reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
+        self._residency = state
+        return MoveReport(
+            bytes=sum(report.bytes for report in reports),
+            seconds=max(report.seconds for report in reports),
+            fragmentation_before=max(report.fragmentation_before for report in reports),
+            fragmentation_after=max(report.fragmentation_after for report in reports),
+        )
+
+    # ---- weights and checkpoints -------------------------------------------------------------------------------
+
+    def publish(self, version: int | None = None, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> PublishedWeights:
+        """Store the current weights as a version (default: the last one plus 1) for inference engines to pull.
+
+        The buckets live in Ray's object store as long as somebody holds the result and the workers live.
+        """
+        self._check_resident()
+        version = self.version + 1 if version is None else version
+        published: PublishedWeights = self._run(
+            "publish", version, bucket_bytes, self._epoch, timeout_s=self._timeout_s
+        )[0]
+        self.version = version
+        return published
+
+    def p2p_weight_sync(self, inference_engine: WeightReceiver) -> PublishedWeights:
+        """Publish the current weights and put them into an inference engine, in place."""
+        published = self.publish()
+        inference_engine.update_weights(published)
+        return published
+
+    def save(self, folder: str | Path) -> None:
+        """Write safetensors, config and tokenizer (where known): loads in plain transformers."""
+        self._check_resident()
+        self._run("save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write all that training resumes from; the folder appears complete or not at all."""
+        self._check_resident()
+        self._run("save_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+
+    def load_state(self, folder: str | Path) -> None:
+        """Take a saved state back, whatever the number of ranks it was saved on.
+
+        Raises:
+            FileNotFoundError: there is no complete state in `folder`.
+        """
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"no training state: {folder} is not a folder")
+        self._run("load_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+        self._residency = Residency.DEVICE
+
+    def close(self) -> None:
+        """End the workers. The engine can be built again."""
+        self._end(graceful=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end(self, *, graceful: bool) -> None:
+        group, self._group = self._group, None
+        placement.vacate(self)
+        self._residency, self._epoch = Residency.META, None
+        if group is not None:
+            group.close(graceful=graceful)
+
+    # ---- below -------------------------------------------------------------------------------------------------
+
+    def _built(self) -> WorkerGroup:
+        if self._group is None:
+            raise RlixError(f"{self.name} has no workers (not built, closed, or given up after an error): build()")
+        return self._group
+
+    def _check_resident(self) -> None:
+        self._built()
+        if self._residency is not Residency.DEVICE:
+            raise NotResidentError(
+                f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
+            )
+
+    def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        group = self._built()
+        try:
+            return group.run(method, *args, timeout_s=timeout_s)
+        except WorkerError as error:
+            self._settle(group, method)
+            cause = getattr(error.__cause__, "cause", None)
+            if isinstance(cause, RlixError):
+                raise type(cause)(str(error)) from error
+            raise
+
+    def _settle(self, group: WorkerGroup, method: str) -> None:
+        """Make sure no rank is still waiting in a collective for the one that failed; else give the engine up."""
+        if group.world_size == 1:
+            return
+        try:
+            group.run("ping", timeout_s=SETTLE_TIMEOUT_S)
+        except (WaitTimeoutError, WorkerError):
+            logger.exception("%s: ranks did not come back from a failed %s(); ending its workers", self.name, method)
+            self._end(graceful=False)
+
+
+def _description(
+    module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
+) -> tuple[type[BaseTrainModule], tuple[Any, ...], dict[str, Any]]:
+    """Class and arguments of the module the workers are to build."""
+    if isinstance(module, tuple):
+        module_class, config = module
+        args, kwargs = ((), dict(config)) if isinstance(config, dict) else ((config,), {})
+    else:
+        if not isinstance(module, BaseTrainModule):
+            raise TypeError(f"TrainEngine takes a rlix.nn.BaseTrainModule, not {type(module).__name__}")
+        filled = next((name for name, p in module.named_parameters() if not p.is_meta), None)
+        if filled is not None:
+            raise ValueError(
+                f"{type(module).__name__} holds weights ({filled}) that would be dropped: build it under "
+                'torch.device("meta") and pass weights_path or seed to build()'
+            )
+        module_class, (args, kwargs) = type(module), module.rlix_init
+    if not (isinstance(module_class, type) and issubclass(module_class, BaseTrainModule)):
+        raise TypeError(f"the module class must extend rlix.nn.BaseTrainModule, not {module_class!r}")
+    return module_class, args, kwargs
+
+
+def _world_size(shards: int, replicas: int | None, devices: Sequence[Device] | None) -> int:
+    if shards < 1 or (replicas is not None and replicas < 1):
+        raise ValueError(f"parallel sizes must be at least 1: tensor {shards}, data {replicas}")
+    if devices is None:
+        return shards * (replicas or 1)
+    world = shards * replicas if replicas else len(devices)
+    if len(devices) != world or world % shards:
+        raise ValueError(
+            f"{len(devices)} device(s) do not fit tensor_parallel_size={shards} "
+            f"x data_parallel_size={replicas or 'any'}"
+        )
+    return world
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"unknown dtype {dtype!r}; use for instance 'float32' or 'bfloat16'")  # noqa: TRY004
+    return name
+
+
+def _absolute(folder: str | Path) -> str:
+    return str(Path(folder).absolute())
+
+
+def _public(cls: type) -> list[str]:
+    return [name for name in dir(cls) if not name.startswith("_")]
+
+
+def _own(cls: type) -> str:
+    """The methods a user's class defines itself."""
+    return ", ".join(name for name, value in vars(cls).items() if callable(value) and not name.startswith("_"))

@@ -1,0 +1,194 @@
+"""One rank of a `TrainEngine`: owns a module, its shards and where their bytes are."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlix.engine import checkpoint, weights
+from rlix.engine.gather import whole_tensors
+from rlix.engine.materialize import ModuleSpec, build_module, fsdp_modules
+from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
+from rlix.flow.worker import Worker
+from rlix.nn import TrainContext
+from rlix.protocol.errors import StaleEpochError
+from rlix.protocol.messages import DeviceKind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStatus:
+    """Bytes are this rank's own."""
+
+    rank: int
+    residency: Residency
+    device_bytes: int
+    host_bytes: int
+    epoch: int | None
+    parameters: int
+
+
+class TrainWorker(Worker):
+    """Methods run one at a time, in the order they were called: ranks must meet in the same collectives."""
+
+    def setup(self, spec: ModuleSpec, shards: int, collective_timeout_s: float) -> TrainStatus:
+        """Join the process group, build the module, fill and shard it.
+
+        `shards` is the number of ranks that hold one replica between them; a rank waits in a collective for at most
+        `collective_timeout_s`.
+        """
+        cuda = self.ctx.kind is DeviceKind.CUDA
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        mesh = self._mesh(spec, shards, collective_timeout_s)
+        module = build_module(spec, device, mesh)
+        world = self.ctx.world_size
+        module.context = TrainContext(self.ctx.rank, world, self.ctx.rank, world, device)
+        torch.manual_seed(spec.seed + self.ctx.rank)
+        self._module = module
+        self._weights_path = spec.weights_path
+        self._epoch: int | None = None
+        self._fence = -1
+        self._resident = ResidentSet(
+            f"rank {self.ctx.rank} of {self.ctx.group}",
+            lambda: module_tensors(module, *checkpoint.optimizers(module).values()),
+            device,
+        )
+        module.on_weights_materialized()
+        return self.status()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int | None) -> Any:
+        """Run a method of the module; the result's tensors come back whole, detached and on the host."""
+        self._guard(epoch)
+        try:
+            result = getattr(self._module, method)(*args, **kwargs)
+            return None if result is self._module else _to_host(result)
+        finally:
+            self._reshard()
+
+    def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> weights.PublishedWeights | None:
+        """Rank 0 stores the whole weights; the other ranks hand it their shards."""
+        self._guard(epoch)
+        named = weights.named_weights(self._module)
+        tied = weights.tied_names(named)
+        export = self._module.export_name
+        whole = ((export(name), t) for name, t in whole_tensors(((n, named[n]) for n in tied), bucket_bytes))
+        if self.ctx.rank != 0:
+            for _ in whole:
+                pass
+            return None
+        aliases = {export(name): tuple(export(alias) for alias in more) for name, more in tied.items() if more}
+        return weights.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases)
+
+    # ---- residency and fencing ---------------------------------------------------------------------------------
+
+    def acquire(self, epoch: int) -> MoveReport:
+        """Bring the bytes on the device under a lease. Epochs only grow: an ended or older one is refused."""
+        if epoch <= self._fence or (self._epoch is not None and epoch < self._epoch):
+            raise StaleEpochError(
+                f"{self.ctx.group}: acquire under epoch {epoch} refused: "
+                f"{'it has ended' if epoch <= self._fence else f'epoch {self._epoch} holds the engine now'}"
+            )
+        report = self._resident.to_device()
+        self._epoch = epoch
+        return report
+
+    def release(self, epoch: int) -> MoveReport:
+        """Free the device memory and end the epoch: nothing is accepted under it any more."""
+        if self._epoch is not None and epoch < self._epoch:
+            raise StaleEpochError(
+                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._epoch} holds it now"
+            )
+        report = self.to_host()
+        self._fence = max(self._fence, epoch)
+        self._epoch = None
+        return report
+
+    def to_device(self) -> MoveReport:
+        return self._resident.to_device()
+
+    def to_host(self) -> MoveReport:
+        self._reshard()
+        return self._resident.to_host()
+
+    def to_meta(self) -> MoveReport:
+        """Drop weights, gradients and optimizer state; `load_state` brings the engine back."""
+        self._reshard()
+        return self._resident.to_meta()
+
+    def status(self) -> TrainStatus:
+        return TrainStatus(
+            rank=self.ctx.rank,
+            residency=self._resident.state,
+            device_bytes=self._resident.device_bytes,
+            host_bytes=self._resident.host_bytes,
+            epoch=self._epoch,
+            parameters=sum(p.numel() for p in self._module.parameters()),
+        )
+
+    def ping(self) -> int:
+        """Answers once every earlier call has ended."""
+        return self.ctx.rank
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, folder: str, epoch: int | None) -> None:
+        self._guard(epoch)
+        checkpoint.save_weights(self._module, Path(folder), self._weights_path)
+
+    def save_state(self, folder: str, epoch: int | None) -> None:
+        self._guard(epoch)
+        checkpoint.save_state(self._module, Path(folder))
+
+    def load_state(self, folder: str, epoch: int | None) -> None:
+        if self._resident.state is Residency.META:
+            self._resident.allocate()
+        self._guard(epoch)
+        checkpoint.load_state(self._module, Path(folder))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _guard(self, epoch: int | None) -> None:
+        """Refuse work under another epoch than the one that holds the engine, and work without bytes."""
+        if epoch != self._epoch:
+            raise StaleEpochError(
+                f"{self.ctx.group}: a call under epoch {epoch} refused: "
+                + ("no epoch holds the engine" if self._epoch is None else f"epoch {self._epoch} holds it now")
+            )
+        self._resident.check()
+
+    def _reshard(self) -> None:
+        """Free parameters that a forward pass gathered and kept for a backward pass that never came."""
+        for module in fsdp_modules(self._module):
+            module.reshard()
+
+    def _mesh(self, spec: ModuleSpec, shards: int, timeout_s: float) -> DeviceMesh | None:
+        """(replicate, shard) over all ranks; None for one rank in one precision, which needs no wrapping."""
+        world = self.ctx.world_size
+        if world == 1 and spec.compute_dtype in (None, spec.dtype):
+            return None
+        self.ctx.init_process_group(timeout_s=timeout_s)
+        kind = "cuda" if self.ctx.kind is DeviceKind.CUDA else "cpu"
+        if shards == world:
+            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _to_host(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        whole = result.full_tensor() if isinstance(result, DTensor) else result
+        return whole.detach().cpu()
+    if isinstance(result, dict):
+        return {key: _to_host(value) for key, value in result.items()}
+    if type(result) in (list, tuple):
+        return type(result)(_to_host(value) for value in result)
+    return result

@@ -1,0 +1,187 @@
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from transformers import AutoTokenizer
+
+from rlix import InferenceEngine
+from rlix.engine.requests import GenerationRequest, continued
+from rlix.engine.residency import Residency
+from rlix.engine.weights import PublishedWeights, named_weights, publish
+from rlix.protocol.errors import NotResidentError, StaleEpochError, WeightSyncError, WorkerError
+from tests.engine.models import VOCABULARY, folder, greedy, model, qwen, tokenizer
+
+pytestmark = pytest.mark.ray
+
+WAIT_S = 60.0
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+def stored(seed: int, version: int) -> PublishedWeights:
+    return publish(named_weights(model(seed)).items(), version)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = folder(tmp_path_factory.mktemp("model"), seed=0)
+    tokenizer().save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session: Any, path: Path) -> Iterator[InferenceEngine]:
+    made = InferenceEngine(path, executor="transformers").build(data_parallel_size=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def replica(ray_session: Any) -> Iterator[Any]:
+    """One replica's actor, of a model whose weights come from published buckets alone."""
+    engine = InferenceEngine(qwen()).build(load=False)
+    yield engine.replicas.handles[0]
+    engine.close()
+
+
+def test_answers_come_in_the_order_of_the_prompts(engine: InferenceEngine) -> None:
+    prompts = [[3 + i, 4, 5 + i] for i in range(7)]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [o.prompt_token_ids for o in outputs] == [tuple(p) for p in prompts]
+    assert [o.outputs[0].token_ids for o in outputs] == [greedy(model(0), tuple(p), 8) for p in prompts]
+    assert len(outputs[0].outputs[0].logprobs) == 8
+
+
+def test_texts_and_parameters_of_each_prompt(engine: InferenceEngine, path: Path) -> None:
+    params = [{"max_tokens": 3, "seed": 5}, {"max_new_tokens": 9, "seed": 5}, {"max_tokens": 9, "seed": 6}]
+    params = [{**values, "ignore_eos": True} for values in params]
+    outputs = engine.generate(["ab"] * 3, params)
+    short, long, other = (o.outputs[0] for o in outputs)
+    reference = AutoTokenizer.from_pretrained(path)
+    assert outputs[0].prompt_token_ids == tuple(reference("ab")["input_ids"])
+    assert (len(short.token_ids), len(long.token_ids)) == (3, 9)
+    assert long.token_ids[:3] == short.token_ids
+    assert long.token_ids != other.token_ids
+    assert long.text == reference.decode(long.token_ids, skip_special_tokens=True) != ""
+
+
+def test_prompts_without_a_seed_have_streams_of_their_own(engine: InferenceEngine) -> None:
+    outputs = engine.generate([[5, 6]] * 8, {"max_new_tokens": 12})
+    assert len({o.outputs[0].token_ids for o in outputs}) > 4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[3], [4, VOCABULARY]], GREEDY, "prompt 1: token 97"),
+        ([[3], []], GREEDY, "prompt 1.*no tokens"),
+        ([[3], ["x"]], GREEDY, "prompt 1: token 'x'"),
+        ([[3], [4]], [GREEDY, {"temprature": 1.0}], "prompt 1.*temprature"),
+        ([[3], [4]], [GREEDY], "1 sampling_params for 2 prompts"),
+        ([[3]], {"max_tokens": 1, "max_new_tokens": 2}, "both max_tokens and max_new_tokens"),
+        ([[3]], {"max_tokens": 999}, "prompt 0.*max_model_len=256"),
+        ([], GREEDY, "no prompts"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_the_next_call_works(
+    engine: InferenceEngine, prompts: list[Any], params: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, params)
+    assert len(engine.generate([[3]], GREEDY)) == 1
+
+
+def test_concurrent_async_calls_and_abort_by_name(engine: InferenceEngine) -> None:
+    async def both() -> list[Any]:
+        long = asyncio.create_task(
+            engine.generate_async([[3]], {"max_tokens": 250, "ignore_eos": True}, request_ids=["long"])
+        )
+        short = await engine.generate_async([[4]], GREEDY)
+        await asyncio.to_thread(engine.abort, ["long"])
+        return [*await long, *short]
+
+    long, short = asyncio.run(both())
+    assert long.outputs[0].finish_reason == "abort"
+    assert len(long.outputs[0].token_ids) < 250
+    assert short.outputs[0].token_ids == greedy(model(0), (4,), 8)
+
+
+def test_replicas_agree_to_the_bit(engine: InferenceEngine) -> None:
+    batch = [GenerationRequest(f"r{i}", (5, 6 + i), 40, seed=i) for i in range(8)]
+    first, second = engine.replicas.handles
+    whole = ray.get(first.generate.remote(batch), timeout=WAIT_S)
+    assert ray.get(second.generate.remote(batch[5:2:-1]), timeout=WAIT_S) == whole[5:2:-1]
+
+
+def test_residency_as_in_pytorch(engine: InferenceEngine) -> None:
+    before = engine.generate([[7, 8]], GREEDY)
+    weights = sum(p.nbytes for p in model(0).parameters())
+    assert engine.cpu().bytes > 2 * weights  # with the KV caches
+    assert (engine.residency, engine.device.type) == (Residency.HOST, "cpu")
+    with pytest.raises(NotResidentError, match=r"kv_cache and weights.*call cuda\(\)"):
+        engine.generate([[7, 8]], GREEDY)
+    with pytest.raises(NotResidentError, match="no weights"):
+        engine.cuda("kv_cache")
+    assert engine.cuda("weights").bytes == 2 * weights
+    with pytest.raises(NotResidentError, match="kv_cache"):
+        engine.generate([[7, 8]], GREEDY)
+    engine.update_weights(stored(4, version=9))
+    engine.cuda("kv_cache")
+    (after,) = engine.generate([[7, 8]], GREEDY)
+    assert after.outputs[0].token_ids == greedy(model(4), (7, 8), 8)
+    assert after.outputs[0].weight_version == 9
+    engine.meta()
+    with pytest.raises(NotResidentError, match="on meta"):
+        engine.to("cpu")
+    engine.to("cuda")
+    assert engine.generate([[7, 8]], GREEDY)[0].outputs == before[0].outputs
+
+
+def test_a_replica_under_leases(replica: Any) -> None:
+    def call(method: str, *args: Any) -> Any:
+        return ray.get(getattr(replica, method).remote(*args), timeout=WAIT_S)
+
+    request = GenerationRequest("a", (5, 6, 7), 30, seed=3)
+    with pytest.raises(NotResidentError, match="off"):
+        call("generate", [request])
+    with pytest.raises(NotResidentError, match="publish weights"):
+        call("load", None, 1)
+    report = call("load", stored(0, version=1), 2)
+    assert (report.phase, report.version) == ("ready", 1)
+    assert report.bytes == sum(p.nbytes for p in model(0).parameters()) <= report.device_bytes
+    (whole,) = call("generate", [request])
+
+    # The shrink arrives while a call is in flight: the call returns with what it has, and goes on after the next load.
+    running = replica.generate.remote([request])
+    report = call("offload", 2)
+    assert (report.phase, report.device_bytes) == ("off", 0)
+    (first,) = ray.get(running, timeout=WAIT_S)
+    with pytest.raises(StaleEpochError):
+        call("load", stored(0, version=1), 2)
+    call("load", stored(0, version=1), 3)
+    with pytest.raises(StaleEpochError):
+        call("offload", 2)
+    (second,) = call("generate", [continued(request, first)])
+    assert first.token_ids + second.token_ids == whole.token_ids
+    assert first.logprobs + second.logprobs == whole.logprobs
+
+    assert call("update", stored(1, version=2)).version == 2
+    with pytest.raises(WeightSyncError, match="nothing was changed"):
+        call("update", publish([], 3))
+    with pytest.raises(NotResidentError, match="dead"):
+        call("generate", [request])
+    call("load", stored(1, version=2), 4)
+    assert call("generate", [request])[0].weight_version == 2
+
+
+def test_layouts_that_cannot_be(ray_session: Any, path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown executor"):
+        InferenceEngine(path, executor="tgi")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="9 device"):
+        InferenceEngine(path).build(data_parallel_size=9)
+    with pytest.raises(ValueError, match=r"on nodes 203\.0\.113\.9"):
+        InferenceEngine(path).build(acceptable_node_ips=["203.0.113.9"])
+    with pytest.raises(WorkerError, match="layers"):
+        InferenceEngine(qwen(use_sliding_window=True, sliding_window=8, max_window_layers=0)).build()

@@ -1,0 +1,170 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from rlix.engine.residency import Mover, Residency, ResidentSet, SwapMover, VirtualMover, local_tensor, module_tensors
+from rlix.protocol.errors import NotResidentError
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+class Clock:
+    """Advances by one second each time it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def resident(tensors: list[torch.Tensor], mover: Mover) -> ResidentSet:
+    return ResidentSet("a model", lambda: tensors, CPU, mover=mover, clock=Clock())
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=6),
+    st.integers(0, 2**31),
+    st.lists(st.booleans(), max_size=6),
+)
+def test_any_moves_keep_every_bit_and_every_alias(
+    shapes: list[tuple[torch.dtype, list[int]]], seed: int, moves: list[bool]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8).view(dtype).squeeze(-1)
+        if dtype is not torch.bool
+        else torch.randint(0, 2, shape, generator=generator).bool()
+        for dtype, shape in shapes
+    ]
+    tensors.append(tensors[0])  # tied
+    views = [tensor.reshape(-1) for tensor in tensors]
+    before = [bits(tensor) for tensor in tensors]
+    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    subject = resident(tensors, SwapMover(CPU))
+    for to_host in moves:
+        report = subject.to_host() if to_host else subject.to_device()
+        assert report.bytes in (0, size)
+        assert subject.device_bytes + subject.host_bytes == size
+        if to_host:
+            assert subject.device_bytes == 0
+            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    subject.to_device()
+    assert [bits(tensor) for tensor in tensors] == before
+    assert [bits(view) for view in views] == before
+
+
+def test_reports_bytes_and_seconds() -> None:
+    subject = resident([torch.zeros(10), torch.zeros(3, dtype=torch.float64)], SwapMover(CPU))
+    report = subject.to_host()
+    assert (report.bytes, report.seconds, report.bytes_per_second) == (64, 1.0, 64.0)
+    assert subject.to_host().bytes == 0  # already there
+
+
+def test_a_virtual_gpu_counts_and_does_not_move() -> None:
+    tensor = torch.ones(10)
+    subject = resident([tensor], VirtualMover())
+    address = tensor.data_ptr()
+    assert subject.to_host().bytes == 40
+    assert (subject.device_bytes, subject.host_bytes, subject.state) == (0, 40, Residency.HOST)
+    assert subject.to_device().bytes == 40
+    assert tensor.data_ptr() == address
+
+
+@pytest.mark.parametrize("mover", [SwapMover(CPU), VirtualMover()])
+def test_use_while_away_is_an_error(mover: Mover) -> None:
+    subject = resident([torch.ones(4)], mover)
+    subject.check()
+    subject.to_host()
+    with pytest.raises(NotResidentError, match=r"a model was used while its bytes are on host.*cuda\(\)"):
+        subject.check()
+    subject.to_meta()
+    with pytest.raises(NotResidentError, match="on meta"):
+        subject.to_device()
+    with pytest.raises(NotResidentError, match="on meta"):
+        subject.to_host()
+
+
+@pytest.mark.parametrize("mover", [SwapMover(CPU), VirtualMover()])
+@pytest.mark.parametrize("from_host", [False, True])
+def test_meta_drops_the_bytes_and_allocate_makes_room_again(mover: Mover, from_host: bool) -> None:
+    tensor = torch.ones(4)
+    subject = resident([tensor], mover)
+    with pytest.raises(NotResidentError, match="only a set on meta"):
+        subject.allocate()
+    if from_host:
+        subject.to_host()
+    assert subject.to_meta().bytes == 16
+    assert (subject.device_bytes, subject.host_bytes, tensor.untyped_storage().nbytes()) == (0, 0, 0)
+    assert subject.allocate().bytes == 16
+    tensor.fill_(7)
+    assert (subject.device_bytes, tensor.tolist()) == (16, [7.0] * 4)
+
+
+def test_borrowed_memory_can_move(tmp_path: Path) -> None:
+    """Memory-mapped weights cannot be freed where they lie."""
+    mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=4)
+    mapped.fill_(3)
+    subject = resident([mapped], SwapMover(CPU))
+    subject.to_host()
+    assert subject.device_bytes == 0
+    subject.to_device()
+    assert mapped.tolist() == [3.0] * 4
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(away_between_steps: bool) -> list[bytes]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    subject = ResidentSet("m", lambda: module_tensors(model, optimizer), CPU, mover=SwapMover(CPU))
+    for step in range(3):
+        model(torch.full((4, 6), float(step)) + torch.arange(4.0)[:, None]).square().sum().backward()
+        if away_between_steps:  # gradients move as well
+            held = subject.device_bytes
+            subject.to_host()
+            assert subject.device_bytes == 0
+            assert subject.host_bytes == held
+            subject.to_device()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [bits(local_tensor(tensor)) for tensor in module_tensors(model, optimizer)]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_training_goes_on_to_the_bit_after_moves_of_sharded_weights_gradients_and_moments() -> None:
+    assert train(away_between_steps=True) == train(away_between_steps=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_gives_its_memory_back_and_gets_every_bit_again() -> None:
+    device = torch.device("cuda", 0)
+    tensors = [torch.randn(2**20, device=device), torch.randn(333, 7, device=device).bfloat16()]
+    before = [bits(tensor.cpu()) for tensor in tensors]
+    subject = ResidentSet("a model", lambda: tensors, device)
+    held = torch.cuda.memory_allocated(device)
+    report = subject.to_host()
+    assert held - torch.cuda.memory_allocated(device) >= report.bytes == sum(t.numel() * t.itemsize for t in tensors)
+    subject.to_device()
+    assert [bits(tensor.cpu()) for tensor in tensors] == before

@@ -1,0 +1,256 @@
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from rlix.engine import placement, train_engine, weights
+from rlix.engine.parallel import NeedParallel
+from rlix.engine.placement import pool_devices
+from rlix.engine.residency import Residency
+from rlix.engine.train_engine import TrainEngine
+from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WorkerError
+from rlix.protocol.messages import Device, DeviceKind
+from tests.engine.models import qwen
+from tests.engine.training_models import Policy, batch, policy
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]  # the first test waits for five workers to start
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: Any) -> Iterator[dict[str, TrainEngine]]:
+    """The same model on one rank, on two that share its shards, and on two that each hold it."""
+    layouts = {"one": (1, 1, slice(0, 1)), "sharded": (2, 1, slice(1, 3)), "replicated": (1, 2, slice(3, 5))}
+    engines = {name: TrainEngine(policy(), name=name) for name in layouts}
+    devices = pool_devices()
+
+    def build(name: str) -> None:
+        shards, replicas, where = layouts[name]
+        engines[name].build(tensor_parallel_size=shards, data_parallel_size=replicas, devices=devices[where], seed=11)
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(build, layouts))
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def initial(engines: dict[str, TrainEngine], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state that every test starts from."""
+    folder = tmp_path_factory.mktemp("initial") / "state"
+    engines["one"].save_state(folder)
+    return folder
+
+
+@pytest.fixture(params=["one", "sharded", "replicated"])
+def engine(request: pytest.FixtureRequest, engines: dict[str, TrainEngine], initial: Path) -> TrainEngine:
+    engines[request.param].load_state(initial)
+    return engines[request.param]
+
+
+@pytest.fixture
+def one(engines: dict[str, TrainEngine], initial: Path) -> TrainEngine:
+    engines["one"].load_state(initial)
+    return engines["one"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    """Losses of the same training in plain PyTorch."""
+    torch.manual_seed(11)
+    model = Qwen2ForCausalLM(qwen())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=50)
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.tensor(batch(step))
+        logits = model(input_ids=tokens).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(engine: TrainEngine, steps: range) -> list[float]:
+    return [engine.train_step(NeedParallel(batch(step)))["loss"] for step in steps]
+
+
+def gathered(published: weights.PublishedWeights) -> dict[str, torch.Tensor]:
+    return {entry.name: tensor for entry, tensor in weights.stream(published)}
+
+
+def test_training_equals_plain_pytorch_on_every_layout(engine: TrainEngine, reference: list[float]) -> None:
+    tolerance = 1e-6 if len(engine.devices) == 1 else 1e-5  # sums over ranks are ordered differently
+    assert train(engine, range(STEPS)) == pytest.approx(reference, rel=tolerance)
+
+
+def test_published_weights_are_the_same_from_every_layout_and_apply_exactly(engine: TrainEngine) -> None:
+    torch.manual_seed(11)
+    expected = Qwen2ForCausalLM(qwen())
+    published = engine.publish(version=41, bucket_bytes=2**16)
+    target = Qwen2ForCausalLM(qwen())
+    report = weights.apply(target, published)
+    assert (report.version, engine.version, len(published.buckets) > 1) == (41, 41, True)
+    assert engine.publish().version == 42
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor), name
+
+
+def test_a_split_batch_comes_back_in_order(engine: TrainEngine, one: TrainEngine) -> None:
+    ids = batch(1)
+    scores = engine.score(NeedParallel(ids))
+    assert scores.shape == (9,)
+    assert torch.allclose(scores, one.score(ids), rtol=1e-4)
+    ranks = len(engine.devices)
+    assert engine.where() == [(rank, ranks) for rank in range(ranks)]
+    assert engine.count(NeedParallel(ids)) == 9
+    uneven = [[0] * length for length in (1, 2, 3, 4, 5)]
+    assert engine.mean_length(NeedParallel(uneven)) == pytest.approx({"length": 3.0})
+    assert engine.score(NeedParallel(ids[:1], pad=True)).shape == (1,)
+
+
+def test_state_saved_on_two_ranks_goes_on_on_one(
+    engines: dict[str, TrainEngine], initial: Path, tmp_path: Path
+) -> None:
+    sharded, one = engines["sharded"], engines["one"]
+    sharded.load_state(initial)
+    train(sharded, range(3))
+    sharded.save_state(tmp_path / "state")
+    before = gathered(sharded.publish())
+    one.load_state(tmp_path / "state")
+    assert all(torch.equal(before[name], tensor) for name, tensor in gathered(one.publish()).items())
+    assert one.steps_done() == 3
+    assert train(one, range(3, 5)) == pytest.approx(train(sharded, range(3, 5)), rel=1e-5)
+
+
+def test_resuming_on_as_many_ranks_is_exact(engine: TrainEngine, tmp_path: Path) -> None:
+    train(engine, range(2))
+    engine.save_state(tmp_path / "state")
+    expected = (engine.draw(), train(engine, range(2, 4)))
+    engine.load_state(tmp_path / "state")
+    assert (engine.draw(), train(engine, range(2, 4))) == expected
+
+
+def test_saved_weights_load_in_plain_transformers(engine: TrainEngine, tmp_path: Path) -> None:
+    train(engine, range(1))
+    engine.save(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    published = gathered(engine.publish())
+    assert published.keys() == plain.keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in published.items())
+
+
+def test_leases_move_the_bytes_and_stale_epochs_are_refused(engine: TrainEngine) -> None:
+    held = sum(status.device_bytes for status in engine.status())
+    engine.acquire(5)
+    assert engine.release(5).bytes == held > 0
+    assert engine.residency is Residency.HOST
+    assert all((status.device_bytes, status.epoch) == (0, None) for status in engine.status())
+    with pytest.raises(NotResidentError, match="on host"):
+        engine.train_step(NeedParallel(batch(0)))
+    with pytest.raises(StaleEpochError, match="epoch 5 refused: it has ended"):
+        engine.acquire(5)
+    assert engine.acquire(8).bytes == held
+    with pytest.raises(StaleEpochError, match="epoch 7 refused: epoch 8 holds"):
+        engine.release(7)
+    engine._epoch = 7  # a handle that missed the change of hands
+    with pytest.raises(StaleEpochError, match="epoch 7 refused: epoch 8 holds it now"):
+        engine.count([[1]])
+    engine._epoch = 8
+    assert train(engine, range(1))
+    engine.release(8)
+    engine.cuda()
+
+
+def test_moves_do_not_change_training(engine: TrainEngine, initial: Path) -> None:
+    expected = train(engine, range(4))
+    engine.load_state(initial)
+    moved = []
+    for step in range(4):
+        engine.cpu()
+        assert engine.device == torch.device("cpu")
+        engine.to("cuda")
+        moved += train(engine, range(step, step + 1))
+    assert moved == expected
+    engine.meta()
+    with pytest.raises(NotResidentError, match="on meta"):
+        engine.publish()
+    engine.load_state(initial)
+    assert train(engine, range(4)) == expected
+
+
+def test_weights_from_a_folder(engines: dict[str, TrainEngine], initial: Path, tmp_path: Path) -> None:
+    engines["one"].load_state(initial)
+    train(engines["one"], range(1))
+    engines["one"].save(tmp_path / "model")
+    with TrainEngine((Policy, qwen())) as other:
+        other.build(tensor_parallel_size=2, weights_path=tmp_path / "model")
+        found = gathered(other.publish())
+    expected = gathered(engines["one"].publish())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_unknown_methods_fail_here_with_the_nearest_name(engines: dict[str, TrainEngine]) -> None:
+    with pytest.raises(AttributeError, match="has a method 'train_stepp'; did you mean 'train_step'"):
+        engines["one"].train_stepp(1)
+    with pytest.raises(AttributeError, match=r"Policy defines: .*train_step, score"):
+        engines["one"].zzzz()
+    with pytest.raises(AttributeError):
+        _ = engines["one"]._private
+
+
+def test_an_error_in_a_method_names_rank_and_method_and_the_engine_goes_on(engine: TrainEngine) -> None:
+    with pytest.raises(WorkerError, match=r"rank \d failed in call.*no such thing"):
+        engine.fail()
+    assert engine.count(NeedParallel(batch(0))) == 9
+
+
+def test_ranks_left_waiting_by_one_that_failed_are_given_up(ray_session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_engine, "SETTLE_TIMEOUT_S", 0.5)
+    with TrainEngine(policy()).build(tensor_parallel_size=2) as engine:
+        with pytest.raises(WorkerError, match=r"rank 1 failed in call.*only here"):
+            engine.fail_on_one_rank()
+        with pytest.raises(RlixError, match="given up after an error"):
+            engine.count([[1]])
+
+
+def test_impossible_engines_are_refused_before_anything_starts(engines: dict[str, TrainEngine]) -> None:
+    devices = pool_devices()
+    actors = len(ray.util.list_named_actors(all_namespaces=True))
+    elsewhere = Device(99, "node", "203.0.113.9", 0, DeviceKind.CPU)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tensor_parallel_size": 0}, "at least 1"),
+        ({"tensor_parallel_size": 2, "devices": devices[:3]}, "3 device"),
+        ({"tensor_parallel_size": 9}, "9 device.* wanted, but there are 8 in the pool"),
+        ({"acceptable_node_ips": [elsewhere.node_ip]}, "0 on nodes 203"),
+        ({"tensor_parallel_size": 2, "colocate_with": engines["one"]}, "1 of colocate_with"),
+        ({"dtype": "float33"}, "unknown dtype"),
+    ]
+    for kwargs, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            TrainEngine(policy()).build(**kwargs)
+    with pytest.raises(FileNotFoundError, match="Hugging Face model folder"):
+        TrainEngine(policy()).build(weights_path="/nowhere")
+    with pytest.raises(ValueError, match="holds weights"):
+        TrainEngine(Policy(qwen()))
+    with pytest.raises(RlixError, match="build"):
+        TrainEngine(policy()).train_step([])
+    assert len(ray.util.list_named_actors(all_namespaces=True)) == actors
+
+
+def test_engines_spread_over_free_devices(engines: dict[str, TrainEngine]) -> None:
+    assert {device.id for device in placement.choose(3)} == {5, 6, 7}
+    assert placement.choose(1, colocate_with=engines["one"]) == engines["one"].devices
+    assert 0 not in {device.id for device in placement.choose(7, not_colocate_with=engines["one"])}

@@ -1,0 +1,90 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from rlix import InferenceEngine
+from rlix.engine.requests import GenerationRequest, continued
+from rlix.engine.weights import PublishedWeights, named_weights, publish
+from rlix.protocol.errors import NotResidentError, WorkerError
+from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+WAIT_S = 120.0
+CONFIG = qwen(hidden_size=128)  # vLLM's CPU attention wants heads of at least 32
+PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine]:
+    path: Path = folder(tmp_path_factory.mktemp("model"), seed=0, config=CONFIG)
+    made = InferenceEngine(path, executor="vllm").build(max_model_len=256, max_num_seqs=16)
+    yield made
+    made.close()
+
+
+def stored(seed: int, version: int) -> PublishedWeights:
+    return publish(named_weights(model(seed, CONFIG)).items(), version)
+
+
+def answers(engine: InferenceEngine) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in engine.generate([list(p) for p in PROMPTS], GREEDY)]
+
+
+def expected(seed: int) -> list[tuple[int, ...]]:
+    return [greedy(model(seed, CONFIG), prompt, 16) for prompt in PROMPTS]
+
+
+def test_greedy_equals_plain_transformers(engine: InferenceEngine) -> None:
+    assert answers(engine) == expected(0)
+
+
+def test_sampling_is_seeded_per_request_and_logprobs_are_raw(engine: InferenceEngine) -> None:
+    params = {"max_tokens": 16, "temperature": 0.7, "top_k": 20, "seed": 4, "ignore_eos": True}
+    first, again, other = (
+        output.outputs[0] for output in engine.generate([list(PROMPTS[0])] * 3, [params, params, {**params, "seed": 5}])
+    )
+    assert first.token_ids == again.token_ids != other.token_ids
+    recomputed = logprobs(model(0, CONFIG), PROMPTS[0], first.token_ids)
+    assert torch.allclose(torch.tensor(first.logprobs), recomputed, atol=1e-4)
+
+
+def test_abort_keeps_tokens_and_the_rest_can_be_resumed(engine: InferenceEngine) -> None:
+    (replica,) = engine.replicas.handles
+    request = GenerationRequest("a", PROMPTS[0], 240, temperature=0.0)
+    running = replica.generate.remote([request])
+    ray.get(replica.abort.remote(["a"]), timeout=WAIT_S)
+    (first,) = ray.get(running, timeout=WAIT_S)
+    assert (first.finished, first.finish_reason) == (False, "abort")
+    assert len(first.token_ids) == len(first.logprobs) < 240
+    (second,) = ray.get(replica.generate.remote([continued(request, first)]), timeout=WAIT_S)
+    assert (second.finished, len(first.token_ids + second.token_ids)) == (True, 240)
+
+
+def test_weights_are_replaced_in_place(engine: InferenceEngine) -> None:
+    (report,) = engine.update_weights(stored(4, version=9))
+    assert report.bytes == sum(p.nbytes for p in model(4, CONFIG).parameters())
+    assert answers(engine) == expected(4) != expected(0)
+    with pytest.raises(WorkerError, match="nothing was changed"):
+        engine.update_weights(publish([], 10))
+    engine.meta()
+    with pytest.raises(NotResidentError, match="call cuda"):
+        answers(engine)
+    engine.cuda(weights=stored(5, version=11))
+    assert answers(engine) == expected(5)
+    engine.meta()
+    engine.cuda()
+    assert answers(engine) == expected(0)
+
+
+def test_a_token_outside_the_vocabulary_harms_no_later_call(engine: InferenceEngine) -> None:
+    (replica,) = engine.replicas.handles
+    with pytest.raises(ValueError, match="token 97 is not in"):
+        ray.get(replica.generate.remote([GenerationRequest("bad", (VOCABULARY,), 4)]), timeout=WAIT_S)
+    assert answers(engine) == expected(0)

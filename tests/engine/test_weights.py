@@ -1,0 +1,174 @@
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen2ForCausalLM
+
+from rlix.engine import weights
+from rlix.engine.weights import ALIGNMENT, Bytes, PublishedWeights, named_weights, pack, pack_stream, publish, unpack
+from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
+from tests.engine.models import qwen
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def stored(data: Bytes) -> Bytes:
+    """As Ray's object store: a copy of the bytes, which readers cannot write to."""
+    copy = data.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def publication(model: torch.nn.Module, version: int = 1, bucket_bytes: int = 4096) -> PublishedWeights:
+    named = named_weights(model)
+    names = weights.tied_names(named)
+    return publish(((n, named[n]) for n in names), version, bucket_bytes=bucket_bytes, aliases=names, put=stored)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 6), max_size=3)), max_size=8),
+    st.integers(1, 600),
+)
+def test_unpack_gives_back_what_was_packed(shapes: list[tuple[torch.dtype, list[int]]], bucket_bytes: int) -> None:
+    named = {f"t{i}": (torch.randn(shape) * 4).to(dtype) for i, (dtype, shape) in enumerate(shapes)}
+    buckets, manifest = pack(named.items(), bucket_bytes)
+    found = dict(unpack([stored(bucket) for bucket in buckets], manifest))
+    assert [entry.name for entry in found] == list(named)
+    for entry, tensor in found.items():
+        assert tensor.dtype == named[entry.name].dtype
+        assert entry.offset % ALIGNMENT == 0
+        assert torch.equal(tensor, named[entry.name])
+    largest = max((tensor.nbytes for tensor in named.values()), default=0)
+    assert all(bucket.nbytes < max(bucket_bytes, largest) + ALIGNMENT for bucket in buckets)
+    assert manifest.nbytes == sum(tensor.nbytes for tensor in named.values())
+
+
+def test_packing_holds_one_bucket_at_a_time() -> None:
+    asked = []
+
+    def tensors() -> "list[tuple[str, torch.Tensor]]":
+        for i in range(10):
+            asked.append(i)
+            yield f"t{i}", torch.zeros(100, dtype=torch.uint8)
+
+    stream = pack_stream(tensors(), 300)
+    next(stream)
+    assert len(asked) <= 4
+
+
+def test_a_large_tensor_is_not_copied_on_the_way() -> None:
+    tensor = torch.arange(1000.0)
+    (bucket,) = pack_stream([("w", tensor)], 4000)
+    assert bucket.data.ctypes.data == tensor.data_ptr()
+
+
+def test_reading_does_not_copy_and_does_not_warn() -> None:
+    buckets, manifest = pack([("w", torch.ones(16))], 1024)
+    bucket = stored(buckets[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ((_, tensor),) = unpack([bucket], manifest)
+    assert tensor.data_ptr() == bucket.ctypes.data
+    del bucket, buckets
+    assert tensor.tolist() == [1.0] * 16  # the view keeps the bytes alive
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_apply_makes_a_model_equal(tied: bool) -> None:
+    source = Qwen2ForCausalLM(qwen(tie_word_embeddings=tied))
+    target = Qwen2ForCausalLM(qwen(tie_word_embeddings=tied))
+    identities = [p.data_ptr() for p in target.parameters()]
+    published = publication(source, version=7)
+    report = weights.apply(target, published)
+    assert report.version == 7
+    assert report.bytes == published.manifest.nbytes
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
+    )
+    assert [p.data_ptr() for p in target.parameters()] == identities
+    assert [e.aliases for e in published.manifest.entries if e.aliases] == ([("lm_head.weight",)] if tied else [])
+
+
+def test_apply_converts_between_floating_point_types_only() -> None:
+    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).bfloat16()
+    weights.apply(target, publication(source))
+    assert torch.equal(target.weight, source.weight.bfloat16())
+    counter = torch.nn.Module()
+    counter.register_buffer("count", torch.tensor(3))
+    other = torch.nn.Module()
+    other.register_buffer("count", torch.tensor(3.0))
+    with pytest.raises(WeightSyncError, match="dtype of count: published int64, here float32"):
+        weights.apply(other, publication(counter))
+
+
+def test_every_disagreement_is_named_and_nothing_is_changed() -> None:
+    source = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, bias=False)})
+    target = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "c": torch.nn.Linear(2, 2, bias=False)})
+    before = target.a.bias.clone()
+    with pytest.raises(WeightSyncError) as caught:
+        weights.apply(target, publication(source, version=5))
+    message = str(caught.value)
+    assert "weight version 5" in message
+    assert "unknown here: b.weight" in message
+    assert "not published: c.weight" in message
+    assert "shape of a.weight: published [2, 3], here [2, 4]" in message
+    assert "a.bias" not in message
+    assert torch.equal(target.a.bias, before)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replica", "message"),
+    [(False, True, "tied here, separate in the trainer"), (True, False, "tied by the trainer, separate here")],
+)
+def test_tied_and_untied_models_do_not_mix(trainer: bool, replica: bool, message: str) -> None:
+    source = Qwen2ForCausalLM(qwen(tie_word_embeddings=trainer))
+    target = Qwen2ForCausalLM(qwen(tie_word_embeddings=replica))
+    with pytest.raises(WeightSyncError, match=message):
+        weights.apply(target, publication(source))
+
+
+def test_a_publication_is_cheap_to_send() -> None:
+    published = publication(Qwen2ForCausalLM(qwen(num_hidden_layers=4)))
+    references = PublishedWeights(published.version, published.manifest, tuple(range(len(published.buckets))))
+    assert len(pickle.dumps(references)) < 10_000
+
+
+def test_bucket_bytes_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        pack([("w", torch.ones(1))], 0)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_through_rays_object_store() -> None:
+    source, target = Qwen2ForCausalLM(qwen()), Qwen2ForCausalLM(qwen())
+    named = named_weights(source)
+    published = publish(named.items(), 3, bucket_bytes=2**16)
+    assert len(published.buckets) > 1
+    weights.apply(target, pickle.loads(pickle.dumps(published)))
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
+    )
+    streamed = {entry.name: tensor for entry, tensor in weights.stream(published)}
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in named.items())
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_a_bucket_that_does_not_come_is_a_bounded_wait() -> None:
+    import ray
+
+    @ray.remote(num_cpus=0, resources={"never": 1})
+    def never() -> Bytes:
+        return np.zeros(8, dtype=np.uint8)
+
+    published = publication(torch.nn.Linear(1, 1))
+    pending = never.remote()
+    late = PublishedWeights(9, published.manifest, (pending,))
+    with pytest.raises(WaitTimeoutError, match="bucket 0 of 1 of weight version 9"):
+        weights.apply(torch.nn.Linear(1, 1), late, timeout_s=0.05)
+    ray.cancel(pending)
