@@ -1,0 +1,36 @@
+"""The control-plane protocol, step by step: what `rlix run` does for a job.
+
+python examples/control_plane.py            # on a machine with GPUs, or with 4 virtual ones where there are none
+"""
+
+import ray
+
+import rlix
+from rlix.pipeline import PipelineCoordinator
+from rlix.protocol.types import coordinator_actor_name, pipeline_namespace
+
+job = rlix.load_job("sort_digits")
+orchestrator = rlix.init(virtual_gpus=4)
+
+# A pipeline id names one live pipeline; registration says which devices each of its clusters may use.
+pipeline_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"))
+clusters = job.clusters.items()
+ray.get(
+    orchestrator.register_pipeline.remote(
+        pipeline_id=pipeline_id,
+        ray_namespace=pipeline_namespace(pipeline_id),
+        cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters},
+        cluster_device_mappings={name: list(cluster.devices) for name, cluster in clusters},
+    )
+)
+ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id))
+
+# The coordinator is the actor the scheduler talks to; it creates the actor that trains.
+coordinator = (
+    ray.remote(PipelineCoordinator)
+    .options(name=coordinator_actor_name(pipeline_id), namespace=pipeline_namespace(pipeline_id))
+    .remote(pipeline_id=pipeline_id, pipeline_config=job)
+)
+pipeline = ray.get(coordinator.create_pipeline_actor.remote(pipeline_config=job))
+print(ray.get(pipeline.run.remote()))
+rlix.shutdown()

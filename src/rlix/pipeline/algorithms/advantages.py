@@ -1,0 +1,99 @@
+"""How much better than expected an action was."""
+
+import torch
+from torch import Tensor
+
+from rlix.pipeline.algorithms.tensors import masked_mean
+
+_NO_SPREAD = 1e-6  # a group whose rewards differ by less than rounding error carries no signal
+
+
+def group_relative_advantages(rewards: Tensor, group_size: int, *, normalize_by_std: bool = True) -> Tensor:
+    """Reward minus the mean of its group, divided by the group's standard deviation: [groups * group_size].
+
+    `rewards` is [groups * group_size], the samples of one prompt next to each other. The standard deviation is the
+    unbiased one. A group whose rewards are all equal gets 0 everywhere.
+
+    Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Without the division: Dr. GRPO, Liu et al. 2025,
+    arXiv:2503.20783.
+    """
+    groups = _in_groups(rewards, group_size)
+    centered = groups - groups.mean(dim=1, keepdim=True)
+    if normalize_by_std:
+        std = groups.std(dim=1, keepdim=True)
+        has_spread = std > _NO_SPREAD
+        centered = torch.where(has_spread, centered / torch.where(has_spread, std, torch.ones_like(std)), 0.0)
+    return centered.reshape(rewards.shape)
+
+
+def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """Reward minus the mean of the *other* samples of its group: [groups * group_size], laid out as `rewards`.
+
+    Source: RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 3.
+    """
+    groups = _in_groups(rewards, group_size)
+    others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
+    return (groups - others).reshape(rewards.shape)
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Tensor, mask: Tensor, kl: Tensor | None = None, *, kl_coefficient: float = 0.0, discount: float = 1.0
+) -> Tensor:
+    """Discounted return at each token, with the per-token KL as a cost, normalised over the whole batch: [batch, time].
+
+    `rewards` [batch] arrive at each sequence's last token under `mask` [batch, time]; `kl` [batch, time] is the penalty
+    per token. Positions outside the mask are 0.
+
+    Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3.
+    """
+    mask = mask.bool()
+    per_token = torch.zeros(mask.shape, dtype=rewards.dtype, device=rewards.device)
+    if kl is not None:
+        per_token = torch.where(mask, per_token - kl_coefficient * kl, per_token)
+    per_token = per_token + torch.where(_last_position(mask), rewards.unsqueeze(1), torch.zeros_like(per_token))
+    returns = torch.zeros_like(per_token)
+    running = torch.zeros_like(rewards)
+    for t in reversed(range(mask.shape[1])):
+        running = torch.where(mask[:, t], per_token[:, t] + discount * running, running)
+        returns[:, t] = running
+    mean = masked_mean(returns, mask)
+    std = masked_mean((returns - mean) ** 2, mask).sqrt()
+    normalised = (returns - mean) / std if std > _NO_SPREAD else returns - mean
+    return torch.where(mask, normalised, torch.zeros_like(normalised))
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float = 1.0, smoothing: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and value targets: (advantages, returns), each [batch, time].
+
+    `rewards`, `values` and `mask` are [batch, time]; `values[:, t]` is the critic's estimate *before* token t. A
+    sequence ends at its last masked-in position, after which the value is 0; positions outside the mask are skipped and
+    come out 0. `smoothing` is lambda.
+
+    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
+    """
+    mask = mask.bool()
+    advantages = torch.zeros_like(values)
+    running = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        running = torch.where(mask[:, t], delta + discount * smoothing * running, running)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(mask[:, t], running, torch.zeros_like(running))
+    return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
+
+
+def _in_groups(rewards: Tensor, group_size: int) -> Tensor:
+    if group_size < 2:
+        raise ValueError(f"group_size is {group_size}; comparing samples of one prompt needs at least 2")
+    if rewards.dim() != 1 or rewards.numel() % group_size:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [groups * {group_size}]")
+    return rewards.view(-1, group_size)
+
+
+def _last_position(mask: Tensor) -> Tensor:
+    """True at each row's last masked-in position: [batch, time]."""
+    after = mask.long().flip(1).cumsum(1).flip(1)
+    return mask & (after == 1)

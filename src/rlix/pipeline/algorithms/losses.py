@@ -1,0 +1,77 @@
+"""Losses of the policy and of the critic."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlix.pipeline.algorithms.tensors import Aggregation, aggregate, masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """`loss` carries the gradient; the rest are detached scalars for the metrics."""
+
+    loss: Tensor
+    clip_fraction: Tensor  # share of tokens whose update the clip stopped
+    approx_kl: Tensor  # k3 estimate of KL(old || new)
+    mean_ratio: Tensor
+
+
+def clipped_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    aggregation: Aggregation = "token",
+    denominator: float | Tensor | None = None,
+) -> PolicyLoss:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), reduced to a scalar.
+
+    `log_probs`, `old_log_probs` and `mask` are [batch, time] (mask: the tokens the policy generated); `advantages` is
+    [batch, time], or [batch] for one per sequence. `aggregation` and `denominator` are those of `aggregate`.
+
+    Source: PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, Yu et al.
+    2025, arXiv:2503.14476, section 3.1.
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    # Positions outside the mask may hold anything; make them neutral before exp can overflow into NaN gradients.
+    difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
+    ratio = difference.exp()
+    free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = aggregate(-torch.minimum(free, clipped), mask, aggregation, denominator)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss=loss,
+            clip_fraction=masked_mean((clipped < free).to(ratio.dtype), mask),
+            approx_kl=masked_mean(difference.expm1() - difference, mask),
+            mean_ratio=masked_mean(ratio, mask),
+        )
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None = 0.2,
+    aggregation: Aggregation = "token",
+    denominator: float | Tensor | None = None,
+) -> Tensor:
+    """Half the squared error of the critic, the worse of the free and the clipped prediction; a scalar.
+
+    `values`, `old_values`, `returns` and `mask` are [batch, time]. `clip` bounds how far a prediction may move from
+    `old_values`; None leaves it free.
+
+    Source: the PPO implementation of Dhariwal et al. 2017 (OpenAI Baselines, ppo2).
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * aggregate(error, mask, aggregation, denominator)

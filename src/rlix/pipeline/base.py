@@ -1,0 +1,302 @@
+"""The frame every pipeline runs in: leases around phases, the step loop, the run folder, stopping and resuming."""
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from rlix.control.client import JobClient
+from rlix.pipeline.run_folder import RunFolder, Span
+from rlix.pipeline.spec import JobSpec
+from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import Lease
+from rlix.protocol.types import Phase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """What a pipeline actor is created with: the job's spec and where and how to run it."""
+
+    spec: JobSpec
+    run_dir: Path
+    resume: bool = False
+
+    @staticmethod
+    def of(config: "JobConfig | JobSpec") -> "JobConfig":
+        """Accept a bare spec too; its run folder is then `runs/<name>` under the current directory."""
+        if isinstance(config, JobConfig):
+            return config
+        return JobConfig(config, Path("runs").absolute() / config.name)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What a job is doing now. `state`: starting, running, finished, failed or stopped."""
+
+    name: str
+    pipeline_id: str
+    state: str
+    step: int
+    steps: int
+    phase: str
+    reward: float | None = None
+    exact: float | None = None
+    tokens_per_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """How a job ended. Rewards are means over a step's trajectories: of the first step and of the last five."""
+
+    name: str
+    state: str
+    steps: int
+    seconds: float
+    first_reward: float | None
+    last_reward: float | None
+    first_exact: float | None
+    last_exact: float | None
+    run_dir: str
+
+
+class Resident(Protocol):
+    """An engine that moves on and off its devices under a lease's epoch."""
+
+    def acquire(self, epoch: int) -> object: ...
+
+    def release(self, epoch: int) -> object: ...
+
+
+class Pipeline(ABC):
+    """Executes one job's training logic. Subclasses say what happens in `setup` and in one `step`.
+
+    Runs as a Ray actor with several threads: `run` occupies one, the coordinator's calls use the others.
+    """
+
+    lease_timeout_s = 3600.0
+
+    def __init__(self, pipeline_id: str, config: JobConfig) -> None:
+        self.pipeline_id = pipeline_id
+        self.config = config
+        self.spec = config.spec
+        self.client = JobClient(pipeline_id)
+        self.registration = self.client.registration()
+        self.devices = self.client.devices()
+        self.folder = RunFolder(config.run_dir)
+        self.stop_requested = threading.Event()
+        self._ended = threading.Event()
+        self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
+        self._rewards: list[float] = []
+        self._exacts: list[float] = []
+        self._lease_records = 0
+        self._started = time.time()
+
+    # ---- what a subclass writes ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def setup(self) -> None:
+        """Build engines and data. Called once, before `initialize` or `load`."""
+
+    @abstractmethod
+    def step(self, step: int) -> Mapping[str, float]:
+        """Do step number `step` (from 0) and return its metrics."""
+
+    def initialize(self) -> None:
+        """What a fresh run does before its first step (a resumed one calls `load` instead)."""
+
+    def save(self, path: Path) -> None:
+        """Write everything that the next step depends on into the empty folder `path`."""
+
+    def load(self, path: Path, step: int) -> None:
+        """Restore what `save` wrote after `step` steps."""
+
+    def teardown(self) -> None:
+        """Stop what `setup` started."""
+
+    def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
+        raise RlixError(f"{type(self).__name__} has no rollout, yet it was given {leases}")
+
+    def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
+        raise RlixError(f"{type(self).__name__} has no rollout, yet it was asked to shrink {leases}")
+
+    def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
+        """The control plane killed the replicas of `leases` because they missed their deadline."""
+
+    # ---- called through Ray ----------------------------------------------------------------------------------
+
+    def run(self) -> JobSummary:
+        """Train from the first step (or the latest checkpoint) to the last; returns how it ended."""
+        state = "failed"
+        try:
+            first = self._prepare()
+            state = self._train(first)
+        except BaseException as error:
+            detail = f"{type(error).__name__}: {error}"
+            self._update(state="failed", phase="failed", error=detail)
+            if self.folder.path.is_dir():
+                self._event("job", event="failed", detail=detail)
+            raise
+        finally:
+            try:
+                self.teardown()
+            finally:
+                self._ended.set()
+        self._update(state=state, phase=state)
+        self._event("job", event=state, detail=None)
+        return self._summary(state)
+
+    def wait_ended(self) -> None:
+        """Block until `run` has returned or raised: the coordinator's way to notice the end."""
+        self._ended.wait()
+
+    def request_stop(self) -> None:
+        """Ask for a clean stop: the step in progress is abandoned or finished, then a checkpoint is written."""
+        self.stop_requested.set()
+
+    def status(self) -> JobStatus:
+        return self._status
+
+    # ---- for subclasses --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, cluster: str, phase: Phase, engine: Resident | None = None) -> Iterator[Lease]:
+        """Hold the cluster's devices, with `engine` resident on them, for the duration of the block."""
+        name, step = phase.name.lower(), self._status.step
+        self._update(phase=f"waiting for {name}")
+        with self.client.phase(cluster, phase, timeout_s=self.lease_timeout_s) as lease:
+            self._update(phase=name)
+            marks = [time.time()]
+            try:
+                if engine is not None:
+                    engine.acquire(lease.epoch)
+                marks.append(time.time())
+                yield lease
+            finally:
+                marks.append(time.time())
+                if engine is not None:
+                    engine.release(lease.epoch)
+                marks.append(time.time())
+                kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
+                spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
+                self.folder.spans([span for span in spans if span.end > span.start])
+
+    def note_phase(self, text: str) -> None:
+        """Show `text` as what the job is doing."""
+        self._update(phase=text)
+
+    # ---- the step loop ---------------------------------------------------------------------------------------
+
+    def _prepare(self) -> int:
+        """Open the run folder, build, and restore: the number of the first step to do."""
+        checkpoint = self.folder.latest_checkpoint() if self.config.resume else None
+        if checkpoint is None:
+            self.folder = RunFolder.fresh(self.config.run_dir)
+        else:
+            self.folder = RunFolder.resumed(self.config.run_dir, checkpoint[0])
+        self._event("job", event="started", detail=None)
+        self.folder.write_spec(self.spec.to_yaml())
+        pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices]
+        self._event("pool", devices=pool)
+        self.setup()
+        if checkpoint is None:
+            self.initialize()
+            return 0
+        step, path = checkpoint
+        logger.info("%s: resuming at step %d from %s", self.spec.name, step, path)
+        self.load(path, step)
+        return step
+
+    def _train(self, first: int) -> str:
+        every = self.spec.checkpoint.every
+        saved = done = first
+        for step in range(first, self.spec.steps):
+            if self.stop_requested.is_set():
+                break
+            self._update(state="running", step=step)
+            if step == first:
+                self._event("job", event="first_step", detail=None)
+            try:
+                self._one_step(step)
+            except InterruptedError:
+                break
+            done = step + 1
+            if every and done % every == 0:
+                self._checkpoint(done)
+                saved = done
+        if every and done > saved:
+            self._checkpoint(done)
+        return "stopped" if done < self.spec.steps else "finished"
+
+    def _one_step(self, step: int) -> None:
+        start = time.time()
+        metrics = dict(self.step(step))
+        end = time.time()
+        self.folder.metrics({"step": step, "time": end, "step_s": end - start, **metrics})
+        self._rewards.append(metrics["reward"])
+        self._exacts.append(metrics.get("exact", float("nan")))
+        self._update(
+            step=step + 1,
+            reward=metrics["reward"],
+            exact=metrics.get("exact"),
+            tokens_per_s=metrics.get("tokens_per_s"),
+        )
+        self._write_lease_events()
+
+    def _checkpoint(self, done: int) -> None:
+        """Save into a temporary name, then rename: a checkpoint that has its name is complete."""
+        target = self.folder.checkpoints / f"step_{done}"
+        partial = target.with_suffix(".partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        self.save(partial)
+        partial.rename(target)
+        self.folder.prune_checkpoints(self.spec.checkpoint.keep)
+        self._event("checkpoint", step=done, path=str(target))
+
+    def _write_lease_events(self) -> None:
+        for record in self.client.lease_log(self._lease_records):
+            self._lease_records = record.number
+            lease = record.lease
+            self.folder.event(
+                {
+                    "type": "lease",
+                    "event": record.event,
+                    "epoch": lease.epoch,
+                    "cluster": lease.cluster,
+                    "phase": lease.phase.name.lower(),
+                    "devices": list(lease.devices),
+                    "time": record.time,
+                    "reason": record.reason,
+                    "waited_s": record.waited_s,
+                }
+            )
+
+    def _event(self, kind: str, **fields: object) -> None:
+        self.folder.event({"type": kind, "time": time.time(), **fields})
+
+    def _update(self, **changes: object) -> None:
+        self._status = replace(self._status, **changes)  # type: ignore[arg-type]
+
+    def _summary(self, state: str) -> JobSummary:
+        return JobSummary(
+            name=self.spec.name,
+            state=state,
+            steps=self._status.step,
+            seconds=time.time() - self._started,
+            first_reward=_mean(self._rewards[:1]),
+            last_reward=_mean(self._rewards[-5:]),
+            first_exact=_mean(self._exacts[:1]),
+            last_exact=_mean(self._exacts[-5:]),
+            run_dir=str(self.config.run_dir),
+        )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,106 @@
+"""The coordinator: the one actor of a job that the control plane talks to."""
+
+import asyncio
+import importlib
+import logging
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rlix.flow.prefork import runtime_env
+from rlix.pipeline.base import JobConfig, JobStatus
+from rlix.pipeline.spec import JobSpec
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Lease
+from rlix.protocol.types import pipeline_namespace
+
+logger = logging.getLogger(__name__)
+
+_BUILT_IN = {"full_finetune": "rlix.pipeline.full_finetune:FullFinetunePipeline"}
+_PIPELINE_THREADS = 16
+"""`run` and `wait_ended` keep one each; the rest serve grow, shrink and status calls, which may overlap."""
+
+
+class PipelineCoordinator:
+    """Creates a job's pipeline actor, passes the scheduler's grow and shrink calls on, and notices its end.
+
+    Its methods are coroutines, so that a slow shrink never keeps a status call or the next grow waiting.
+    """
+
+    def __init__(self, pipeline_id: str, pipeline_config: JobConfig | JobSpec) -> None:
+        self._pipeline_id = pipeline_id
+        self._config = JobConfig.of(pipeline_config)
+        self._pipeline: Any = None
+        self._closed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def create_pipeline_actor(self, pipeline_config: JobConfig | JobSpec | None = None) -> Any:
+        """Start the actor that executes the job; call its `run()` to train.
+
+        Raises:
+            SpecError: the spec names a pipeline class that cannot be imported.
+            RuntimeError: the job already has its actor.
+        """
+        if self._pipeline is not None:
+            raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
+        config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
+        actor_class = ray.remote(resolve_pipeline(config.spec.pipeline))
+        self._pipeline = actor_class.options(
+            name=f"pipeline:{self._pipeline_id}",
+            namespace=pipeline_namespace(self._pipeline_id),
+            num_cpus=0,
+            max_concurrency=_PIPELINE_THREADS,
+            runtime_env=runtime_env({}),
+        ).remote(self._pipeline_id, config)
+        self._watch = asyncio.create_task(self._watch_pipeline())
+        return self._pipeline
+
+    async def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
+        await self._pipeline.grow_rollout.remote(leases)
+
+    async def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
+        """Return when the bundles' device memory is released."""
+        await self._pipeline.shrink_rollout.remote(leases, deadline_s)
+
+    async def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
+        await self._pipeline.bundles_lost.remote(leases)
+
+    async def status(self) -> JobStatus | None:
+        """None until the pipeline actor exists."""
+        return None if self._pipeline is None else await self._pipeline.status.remote()
+
+    async def stop(self) -> None:
+        """Ask the job to stop cleanly; `run()` then returns early."""
+        if self._pipeline is not None:
+            await self._pipeline.request_stop.remote()
+
+    async def closed(self) -> None:
+        """Return when the job has ended, however it ended."""
+        await self._closed.wait()
+
+    async def _watch_pipeline(self) -> None:
+        try:
+            await self._pipeline.wait_ended.remote()
+        except RayActorError as error:
+            logger.warning("the pipeline actor of %s died: %s", self._pipeline_id, error)
+        self._closed.set()
+
+
+def resolve_pipeline(name: str) -> type:
+    """The pipeline class behind a built-in name or "package.module:Class".
+
+    Raises:
+        SpecError: it cannot be imported.
+    """
+    path = _BUILT_IN.get(name, name)
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"pipeline: {name!r} cannot be imported ({error}); use {', '.join(_BUILT_IN)} or 'package.module:Class'"
+        ) from error
+    if not isinstance(found, type):
+        raise SpecError(f"pipeline: {name!r} is not a class")
+    return found

@@ -1,0 +1,168 @@
+"""From job specs to running pipelines: what `rlix run` does, for programs."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rlix.control.rpc import root_cause
+from rlix.flow import prefork
+from rlix.flow.worker import KEEP_VISIBLE_DEVICES
+from rlix.pipeline.base import JobConfig, JobStatus
+from rlix.pipeline.coordinator import PipelineCoordinator, resolve_pipeline
+from rlix.pipeline.spec import ClusterSpec, JobSpec, check_jobs
+from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.messages import ControlStatus
+from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, coordinator_actor_name, pipeline_namespace
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 60.0
+_FINAL_STATES = ("finished", "failed", "stopped")
+
+
+class JobHandle:
+    """A launched job, as seen by whoever launched it."""
+
+    def __init__(self, config: JobConfig, pipeline_id: str, orchestrator: Any, coordinator: Any, pipeline: Any) -> None:
+        self.name = config.spec.name
+        self.pipeline_id = pipeline_id
+        self.run_dir = config.run_dir
+        self._orchestrator = orchestrator
+        self._coordinator = coordinator
+        self._pipeline = pipeline
+        self._run = pipeline.run.remote()
+        self._last = JobStatus(self.name, pipeline_id, "starting", 0, config.spec.steps, "starting")
+
+    def status(self) -> JobStatus:
+        """What the job is doing; the last known status when it does not answer within two seconds."""
+        if self._last.state in _FINAL_STATES:
+            return self._last
+        ready, _ = ray.wait([self._run], timeout=0)
+        if ready:
+            self._last = self._final_status()
+        else:
+            with contextlib.suppress(GetTimeoutError, RayActorError):
+                self._last = ray.get(self._coordinator.status.remote(), timeout=2.0) or self._last
+        return self._last
+
+    def stop(self) -> None:
+        """Ask for a clean stop: the job writes a checkpoint and ends."""
+        with contextlib.suppress(RayActorError):
+            self._coordinator.stop.remote()
+
+    def wait(self, timeout_s: float) -> JobStatus:
+        """Wait for the end.
+
+        Raises:
+            WaitTimeoutError: the job had not ended after `timeout_s`.
+        """
+        ready, _ = ray.wait([self._run], timeout=timeout_s)
+        if not ready:
+            raise WaitTimeoutError(f"job {self.name!r} was still in {self._last.phase!r} after {timeout_s:g} s")
+        return self.status()
+
+    def close(self) -> None:
+        """Free everything the job holds, ended or not."""
+        with contextlib.suppress(RayActorError, RayTaskError, GetTimeoutError):
+            ray.get(
+                self._orchestrator.unregister_pipeline.remote(pipeline_id=self.pipeline_id, reason="closed"),
+                timeout=_CALL_TIMEOUT_S,
+            )
+        for actor in (self._pipeline, self._coordinator):
+            ray.kill(actor)
+
+    def _final_status(self) -> JobStatus:
+        try:
+            summary = ray.get(self._run)
+        except RayTaskError as error:
+            cause = root_cause(error)
+            return self._failed(f"{type(cause).__name__}: {cause}")
+        except RayActorError as error:
+            return self._failed(f"the pipeline actor died: {error}")
+        with contextlib.suppress(GetTimeoutError, RayActorError):
+            self._last = ray.get(self._coordinator.status.remote(), timeout=2.0) or self._last
+        return replace(self._last, state=summary.state, phase=summary.state)
+
+    def _failed(self, error: str) -> JobStatus:
+        return replace(self._last, state="failed", phase="failed", error=error)
+
+
+def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) -> list[JobHandle]:
+    """Register, admit and start every job on the control plane that `rlix.init` attached to.
+
+    Raises:
+        SpecError: the jobs do not fit the pool, or not next to each other; nothing was started.
+    """
+    orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
+    status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
+    check_jobs(specs, len(status.devices))
+    for spec in specs:
+        resolve_pipeline(spec.pipeline)
+    prefork.warm(KEEP_VISIBLE_DEVICES)  # every worker is forked from it; it loads while the coordinators start
+    return [_launch_one(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator) for spec in specs]
+
+
+def _launch_one(config: JobConfig, orchestrator: Any) -> JobHandle:
+    clusters = config.spec.clusters.items()
+    pipeline_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=_CALL_TIMEOUT_S)
+    ray.get(
+        orchestrator.register_pipeline.remote(
+            pipeline_id=pipeline_id,
+            ray_namespace=pipeline_namespace(pipeline_id),
+            cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters},
+            cluster_device_mappings={name: list(cluster.devices) for name, cluster in clusters},
+        ),
+        timeout=_CALL_TIMEOUT_S,
+    )
+    ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id), timeout=_CALL_TIMEOUT_S)
+    coordinator = (
+        ray.remote(PipelineCoordinator)
+        .options(
+            name=coordinator_actor_name(pipeline_id),
+            namespace=pipeline_namespace(pipeline_id),
+            num_cpus=0,
+        )
+        .remote(pipeline_id=pipeline_id, pipeline_config=config)
+    )
+    pipeline = ray.get(coordinator.create_pipeline_actor.remote(pipeline_config=config), timeout=_CALL_TIMEOUT_S)
+    logger.info("%s started as %s", config.spec.name, pipeline_id)
+    return JobHandle(config, pipeline_id, orchestrator, coordinator, pipeline)
+
+
+def split_devices(specs: Sequence[JobSpec], device_count: int) -> list[JobSpec]:
+    """Give each job an equal part of the devices to itself: what sharing is compared with.
+
+    A cluster keeps its tensor-parallel size and uses as many devices of the job's part as it used of the pool, at most.
+
+    Raises:
+        SpecError: the part is smaller than one of a job's bundles.
+    """
+    size = device_count // max(1, len(specs))
+    return [_on_part(spec, tuple(range(i * size, (i + 1) * size))) for i, spec in enumerate(specs)]
+
+
+def _on_part(spec: JobSpec, part: tuple[int, ...]) -> JobSpec:
+    clusters = {}
+    for name, cluster in spec.clusters.items():
+        parallel = cluster.tensor_parallel
+        if parallel > len(part):
+            raise SpecError(
+                f"{spec.name}: clusters.{name} needs {parallel} devices for one bundle, but an equal split gives each "
+                f"job {len(part)}; run fewer jobs side by side or lower tensor_parallel"
+            )
+        count = min(len(cluster.devices), len(part)) // parallel * parallel
+        clusters[name] = ClusterSpec(devices=part[:count], tensor_parallel=parallel)
+    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters)})
+
+
+def wait_all(handles: Sequence[JobHandle], timeout_s: float) -> list[JobStatus]:
+    """Wait for every job, together at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    return [handle.wait(max(0.0, deadline - time.monotonic())) for handle in handles]

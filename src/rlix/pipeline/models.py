@@ -1,0 +1,67 @@
+"""Model folders: the built-in tiny model written to disk, and Hugging Face models found there or on the hub."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlix.pipeline.tokenizer import character_tokenizer
+from rlix.protocol.errors import SpecError
+
+if TYPE_CHECKING:
+    from rlix.pipeline.spec import TinyModel
+
+logger = logging.getLogger(__name__)
+
+
+def tiny_config(model: "TinyModel") -> Qwen2Config:
+    """The Qwen2 configuration of the built-in model, for the character tokenizer of its alphabet."""
+    tokenizer = character_tokenizer(model.alphabet)
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=model.hidden_size,
+        intermediate_size=4 * model.hidden_size,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.heads,
+        max_position_embeddings=model.context,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def write_tiny_model(model: "TinyModel", folder: Path, seed: int) -> Path:
+    """Write config, weights drawn from `seed` and tokenizer to `folder`, unless they are there; return `folder`.
+
+    The same seed gives the same weights; the caller's random state is left as it was.
+    """
+    if not (folder / "model.safetensors").is_file():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = Qwen2ForCausalLM(tiny_config(model))
+        character_tokenizer(model.alphabet).save_pretrained(folder)
+        module.save_pretrained(folder)
+    return folder
+
+
+def local_model(path: str) -> Path:
+    """A local folder holding the model `path` names: itself, or the hub's files in the local cache.
+
+    Raises SpecError when it is neither a folder nor a model the hub (or the cache, when offline) has.
+    """
+    if (folder := Path(path)).is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise SpecError(
+            f"model.path: {path!r} is neither a local folder nor a model the Hugging Face hub would send "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error

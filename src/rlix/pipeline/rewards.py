@@ -1,0 +1,82 @@
+"""Verifiable rewards: how good a completion is, and whether it is exactly right."""
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlix.protocol.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    reward: float
+    exact: bool
+
+
+TextReward = Callable[[str, str, str], float | Reward]
+"""(prompt, completion, answer) -> a number or a Reward. A plain number of at least 1.0 counts as exactly right."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def token_match(completion_ids: Sequence[int], answer_ids: Sequence[int]) -> Reward:
+    """Half for the share of answer tokens that stand in their place, half for being the answer, no more and no less.
+
+    Both include the end-of-sequence token, so stopping in time is part of the answer.
+    """
+    right = sum(a == b for a, b in zip(completion_ids, answer_ids, strict=False))
+    exact = tuple(completion_ids) == tuple(answer_ids)
+    return Reward(0.5 * right / len(answer_ids) + 0.5 * exact, exact)
+
+
+def exact_match(prompt: str, completion: str, answer: str) -> Reward:
+    """1 when the completion is the answer, white space at its ends aside."""
+    exact = completion.strip() == answer.strip()
+    return Reward(float(exact), exact)
+
+
+def number_match(prompt: str, completion: str, answer: str) -> Reward:
+    """1 when the last number in the completion equals the last number in the answer ("in all 1,200" is 1200)."""
+    found, wanted = _last_number(completion), _last_number(answer)
+    exact = found is not None and found == wanted
+    return Reward(float(exact), exact)
+
+
+TEXT_REWARDS: dict[str, TextReward] = {"exact_match": exact_match, "number_match": number_match}
+
+
+def as_reward(value: float | Reward, source: str) -> Reward:
+    """What a reward function returned, checked: it must be a finite number (or a Reward that holds one)."""
+    reward = value if isinstance(value, Reward) else Reward(value, _is_number(value) and value >= 1.0)
+    if not _is_number(reward.reward) or not math.isfinite(reward.reward):
+        raise ValueError(f"{source} returned {value!r}; a reward must be a finite number or a rlix Reward")
+    return Reward(float(reward.reward), bool(reward.exact))
+
+
+def import_object(name: str) -> object:
+    """The object behind `package.module:attribute`. Raises SpecError saying which part could not be found."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise SpecError(f"{name!r} is not of the form package.module:name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SpecError(
+            f"module {module_name!r} cannot be imported ({error}); install it, or put its folder on PYTHONPATH"
+        ) from error
+    try:
+        found: object = getattr(module, attribute)
+    except AttributeError:
+        raise SpecError(f"module {module_name!r} has no {attribute!r}") from None
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,188 @@
+"""Reading a job's YAML so that every mistake can be reported by file, line, field and fix."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from rlix.protocol.errors import SpecError
+
+FieldPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the dotted field ("" for the file as a whole) and what to do about it."""
+
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a spec came from: a file, and the line of each dotted field in it. Never part of a spec's identity."""
+
+    path: str = field(default="", compare=False)
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    def describe(self, problem: Problem) -> str:
+        parts = problem.field.split(".")
+        # A missing key has no line of its own; the section it belongs to is the place to look.
+        line = next((n for i in range(len(parts), 0, -1) if (n := self.lines.get(".".join(parts[:i])))), None)
+        where = self.path + (f":{line}" if line else "")
+        return ": ".join(part for part in (where, problem.field, problem.message) if part)
+
+    def error(self, problems: Iterable[Problem]) -> SpecError:
+        return SpecError("\n".join(self.describe(problem) for problem in problems))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's idea of a number: 1e-3 is one (YAML 1.1 reads it as text)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], Origin]:
+    """The mapping in the file and where its fields stand. Raises SpecError for anything that is not one mapping."""
+    name = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{name}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise SpecError(f"{name}: cannot be read: {error.strerror}") from error
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        lines = dict(_lines(node, "", name)) if node else {}
+        data = loader.construct_document(node) if node else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
+        raise SpecError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from error
+    except yaml.YAMLError as error:
+        raise SpecError(f"{name}: not valid YAML: {error}") from error
+    finally:
+        loader.dispose()
+    if not isinstance(data, dict):
+        found = "empty" if data is None else f"a {type(data).__name__}"
+        raise SpecError(f"{name}: is {found}; a job spec is a mapping of keys such as 'name: my_job'")
+    return {str(key): value for key, value in data.items()}, Origin(name, lines)
+
+
+def _lines(node: yaml.Node, prefix: str, file: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key, line = str(key_node.value), key_node.start_mark.line + 1
+            dotted = f"{prefix}.{key}" if prefix else key
+            if key in seen:
+                raise SpecError(f"{file}:{line}: {dotted}: given twice, first on line {seen[key]}; keep one")
+            seen[key] = line
+            yield dotted, line
+            yield from _lines(value_node, dotted, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield f"{prefix}.{index}", item.start_mark.line + 1
+            yield from _lines(item, f"{prefix}.{index}", file)
+
+
+def problems_of(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Mapping[str, Any]) -> list[Problem]:
+    """Pydantic's errors in words: which field, what is wrong, and the nearest thing that would be right."""
+    problems: list[Problem] = []
+    for error in errors:
+        if "problems" in error.get("ctx", {}):  # the cross-field checks of JobSpec report several at once
+            problems += error["ctx"]["problems"]
+            continue
+        loc = _without_tags(error["loc"], data, may_end_outside=error["type"] == "missing")
+        problems.append(Problem(".".join(map(str, loc)), _message(error, loc, model)))
+    return problems
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when nothing is near."""
+    match = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str:
+    given, text = (
+        error["input"],
+        error["msg"]
+        .removeprefix("Value error, ")
+        .replace("Input should be", "must be")
+        .replace("a valid array", "a list"),
+    )
+    match error["type"]:
+        case "missing":
+            section = _models_at(model, loc[:-1])
+            about = next((m.model_fields[str(loc[-1])].description for m in section if loc[-1] in m.model_fields), None)
+            meaning = f" ({about.rstrip('.')})" if about else ""
+            return f"is missing and has no default{meaning}; add it"
+        case "extra_forbidden":
+            return f"unknown key{_hint_for_key(str(loc[-1]), loc[:-1], model)}"
+        case "literal_error" | "enum":
+            allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            return f"{text}, not {given!r}{nearest(str(given), allowed)}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"must be a section with keys of its own, not {given!r}"
+        case "value_error":
+            return text
+        case _:
+            return f"{text}, not {given!r}"
+
+
+def _hint_for_key(key: str, section: FieldPath, model: type[BaseModel]) -> str:
+    siblings = {name for m in _models_at(model, section) for name in m.model_fields}
+    if hint := nearest(key, siblings):
+        return hint
+    if elsewhere := [dotted for dotted in _dotted_names(model, "") if dotted.rsplit(".", 1)[-1] == key]:
+        return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+    return f"; known here: {', '.join(sorted(siblings))}"
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
+def _models_at(model: type[BaseModel], path: FieldPath) -> list[type[BaseModel]]:
+    models = [model]
+    for part in path:
+        fields = [m.model_fields[str(part)] for m in models if part in m.model_fields]
+        models = [nested for info in fields for nested in _models_in(info.annotation)]
+    return models
+
+
+def _dotted_names(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for nested in _models_in(info.annotation):
+            yield from _dotted_names(nested, f"{prefix}{name}.")
+
+
+def _without_tags(loc: FieldPath, data: Mapping[str, Any], may_end_outside: bool) -> FieldPath:
+    """Pydantic puts the name of the union member it chose into the path; the file has no such key."""
+    result: list[str | int] = []
+    here: Any = data
+    for position, part in enumerate(loc):
+        known = part in here if isinstance(here, Mapping) else isinstance(here, list) and isinstance(part, int)
+        if known:
+            here = here[part]
+        elif not (may_end_outside and position == len(loc) - 1):
+            continue
+        result.append(part)
+    return tuple(result)

@@ -1,0 +1,144 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlix.pipeline.data import DataTask, column_problems, load_rows
+from rlix.pipeline.rewards import Reward
+from rlix.pipeline.spec import DataSpec, RewardSpec
+from rlix.pipeline.tokenizer import character_tokenizer
+from rlix.protocol.errors import SpecError
+
+datasets = pytest.importorskip("datasets")
+
+TOKENIZER = character_tokenizer("0123456789>= +user:")
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10)]
+
+
+def task(rows: Any = None, *, tokenizer: Any = TOKENIZER, answer: str | None = "answer", **reward: str) -> DataTask:
+    data = DataSpec(path="rows.jsonl", answer=answer)
+    return DataTask(data, ROWS if rows is None else rows, RewardSpec(**(reward or {"name": "exact_match"})), tokenizer)
+
+
+def write(folder: Path, kind: str) -> Path:
+    table = datasets.Dataset.from_list(ROWS)
+    if kind == "jsonl":
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        return folder / "rows.jsonl"
+    if kind == "parquet":
+        table.to_parquet(str(folder / "rows.parquet"))
+        return folder / "rows.parquet"
+    (table if kind == "dataset" else datasets.DatasetDict(train=table)).save_to_disk(str(folder / "rows"))
+    return folder / "rows"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "dataset with splits"])
+def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) -> None:
+    data = DataSpec(path=str(write(tmp_path, kind)))
+    found = DataTask(data, load_rows(data), RewardSpec(name="exact_match"), TOKENIZER)
+    assert found.prompts(0, 0, 10) == task().prompts(0, 0, 10)
+
+
+class TestOrder:
+    def test_every_epoch_is_another_order_of_all_rows(self) -> None:
+        stream = [p.text for step in range(5) for p in task().prompts(0, step, 4)]
+        first, second = stream[:10], stream[10:]
+        assert sorted(first) == sorted(second) == sorted(row["prompt"] for row in ROWS)
+        assert first != second
+
+    def test_depends_on_seed_step_and_purpose_alone(self) -> None:
+        assert task().prompts(3, 7, 4) == task().prompts(3, 7, 4)
+        texts = [[p.text for p in prompts] for prompts in (task().prompts(0, 0, 9), task().prompts(1, 0, 9))]
+        assert texts[0] != texts[1]
+        assert [p.text for p in task().supervised(0, 0, 9)] not in texts
+
+    def test_a_step_may_be_longer_than_the_table(self) -> None:
+        prompts = task().prompts(0, 0, 25)
+        assert len({p.id for p in prompts}) == 25
+
+
+class TestPrompt:
+    def test_tokens(self) -> None:
+        prompt = task([{"prompt": "4+4=", "answer": 8}]).prompts(0, 0, 1)[0]
+        assert list(prompt.prompt_ids) == TOKENIZER.encode("4+4=")
+        assert list(prompt.answer_ids) == [12, 2]
+        assert prompt.answer == "8"
+
+    def test_chat_template(self) -> None:
+        chat = character_tokenizer("0123456789>= +user:")
+        chat.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}>"
+        text = task([{"prompt": "1+1=", "answer": "2"}], tokenizer=chat).prompts(0, 0, 1)[0]
+        messages = [{"role": "user", "content": "1+1="}]
+        given = task([{"prompt": messages, "answer": "2"}], tokenizer=chat).prompts(0, 0, 1)[0]
+        assert chat.decode(list(text.prompt_ids)) == "user:1+1=>"
+        assert given.prompt_ids == text.prompt_ids
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ({"prompt": "", "answer": "1"}, "row 0: column 'prompt' is empty"),
+            ({"prompt": None, "answer": "1"}, "row 0: column 'prompt' is empty"),
+            ({"prompt": "1", "answer": None}, "row 0: column 'answer' is empty"),
+            ({"prompt": "abc", "answer": "1"}, "does not know every character of 'abc'"),
+            ({"prompt": [{"role": "user", "content": "1"}], "answer": "1"}, "no chat template"),
+        ],
+    )
+    def test_rows_that_cannot_be_used(self, row: dict[str, Any], message: str) -> None:
+        with pytest.raises(SpecError, match=message):
+            task([row]).prompts(0, 0, 1)
+
+
+class TestReward:
+    def test_text_and_tokens(self) -> None:
+        prompt = task([{"prompt": "4+4=", "answer": "8"}]).prompts(0, 0, 1)[0]
+        assert task().reward(prompt, [12, 2]) == Reward(1.0, True)
+        assert task(name="token_match").reward(prompt, [12]) == Reward(0.25, False)
+
+    def test_a_function_of_the_users(self) -> None:
+        prompt = task().prompts(0, 0, 1)[0]
+        assert task(function="operator:countOf", answer=None)._reward_name == "operator:countOf"
+        with pytest.raises(ValueError, match=r"builtins:print for prompt prompts/0/0 returned None"):
+            task(function="builtins:print").reward(prompt, [4])
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("name", "content", "field", "message"),
+        [
+            ("gone.jsonl", None, "data.path", "there is no file or folder"),
+            ("empty.jsonl", "", "data.path", "is empty"),
+            ("list.jsonl", "[1]\n", "data.path", "first line is a list"),
+            ("torn.jsonl", '{"prompt": \n', "data.path", "does not hold one JSON object per line"),
+            ("rows.csv", "prompt,answer\n", "data.path", "use .jsonl, .parquet, or a folder"),
+            ("rows.parquet", "text", "data.path", "is not a Parquet file"),
+            (
+                "cols.jsonl",
+                '{"promt": "1", "answer": "1"}\n',
+                "data.prompt",
+                "columns are promt, answer; did you mean 'promt'?",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_found_before_the_job_starts(
+        self, tmp_path: Path, name: str, content: str | None, field: str, message: str
+    ) -> None:
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        (problem,) = column_problems(DataSpec(path=str(tmp_path / name)))
+        assert problem.field == field
+        assert message in problem.message
+
+    def test_folders(self, tmp_path: Path) -> None:
+        (tmp_path / "plain").mkdir()
+        (problem,) = column_problems(DataSpec(path=str(tmp_path / "plain")))
+        assert "was not saved by datasets" in problem.message
+        path = write(tmp_path, "dataset with splits")
+        (problem,) = column_problems(DataSpec(path=str(path), split="test"))
+        assert "has no split 'test'; it has train" in problem.message
+
+    def test_a_broken_line_further_down(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", \n')
+        with pytest.raises(SpecError, match=r"rows\.jsonl cannot be read as a table"):
+            load_rows(DataSpec(path=str(path)))

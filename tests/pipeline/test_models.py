@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlix.pipeline.models import local_model
+from rlix.pipeline.spec import TinyModel
+from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.protocol.errors import SpecError
+
+MODEL = TinyModel(hidden_size=16, layers=1, heads=2, alphabet="01>")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+
+
+def test_a_tiny_model_is_a_hugging_face_folder_drawn_from_its_seed(tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    folders = [MODEL.prepare(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    a, b, c = map(weights, folders)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
+    assert a["lm_head.weight"].shape == (len(load_tokenizer(folders[0])), 16)
+    assert a["lm_head.weight"].dtype == MODEL.torch_dtype
+
+
+def test_a_folder_that_holds_the_model_is_left_alone(tmp_path: Path) -> None:
+    MODEL.prepare(tmp_path, 1)
+    written = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    MODEL.prepare(tmp_path, 2)
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_models_that_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local_model(str(tmp_path)) == tmp_path
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SpecError, match=r"model\.path: 'no/such' is neither a local folder nor a model"):
+        local_model("no/such")

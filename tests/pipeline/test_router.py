@@ -1,0 +1,168 @@
+"""No trajectory is lost, doubled or given to two replicas, whatever happens to the replicas."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.pipeline.router import ReplicaState, Router, Sampling, Trajectory
+
+SLOTS, CHUNK, REPLICAS = 4, 2, 3
+
+
+def trajectory(name: str, length: int) -> Trajectory:
+    return Trajectory(name, prompt_ids=(1, 2), seed=hash(name), sampling=Sampling(max_new_tokens=length))
+
+
+def answer(request: GenerationRequest, count: int, version: int = 0) -> GenerationResult:
+    """Token `p` of every trajectory is `p`, so a doubled or dropped token shows."""
+    start = len(request.generated_ids)
+    end = min(start + count, request.max_new_tokens)
+    finished = end == request.max_new_tokens
+    tokens = tuple(range(start, end))
+    return GenerationResult(
+        id=request.id,
+        token_ids=tokens,
+        logprobs=tuple(-0.5 for _ in tokens),
+        finished=finished,
+        finish_reason="length" if finished else "abort",
+        weight_version=version,
+    )
+
+
+class RouterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(REPLICAS, SLOTS, CHUNK)
+        self.calls: list[tuple[int, list[GenerationRequest]]] = []
+        self.lengths: dict[str, int] = {}
+        self.done: list[Trajectory] = []
+
+    @rule(lengths=st.lists(st.integers(1, 6), max_size=6))
+    def submit(self, lengths: list[int]) -> None:
+        new = [trajectory(f"t{len(self.lengths) + i}", length) for i, length in enumerate(lengths)]
+        self.lengths |= {t.id: t.sampling.max_new_tokens for t in new}
+        self.router.submit(new)
+
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def grow(self, bundle: int) -> None:
+        if self.router.state(bundle) is ReplicaState.OFF:
+            self.router.loading(bundle)
+
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def loaded(self, bundle: int) -> None:
+        if self.router.state(bundle) is ReplicaState.LOADING:
+            self.router.ready(bundle)
+
+    @rule()
+    def dispatch(self) -> None:
+        calls = self.router.dispatch()
+        for bundle, requests in calls:
+            assert self.router.state(bundle) is ReplicaState.READY
+            assert 0 < len(requests) <= CHUNK
+        self.calls += calls
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def a_call_returns(self, data: st.DataObject) -> None:
+        bundle, requests = self.calls.pop(data.draw(st.integers(0, len(self.calls) - 1)))
+        counts = data.draw(st.lists(st.integers(0, 7), min_size=len(requests), max_size=len(requests)))
+        results = [answer(request, count) for request, count in zip(requests, counts, strict=True)]
+        self.done += self.router.complete(bundle, results)
+        if self.router.state(bundle) is ReplicaState.DRAINING and not self.router.in_flight(bundle):
+            self.router.off(bundle)
+
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def shrink(self, bundle: int) -> None:
+        if self.router.state(bundle) in (ReplicaState.READY, ReplicaState.LOADING):
+            self.router.draining(bundle)
+            if not self.router.in_flight(bundle):
+                self.router.off(bundle)
+
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def die(self, bundle: int) -> None:
+        self.router.off(bundle)
+        self.calls = [call for call in self.calls if call[0] != bundle]
+
+    @invariant()
+    def every_trajectory_is_open_or_done_once(self) -> None:
+        done = [t.id for t in self.done]
+        assert len(done) == len(set(done))
+        assert self.router.demand().trajectories + len(done) == len(self.lengths)
+
+    @invariant()
+    def finished_trajectories_have_each_token_once(self) -> None:
+        for t in self.done:
+            assert t.token_ids == list(range(self.lengths[t.id]))
+            assert len(t.token_ids) == len(t.logprobs) == len(t.versions)
+
+    @invariant()
+    def slots_are_respected(self) -> None:
+        for bundle in range(REPLICAS):
+            in_calls = [r.id for b, requests in self.calls if b == bundle for r in requests]
+            assert len(in_calls) == len(set(in_calls)) == self.router.in_flight(bundle) <= SLOTS
+
+    def teardown(self) -> None:
+        """From any state, healthy replicas finish everything."""
+        for bundle in range(REPLICAS):
+            self.router.off(bundle)
+            self.router.loading(bundle)
+            self.router.ready(bundle)
+        self.calls.clear()
+        for _ in range(1000):
+            calls = self.router.dispatch()
+            if not calls:
+                break
+            for bundle, requests in calls:
+                self.done += self.router.complete(bundle, [answer(r, 2) for r in requests])
+        assert self.router.demand().trajectories == 0
+        self.every_trajectory_is_open_or_done_once()
+        self.finished_trajectories_have_each_token_once()
+
+
+TestRouter = RouterMachine.TestCase
+TestRouter.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def test_work_is_spread_evenly_over_ready_replicas() -> None:
+    router = Router(replicas=2, slots=8, chunk=8)
+    for bundle in range(2):
+        router.loading(bundle)
+        router.ready(bundle)
+    router.submit(trajectory(str(i), 3) for i in range(6))
+    assert [(bundle, len(requests)) for bundle, requests in router.dispatch()] == [(0, 3), (1, 3)]
+
+
+def test_tokens_carry_the_version_that_produced_them() -> None:
+    router = Router(1, 4, 4)
+    router.loading(0)
+    router.ready(0)
+    router.submit([trajectory("a", 4)])
+    ((_, (first,)),) = router.dispatch()
+    assert router.complete(0, [answer(first, 2, version=5)]) == []
+    ((_, (second,)),) = router.dispatch()
+    assert second.generated_ids == (0, 1)
+    (done,) = router.complete(0, [answer(second, 2, version=6)])
+    assert done.versions == [5, 5, 6, 6]
+
+
+def test_dropped_trajectories_are_ignored_when_their_call_returns() -> None:
+    router = Router(1, 4, 4)
+    router.loading(0)
+    router.ready(0)
+    router.submit([trajectory("a", 4)])
+    ((_, (request,)),) = router.dispatch()
+    router.drop_all()
+    assert router.in_flight(0) == 1
+    assert router.complete(0, [answer(request, 4)]) == []
+    assert router.in_flight(0) == 0
+
+
+def test_wrong_moves_and_doubled_ids_are_errors() -> None:
+    router = Router(1, 4, 4)
+    with pytest.raises(RuntimeError, match="replica 0 is off, so it cannot become ready"):
+        router.ready(0)
+    router.submit([trajectory("a", 1)])
+    with pytest.raises(ValueError, match="'a' was submitted twice"):
+        router.submit([trajectory("a", 1)])

@@ -1,0 +1,257 @@
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rlix.pipeline.spec import JobSpec, PretrainedModel, TinyModel, check_jobs, load_job, shipped_jobs
+from rlix.protocol.errors import SpecError
+
+VALID = """\
+name: job
+steps: 10
+task:
+  name: sort_digits
+rollout:
+  max_new_tokens: 5
+clusters:
+  actor_train: {devices: [0, 1]}
+  actor_infer: {devices: [0, 1, 2, 3], tensor_parallel: 2}
+"""
+
+
+def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def failure(folder: Path, text: str) -> list[str]:
+    """The lines of the error, without the folder in front of the file."""
+    with pytest.raises(SpecError) as caught:
+        load_job(write(folder, text))
+    return str(caught.value).replace(f"{folder}/", "").splitlines()
+
+
+def with_keys(**changes: Any) -> str:
+    return yaml.safe_dump({key: value for key, value in (yaml.safe_load(VALID) | changes).items() if value is not None})
+
+
+class TestGood:
+    def test_defaults(self, tmp_path: Path) -> None:
+        spec = load_job(write(tmp_path, VALID))
+        assert spec.model == TinyModel()
+        assert spec.trajectories_per_step == 256
+        assert [name for name, _ in spec.clusters.items()] == ["actor_train", "actor_infer"]
+        assert spec.clusters.actor_infer.devices == (0, 1, 2, 3)
+
+    def test_exponents_are_numbers(self, tmp_path: Path) -> None:
+        spec = load_job(
+            write(tmp_path, VALID + "optimizer: {learning_rate: 5e-4}\nwarmup: {steps: 1, learning_rate: 1E-3}\n")
+        )
+        assert spec.optimizer.learning_rate == 5e-4
+        assert spec.warmup is not None
+        assert spec.warmup.learning_rate == 1e-3
+
+    @pytest.mark.parametrize("name", shipped_jobs())
+    def test_shipped_jobs_load_by_name_and_fit_four_devices(self, name: str) -> None:
+        spec = load_job(name)
+        assert spec.name == name
+        spec.check_devices(4)
+
+    def test_both_examples_are_shipped_and_run_together(self) -> None:
+        assert {"copy_digits", "sort_digits"} <= set(shipped_jobs())
+        check_jobs([load_job("sort_digits"), load_job("copy_digits")], 4)
+
+    def test_survives_yaml_and_pickle(self, tmp_path: Path) -> None:
+        spec = load_job("sort_digits")
+        assert load_job(write(tmp_path, spec.to_yaml())) == spec
+        assert pickle.loads(pickle.dumps(spec)) == spec
+
+    def test_is_frozen(self) -> None:
+        with pytest.raises(ValidationError):
+            load_job("sort_digits").steps = 3  # type: ignore[misc]
+
+    def test_loading_imports_neither_torch_nor_transformers(self) -> None:
+        code = "import sys, rlix; rlix.load_job('sort_digits'); print({'torch', 'transformers'} & set(sys.modules))"
+        assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+    def test_a_null_answer_survives_yaml(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text('{"question": "1>"}\n')
+        text = with_keys(
+            task=None,
+            data={"path": "rows.jsonl", "prompt": "question", "answer": None},
+            reward={"function": "math:dist"},
+        )
+        spec = load_job(write(tmp_path, text))
+        assert spec.data is not None
+        assert spec.data.path == str(tmp_path / "rows.jsonl")
+        assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
+
+    def test_model_paths(self, tmp_path: Path) -> None:
+        (tmp_path / "llm").mkdir()
+        (tmp_path / "llm" / "config.json").write_text("{}")
+        local = load_job(write(tmp_path, with_keys(model={"path": "llm"}))).model
+        assert local == PretrainedModel(path=str(tmp_path / "llm"))
+        hub = load_job(write(tmp_path, with_keys(model={"path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16"}))).model
+        assert isinstance(hub, PretrainedModel)
+        assert (hub.path, hub.dtype) == ("Qwen/Qwen2.5-0.5B", "bfloat16")
+
+
+BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
+    ({"stepz": 5}, "stepz", "unknown key; did you mean 'steps'?"),
+    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'?"),
+    ({"rollout": {"max_new_token": 5}}, "rollout.max_new_token", "did you mean 'max_new_tokens'?"),
+    ({"rollout": {}}, "rollout.max_new_tokens", "is missing and has no default (Longest completion in tokens"),
+    ({"steps": None}, "steps", "is missing and has no default (Number of training steps); add it"),
+    ({"steps": "ten"}, "steps", "must be a valid integer, not 'ten'"),
+    ({"steps": True}, "steps", "must be a valid integer, not True"),
+    ({"steps": -1}, "steps", "must be greater than 0, not -1"),
+    ({"seed": 1.5}, "seed", "valid integer"),
+    ({"name": "a/b"}, "name", "not 'a/b'"),
+    ({"rollout": 3}, "rollout", "must be a section with keys of its own, not 3"),
+    (
+        {"task": {"name": "sort_digit"}},
+        "task.name",
+        "must be 'sort_digits' or 'copy_digits', not 'sort_digit'; did you mean",
+    ),
+    ({"model": {"kind": "tny"}}, "model.kind", "must be 'tiny'"),
+    ({"model": {"hiden_size": 64}}, "model.hiden_size", "did you mean 'hidden_size'?"),
+    ({"model": {"hidden_size": 60}}, "model.hidden_size", "not a multiple of 8 (twice the heads)"),
+    ({"model": {"alphabet": "0123456789>>"}}, "model.alphabet", "holds '>' twice"),
+    ({"model": {"alphabet": "012345678>"}}, "model.alphabet", "lacks '9'"),
+    ({"model": {"context": 8}}, "model.context", "need 11; raise it"),
+    ({"model": {"path": "./nowhere"}}, "model.path", "there is no folder"),
+    ({"model": {"path": "a b c"}}, "model.path", "neither a folder nor a hub name"),
+    ({"pipeline": "full_finetun"}, "pipeline", "did you mean 'full_finetune'?"),
+    ({"pipeline": "no_such_package:Thing"}, "pipeline", "module 'no_such_package' cannot be imported"),
+    ({"pipeline": "math:Thing"}, "pipeline", "module 'math' has no 'Thing'"),
+    ({"task": None}, "task", "neither is given"),
+    ({"reward": {"name": "exact_match"}}, "reward", "brings its own reward"),
+    ({"algorithm": {"kl_coefficient": 0.1}}, "algorithm.kl_coefficient", "'reference: {devices: [0, 1]}'"),
+    ({"algorithm": {"minibatches": 3}}, "rollout.prompts_per_step", "use a multiple of 6"),
+    ({"rollout": {"max_new_tokens": 4}}, "rollout.max_new_tokens", "set it to 5 or more"),
+    (
+        {"rollout": {"max_new_tokens": 5, "samples_per_prompt": 1}},
+        "rollout.samples_per_prompt",
+        "greater than or equal to 2",
+    ),
+    ({"rollout": {"max_new_tokens": 5, "temperature": 0}}, "rollout.temperature", "greater than 0"),
+    ({"rollout": {"max_new_tokens": 5, "executor": "vllm"}}, "model.heads", "vLLM needs 32 or more"),
+    ({"optimizer": {"betas": [0.9, 1.5]}}, "optimizer.betas.1", "less than 1, not 1.5"),
+    ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate", "finite number"),
+    ({"warmup": {"steps": 3, "batch_size": 63}}, "warmup.batch_size", "use a multiple of 2"),
+    ({"data": {"path": "x.jsonl"}, "task": None, "reward": {"name": "exact_match"}}, "data.path", "there is no file"),
+    ({"data": {"path": "x.jsonl"}, "task": None}, "reward", "need a reward"),
+    ({"data": {"path": "x.jsonl"}, "task": None, "reward": {}}, "reward", "give either"),
+]
+
+
+class TestBad:
+    @pytest.mark.parametrize(
+        ("changes", "field", "message"), BAD_VALUES, ids=[f"{f}-{m[:24]}" for _, f, m in BAD_VALUES]
+    )
+    def test_one_line_names_file_field_and_fix(
+        self, tmp_path: Path, changes: dict[str, Any], field: str, message: str
+    ) -> None:
+        lines = failure(tmp_path, with_keys(**changes))
+        matching = [line for line in lines if re.match(rf"job\.yaml(:\d+)?: {re.escape(field)}: ", line)]
+        assert len(matching) == 1, lines
+        assert message in matching[0]
+
+    @pytest.mark.parametrize(
+        ("cluster", "message"),
+        [
+            (
+                {"devices": [0, 1, 2], "tensor_parallel": 2},
+                "tensor_parallel: 2 does not divide the 3 devices [0, 1, 2]; use a divisor of 3",
+            ),
+            ({"devices": [0, 1, 1]}, "device 1 is listed twice"),
+            ({"devices": []}, "is empty; list at least one device"),
+            ({"devices": [-1]}, "greater than or equal to 0, not -1"),
+            ({"devices": 4}, "must be a list, not 4"),
+            ({"devices": ["gpu0"]}, "valid integer, not 'gpu0'"),
+        ],
+    )
+    def test_clusters(self, tmp_path: Path, cluster: dict[str, Any], message: str) -> None:
+        clusters = {"actor_train": {"devices": [0]}, "actor_infer": cluster}
+        (line,) = failure(tmp_path, with_keys(clusters=clusters))
+        assert "clusters.actor_infer" in line
+        assert message in line
+
+    def test_every_problem_gets_its_line_of_the_file(self, tmp_path: Path) -> None:
+        text = VALID.replace("steps: 10", "steps: many").replace(
+            "  max_new_tokens: 5", "  max_new_tokens: 5\n  topp: 1"
+        )
+        assert failure(tmp_path, text) == [
+            "job.yaml:2: steps: must be a valid integer, not 'many'",
+            "job.yaml:7: rollout.topp: unknown key; did you mean 'top_p'?",
+        ]
+
+    def test_a_missing_cluster(self, tmp_path: Path) -> None:
+        (line,) = failure(tmp_path, with_keys(clusters={"actor_infer": {"devices": [0]}}))
+        assert ": clusters.actor_train: is missing" in line
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("name: a\n  steps: 3\n", "job.yaml:2:8: not valid YAML: mapping values are not allowed here"),
+            ("name: [a\n", "job.yaml:2:1: not valid YAML"),
+            ("name: a\n\tsteps: 3\n", "not valid YAML"),
+            ("", "job.yaml: is empty"),
+            ("- a\n- b\n", "job.yaml: is a list"),
+            ("name: a\nsteps: 1\nname: b\n", "job.yaml:3: name: given twice, first on line 1; keep one"),
+            ("a: !!python/object:os.system {}\n", "not valid YAML: could not determine a constructor"),
+        ],
+    )
+    def test_files_that_are_not_a_mapping(self, tmp_path: Path, text: str, message: str) -> None:
+        (line,) = failure(tmp_path, text)
+        assert message in line
+
+    def test_a_file_that_does_not_exist(self, tmp_path: Path) -> None:
+        with pytest.raises(SpecError, match=r"no such file.*copy_digits, sort_digits.*did you mean 'sort_digits'\?"):
+            load_job("sort_digit")
+        write(tmp_path, VALID, "mine.yaml")
+        with pytest.raises(SpecError, match=r"did you mean '.*mine\.yaml'\?"):
+            load_job(tmp_path / "mien.yaml")
+        with pytest.raises(SpecError, match="is a folder; name the job's YAML file in it"):
+            load_job(tmp_path)
+
+    def test_a_file_that_is_not_text(self, tmp_path: Path) -> None:
+        (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(SpecError, match="not a text file"):
+            load_job(tmp_path / "job.yaml")
+
+
+class TestPool:
+    def test_devices_that_do_not_exist(self, tmp_path: Path) -> None:
+        spec = load_job(write(tmp_path, VALID))
+        spec.check_devices(4)
+        with pytest.raises(SpecError) as caught:
+            spec.check_devices(2)
+        assert str(caught.value) == (
+            f"{tmp_path}/job.yaml:9: clusters.actor_infer.devices: device 2 does not exist: the pool has 2 devices, "
+            "numbered 0 to 1; use those, or run on a pool of at least 4"
+        )
+        with pytest.raises(SpecError, match="RLIX_VIRTUAL_GPUS"):
+            spec.check_devices(0)
+
+    def test_two_jobs_of_one_name(self, tmp_path: Path) -> None:
+        first = load_job(write(tmp_path, VALID, "a.yaml"))
+        second = load_job(write(tmp_path, VALID, "b.yaml"))
+        with pytest.raises(SpecError, match=r"b\.yaml:1: name: 'job' is also the name of .*a\.yaml; rename one"):
+            check_jobs([first, second], 4)
+
+    def test_specs_made_in_python_are_checked_too(self) -> None:
+        values = yaml.safe_load(VALID)
+        spec = JobSpec(**values)
+        with pytest.raises(SpecError, match=r"^clusters\.actor_train\.devices: device 1"):
+            spec.check_devices(1)
+        with pytest.raises(ValidationError, match=r"rollout\.max_new_tokens: is 2"):
+            JobSpec(**(values | {"rollout": {"max_new_tokens": 2}}))

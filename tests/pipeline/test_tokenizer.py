@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlix.pipeline.tokenizer import character_tokenizer, load_tokenizer
+from rlix.protocol.errors import SpecError
+
+ALPHABET = "0123456789>= \nä<"
+TOKENIZER = character_tokenizer(ALPHABET)
+
+
+@given(st.text(ALPHABET, max_size=30))
+def test_text_survives(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert ids == [TOKENIZER.bos_token_id, *(4 + ALPHABET.index(c) for c in text)]
+    assert TOKENIZER.decode([*ids, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id], skip_special_tokens=True) == text
+
+
+def test_special_tokens_come_first() -> None:
+    assert [TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert len(TOKENIZER) == len(ALPHABET) + 4
+    assert TOKENIZER.encode("1x", add_special_tokens=False) == [5, 3]
+
+
+def test_a_saved_folder_loads_as_any_hugging_face_tokenizer(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("12>") == TOKENIZER.encode("12>")
+    assert loaded.decode(loaded.encode("1 2\n"), skip_special_tokens=True) == "1 2\n"
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:
+    bare = character_tokenizer("ab")
+    bare.pad_token = None
+    bare.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).pad_token_id == 2
+
+
+def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="twice"):
+        character_tokenizer("aba")
+    with pytest.raises(SpecError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+    endless = character_tokenizer("ab")
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match="would never end"):
+        load_tokenizer(tmp_path)
