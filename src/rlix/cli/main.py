@@ -1,0 +1,117 @@
+"""The `rlix` command: what it takes and how it ends.
+
+Exit codes: 0 done, 1 a job failed, 2 the user's mistake (one message, no traceback), 130 stopped by Ctrl-C.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from rlix.cli.view import make_console
+from rlix.protocol.errors import RlixError, SpecError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="rlix",
+    help="Many reinforcement-learning post-training jobs on one pool of GPUs, each as if it had the pool to itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@contextmanager
+def one_message_per_mistake() -> Iterator[None]:
+    """Turn RLix's own errors into one message on stderr and an exit code."""
+    try:
+        yield
+    except RlixError as error:
+        make_console(stderr=True).print(f"[bold red]rlix:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILED) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rlix {version('rlix')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the library does, on stderr.")] = False,
+) -> None:
+    """Set up logging; the commands do the rest."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+@app.command()
+def run(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders and the report go.")] = Path("runs"),
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or enough).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from each job's latest checkpoint.")] = False,
+    split: Annotated[
+        bool, typer.Option("--split", help="Give each job a fixed equal part of the devices, to compare with sharing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON, on stdout.")] = False,
+    live: Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")] = True,
+) -> None:
+    """Run jobs side by side on one pool of devices, and report."""
+    from rlix.cli.run import RunOptions, run_jobs
+
+    with one_message_per_mistake():
+        options = RunOptions(
+            specs=tuple(specs),
+            runs_dir=runs_dir,
+            devices=devices,
+            resume=resume,
+            split=split,
+            as_json=as_json,
+            live=live,
+        )
+        code = run_jobs(options)
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Run folders of jobs that ran together.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Where the page goes (default: report.html in or beside the folders).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of tables.")] = False,
+) -> None:
+    """Write report.html about finished (or still running) jobs and print its tables."""
+    from rlix.monitor.report import build_report, summary, write_report
+    from rlix.monitor.tables import render_text
+
+    with one_message_per_mistake():
+        built = build_report(run_dirs)
+        target = output or (run_dirs[0] if len(run_dirs) == 1 else run_dirs[0].parent) / "report.html"
+        try:
+            write_report(built, target)
+        except OSError as error:
+            raise SpecError(f"--output {target}: cannot be written ({error.strerror}); choose another path") from error
+    if as_json:
+        typer.echo(json.dumps({**summary(built), "report": str(target)}, indent=2))
+        return
+    console = make_console()
+    console.print(render_text(built.tables))
+    console.print(f"report: {target}", highlight=False, soft_wrap=True)

@@ -1,0 +1,182 @@
+"""What `rlix run` shows while jobs run: pure functions from status to text or to something Rich can draw."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlix.protocol.messages import ControlStatus, LeaseState, LeaseStatus
+
+if TYPE_CHECKING:
+    from rlix.pipeline.base import JobStatus
+
+JOB_STYLES = ("dodger_blue2", "dark_orange", "dark_cyan", "medium_orchid", "yellow4", "indian_red")
+STATE_STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow"}
+MAX_DEVICE_ROWS = 24
+PIPE_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One look at everything. Utilisation is the share of devices under an active lease, now and on average."""
+
+    jobs: tuple["JobStatus", ...]
+    control: ControlStatus
+    elapsed_s: float
+    mean_utilisation: float
+    notice: str = ""
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console; what is no terminal has no width to fit, so there tables get all they need."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+
+def utilisation(control: ControlStatus) -> float:
+    """The share of devices that an active lease holds (0 for an empty pool)."""
+    held = {
+        device for status in control.leases if status.state is not LeaseState.PENDING for device in status.lease.devices
+    }
+    return len(held) / len(control.devices) if control.devices else 0.0
+
+
+def holdings(control: ControlStatus) -> dict[str, tuple[int, ...]]:
+    """The devices each pipeline holds, by pipeline id; what it waits for is not held yet."""
+    held: dict[str, set[int]] = defaultdict(set)
+    for status in control.leases:
+        if status.state is not LeaseState.PENDING:
+            held[status.lease.pipeline_id].update(status.lease.devices)
+    return {pipeline_id: tuple(sorted(devices)) for pipeline_id, devices in held.items()}
+
+
+def device_list(devices: tuple[int, ...]) -> str:
+    """ "0–3, 6": consecutive numbers as ranges."""
+    ranges: list[list[int]] = []
+    for device in devices:
+        if ranges and device == ranges[-1][1] + 1:
+            ranges[-1][1] = device
+        else:
+            ranges.append([device, device])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in ranges) or "–"
+
+
+def clock(seconds: float) -> str:
+    """ "0:04:07"."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> str:
+    """One line of log about one job."""
+    parts = [f"{clock(elapsed_s)} {job.name}: {job.state}, step {job.step}/{job.steps}"]
+    if job.phase and job.phase != job.state:
+        parts.append(_words(job.phase))
+    if job.reward is not None:
+        parts.append(f"reward {job.reward:.3f}")
+    if job.exact is not None:
+        parts.append(f"exact {job.exact:.3f}")
+    if job.tokens_per_s is not None:
+        parts.append(f"{job.tokens_per_s:,.0f} tokens/s")
+    if devices:
+        parts.append(f"devices {device_list(devices)}")
+    if job.error:
+        parts.append(plain(job.error).splitlines()[-1])
+    return ", ".join(parts)
+
+
+def plain(text: str) -> str:
+    """The text without colour codes (Ray's tracebacks have them) and blank lines at its ends."""
+    return Text.from_ansi(text.strip()).plain or "no message"
+
+
+def render(snapshot: Snapshot) -> Group:
+    """The live view: a headline, the jobs, the devices."""
+    headline = Text.assemble(
+        ("RLix ", "bold"),
+        f"{clock(snapshot.elapsed_s)}   ",
+        (f"{100 * utilisation(snapshot.control):.0f} %", "bold"),
+        f" of {len(snapshot.control.devices)} devices in use, {100 * snapshot.mean_utilisation:.0f} % on average",
+    )
+    parts: list[Text | Table] = [headline, _job_table(snapshot), _device_table(snapshot)]
+    if snapshot.notice:
+        parts.append(Text(snapshot.notice, style="yellow"))
+    return Group(*parts)
+
+
+def _job_table(snapshot: Snapshot) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    for column in ("job", "step", "", "phase", "reward", "exact", "tokens/s", "devices"):
+        numeric = column in {"step", "reward", "exact", "tokens/s"}
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    held = holdings(snapshot.control)
+    for index, job in enumerate(snapshot.jobs):
+        final = job.state in STATE_STYLES
+        table.add_row(
+            Text(job.name, style=_style(index)),
+            f"{job.step}/{job.steps}",
+            ProgressBar(total=max(1, job.steps), completed=job.step, width=16),
+            Text(job.state if final else _words(job.phase), style=STATE_STYLES.get(job.state, "")),
+            _number(job.reward, ".3f"),
+            _number(job.exact, ".3f"),
+            _number(job.tokens_per_s, ",.0f"),
+            device_list(held.get(job.pipeline_id, ())),
+        )
+    return table
+
+
+def _device_table(snapshot: Snapshot) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    for column in ("device", "node", "held by", "phase", "next"):
+        table.add_column(column, no_wrap=True)
+    names = {job.pipeline_id: (job.name, _style(index)) for index, job in enumerate(snapshot.jobs)}
+    by_device: dict[int, list[LeaseStatus]] = defaultdict(list)
+    for status in snapshot.control.leases:
+        for held in status.lease.devices:
+            by_device[held].append(status)
+    for device in snapshot.control.devices[:MAX_DEVICE_ROWS]:
+        statuses = by_device[device.id]
+        holder = next((s for s in statuses if s.state is not LeaseState.PENDING), None)
+        successor = next((s for s in statuses if s.state is LeaseState.PENDING), None)
+        table.add_row(
+            f"{device.id} ({device.kind})",
+            device.node_ip,
+            _job_name(holder, names),
+            _phase(holder),
+            Text.assemble(_job_name(successor, names), " ", _phase(successor)) if successor else "",
+        )
+    rest = len(snapshot.control.devices) - MAX_DEVICE_ROWS
+    if rest > 0:
+        table.add_row(f"and {rest} more", "", "", "", "")
+    return table
+
+
+def _job_name(status: LeaseStatus | None, names: dict[str, tuple[str, str]]) -> Text:
+    if status is None:
+        return Text("free", style="dim")
+    name, style = names.get(status.lease.pipeline_id, (status.lease.pipeline_id, ""))
+    return Text(name, style=style)
+
+
+def _phase(status: LeaseStatus | None) -> Text:
+    if status is None:
+        return Text("")
+    text = _words(status.lease.phase.name.lower())
+    return Text(f"{text}, giving way" if status.state is LeaseState.DRAINING else text)
+
+
+def _style(index: int) -> str:
+    return JOB_STYLES[index % len(JOB_STYLES)]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,182 @@
+"""One self-contained HTML page, text tables and a JSON summary about runs that shared a pool of devices."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from rlix.monitor.accounting import Accounting, account, contended_window, device_ids, shared_window
+from rlix.monitor.records import PoolDevice, RunRecord, load_run
+from rlix.monitor.split import SplitEstimate, split_estimate
+from rlix.monitor.tables import TableData, count, device_table, duration, job_table, percent, split_table
+from rlix.protocol.types import Phase
+
+SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
+PHASE_ORDER = {phase.name.lower(): phase.value for phase in Phase}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a report says, computed once. `contended` covers the time in which every job was stepping."""
+
+    records: tuple[RunRecord, ...]
+    accounting: Accounting
+    contended: Accounting
+    estimate: SplitEstimate | None
+
+    @property
+    def pool(self) -> tuple[PoolDevice, ...]:
+        """The devices of the pool, each once."""
+        found = {device.id: device for record in self.records for device in record.devices}
+        return tuple(found[device] for device in sorted(found))
+
+    @property
+    def tables(self) -> tuple[TableData, ...]:
+        tables = [job_table(self.accounting), device_table(self.accounting, self.pool)]
+        if self.estimate is not None:
+            tables.append(split_table(self.accounting, self.contended, self.estimate))
+        return tuple(tables)
+
+
+def build_report(directories: Sequence[Path]) -> Report:
+    """Read the run folders and account for them. Raises SpecError for a folder that cannot be read."""
+    records = tuple(load_run(directory) for directory in directories)
+    return Report(
+        records=records,
+        accounting=account(records),
+        contended=account(records, contended_window(records)),
+        estimate=split_estimate(records),
+    )
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """What `--json` prints: plain numbers, seconds and shares between 0 and 1."""
+    accounting, total = report.accounting, report.accounting.total
+    return {
+        "window_s": accounting.window_s,
+        "steps_per_hour": accounting.steps_per_hour,
+        "busy_share": accounting.share(total.busy_s),
+        "switching_share": accounting.share(total.switching_s),
+        "idle_share": accounting.share(total.idle_s),
+        "contended": {
+            "window_s": report.contended.window_s,
+            "idle_share": report.contended.share(report.contended.total.idle_s),
+        },
+        "jobs": [
+            asdict(job) | {"run_dir": str(record.directory)}
+            for job, record in zip(accounting.jobs, report.records, strict=True)
+        ],
+        "devices": [asdict(use) | {"idle_s": use.idle_s} for use in accounting.devices],
+        "split_estimate": None if report.estimate is None else asdict(report.estimate),
+    }
+
+
+def render_html(report: Report) -> str:
+    """The page. It loads nothing from anywhere: styles, script and data are inside."""
+    assets = files("rlix.monitor") / "assets"
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((assets / "report.html.j2").read_text())
+    total, window = report.accounting.total, shared_window(report.records)
+    return template.render(
+        names=[record.name for record in report.records],
+        date=datetime.fromtimestamp(window[0][0], UTC).strftime("%-d %B %Y, %H:%M UTC") if window else "",
+        subtitle=_subtitle(report),
+        tiles=_tiles(report),
+        tables=report.tables,
+        uses=[*report.accounting.devices, total],
+        style=Markup((assets / "report.css").read_text()),
+        script=Markup("\n".join((assets / name).read_text() for name in SCRIPTS)),
+        data=Markup(_embed(page_data(report))),
+    )
+
+
+def write_report(report: Report, path: Path) -> Path:
+    """Write the page to `path` and return it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_html(report))
+    return path
+
+
+def page_data(report: Report) -> dict[str, Any]:
+    """What the page's script draws. Times are seconds since the first job started."""
+    window = shared_window(report.records)
+    origin = window[0][0] if window else 0.0
+    end = window[-1][1] - origin if window else 0.0
+    found = {span.phase for record in report.records for span in record.spans}
+    phases = sorted(found, key=lambda phase: (PHASE_ORDER.get(phase, len(PHASE_ORDER)), phase))
+    kinds = {device.id: device.kind for device in report.pool}
+    spans = [
+        [
+            span.device,
+            job,
+            phases.index(span.phase),
+            span.kind,
+            round(span.start - origin, 3),
+            round(span.end - origin, 3),
+            span.step,
+        ]
+        for job, record in enumerate(report.records)
+        for span in record.spans
+    ]
+    return {
+        "end": end,
+        "devices": [{"id": device, "kind": kinds.get(device, "")} for device in device_ids(report.records)],
+        "phases": phases,
+        "spans": sorted(spans, key=lambda row: (row[0], row[4])),
+        "jobs": [_job_data(record, origin) for record in report.records],
+    }
+
+
+def _job_data(record: RunRecord, origin: float) -> dict[str, Any]:
+    keys = sorted({key for row in record.metrics for key in row} - {"step", "time"})
+    return {
+        "name": record.name,
+        "step": [int(row["step"]) for row in record.metrics],
+        "time": [round(row.get("time", origin) - origin, 3) for row in record.metrics],
+        "metrics": {key: [_short(row.get(key)) for row in record.metrics] for key in keys},
+        "events": [{"name": event.event, "time": round(event.time - origin, 3)} for event in record.job_events],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits are more than a curve can show."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _embed(data: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in, whatever a job is called."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _subtitle(report: Report) -> str:
+    jobs, devices = len(report.records), len(report.accounting.devices)
+    kinds = {device.kind for device in report.pool}
+    kind = {frozenset({"cpu"}): "virtual GPU", frozenset({"cuda"}): "GPU"}.get(frozenset(kinds), "device")
+    plural = "" if devices == 1 else "s"
+    return (
+        f"{jobs} job{'' if jobs == 1 else 's'} on {devices} {kind}{plural} for {duration(report.accounting.window_s)}"
+    )
+
+
+def _tiles(report: Report) -> list[tuple[str, str, str]]:
+    """(label, value, remark) of the numbers at the top."""
+    accounting, total = report.accounting, report.accounting.total
+    tiles = [
+        ("Devices busy", percent(accounting.share(total.busy_s)), "of the time in which any job ran"),
+        ("Devices idle", percent(accounting.share(total.idle_s)), "start-up included"),
+        ("Switching", percent(accounting.share(total.switching_s)), "loading, offloading, weight updates"),
+        ("Steps per hour", count(accounting.steps_per_hour), "all jobs together"),
+    ]
+    if report.contended.window_s > 0:
+        idle = report.contended.share(report.contended.total.idle_s)
+        tiles.insert(2, ("Idle under load", percent(idle), "while every job was stepping"))
+    if report.estimate is not None:
+        parts = " + ".join(str(job.devices) for job in report.estimate.jobs)
+        tiles.append((f"Idle if split {parts}", percent(report.estimate.idle_share), "estimate, see below"))
+    return tiles

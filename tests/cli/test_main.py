@@ -1,0 +1,107 @@
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlix.cli.main import app
+from rlix.cli.run import exit_code
+from tests.cli.fakes import job_status
+from tests.monitor.synthetic import demo_runs
+
+runner = CliRunner()
+
+GOOD_SPEC = "sort_digits"
+
+
+def mistake(*arguments: str) -> str:
+    """The one message a user gets for a mistake."""
+    result = runner.invoke(app, list(arguments))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return re.sub(r"\s+", " ", result.stderr)
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"rlix {version('rlix')}\n")
+
+
+def test_no_arguments_shows_help() -> None:
+    assert "run" in runner.invoke(app, []).output
+
+
+def test_missing_spec_file(tmp_path: Path) -> None:
+    message = mistake("run", str(tmp_path / "nothere.yaml"), "--runs-dir", str(tmp_path))
+    assert "nothere.yaml" in message
+
+
+def test_misspelled_key_names_file_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: job\nstepz: 3\n")
+    message = mistake("run", str(path), "--runs-dir", str(tmp_path / "runs"))
+    assert "job.yaml" in message
+    assert "stepz" in message
+
+
+def test_too_few_devices_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlix.cli.run.init", lambda **_: pytest.fail("Ray was started"))
+    message = mistake("run", GOOD_SPEC, "--devices", "1", "--runs-dir", str(tmp_path))
+    assert "device" in message
+    assert "clusters." in message
+
+
+def test_the_same_job_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlix.cli.run.init", lambda **_: pytest.fail("Ray was started"))
+    message = mistake("run", GOOD_SPEC, GOOD_SPEC, "--devices", "4", "--runs-dir", str(tmp_path))
+    assert "rename" in message
+
+
+def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    assert "--runs-dir" in mistake("run", GOOD_SPEC, "--runs-dir", str(path))
+
+
+def test_no_devices_at_all() -> None:
+    assert "--devices" in mistake("run", GOOD_SPEC, "--devices", "0")
+
+
+def test_report_of_what_is_no_run(tmp_path: Path) -> None:
+    assert "no such folder" in mistake("report", str(tmp_path / "x"))
+    assert "not a run folder" in mistake("report", str(tmp_path))
+
+
+def test_report_that_cannot_be_written(tmp_path: Path) -> None:
+    run, _ = demo_runs(tmp_path, steps=2)
+    (tmp_path / "file").write_text("")
+    assert "--output" in mistake("report", str(run), "--output", str(tmp_path / "file" / "report.html"))
+
+
+def test_report_prints_tables_and_writes_the_page(tmp_path: Path) -> None:
+    runs = demo_runs(tmp_path, steps=5)
+    result = runner.invoke(app, ["report", *map(str, runs)])
+    assert result.exit_code == 0, result.output
+    for word in ("sort_digits", "copy_digits", "switching", "split 2 + 2", str(tmp_path / "report.html")):
+        assert word in result.stdout
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_report_as_json(tmp_path: Path) -> None:
+    runs = demo_runs(tmp_path, steps=5)
+    result = runner.invoke(app, ["report", *map(str, runs), "--json", "--output", str(tmp_path / "out.html")])
+    found = json.loads(result.stdout)
+    assert [job["name"] for job in found["jobs"]] == ["sort_digits", "copy_digits"]
+    assert found["busy_share"] + found["switching_share"] + found["idle_share"] == pytest.approx(1.0)
+    assert Path(found["report"]).exists()
+
+
+def test_exit_codes() -> None:
+    finished, failed = job_status(state="finished"), job_status(state="failed")
+    assert exit_code([finished, finished], None) == 0
+    assert exit_code([finished, failed], None) == 1
+    assert exit_code([finished, job_status(state="stopped")], None) == 1
+    assert exit_code([failed], 2) == 130

@@ -1,0 +1,81 @@
+import pytest
+from rich.console import Console
+
+from rlix.cli.view import Snapshot, device_list, holdings, job_line, render, utilisation
+from rlix.protocol.messages import LeaseState
+from rlix.protocol.types import Phase
+from tests.cli.fakes import control, job_status, lease
+
+
+def drawn(snapshot: Snapshot, width: int = 110) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(render(snapshot))
+    return console.export_text().splitlines()
+
+
+def line_of(lines: list[str], word: str) -> str:
+    return next(line for line in lines if line.lstrip().startswith(word))
+
+
+def test_live_view_shows_every_job_and_device() -> None:
+    status = control(
+        lease(1, "ft_1", (0, 1), phase=Phase.ACTOR_TRAINING),
+        lease(2, "ft_2", (2,), LeaseState.DRAINING),
+        lease(3, "ft_1", (2,), LeaseState.PENDING, Phase.OLD_LOG_PROBS),
+    )
+    jobs = (
+        job_status("sort", "ft_1", phase="actor_training", reward=0.4321, exact=0.25, tokens_per_s=1234.5),
+        job_status("copy", "ft_2", step=7),
+    )
+    lines = drawn(Snapshot(jobs, status, 65.0, 0.5, notice="stopping"))
+    assert "0:01:05" in lines[0]
+    assert "75 % of 4 devices in use, 50 % on average" in lines[0]
+    sort = line_of(lines, "sort")
+    for cell in ("3/10", "actor training", "0.432", "0.250", "1,234", "0–1"):
+        assert cell in sort
+    assert "7/10" in line_of(lines, "copy")
+    assert "sort" in line_of(lines, "0 (cpu)")
+    assert "actor training" in line_of(lines, "0 (cpu)")
+    contested = line_of(lines, "2 (cpu)")
+    assert contested.index("copy") < contested.index("rollout, giving way") < contested.index("sort old log probs")
+    assert "free" in line_of(lines, "3 (cpu)")
+    assert "stopping" in lines[-1]
+
+
+def test_a_failed_job_is_shown_as_failed() -> None:
+    lines = drawn(Snapshot((job_status(state="failed", phase="rollout"),), control(), 1.0, 0.0))
+    assert "failed" in line_of(lines, "sort")
+
+
+def test_a_large_pool_is_cut_and_fits_a_narrow_terminal() -> None:
+    lines = drawn(Snapshot((job_status(),), control(devices=100), 1.0, 0.0), width=80)
+    assert "and 76 more" in line_of(lines, "and 76 more")
+    assert max(map(len, lines)) <= 80
+
+
+def test_pending_leases_hold_nothing_yet() -> None:
+    status = control(
+        lease(1, "a", (0,)), lease(2, "b", (1, 0), LeaseState.PENDING), lease(3, "a", (3,), LeaseState.DRAINING)
+    )
+    assert holdings(status) == {"a": (0, 3)}
+    assert utilisation(status) == pytest.approx(0.5)
+    assert utilisation(control(devices=0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"), [((), "–"), ((4,), "4"), ((0, 1, 2), "0–2"), ((0, 1, 3, 5, 6), "0–1, 3, 5–6")]
+)
+def test_device_list(devices: tuple[int, ...], text: str) -> None:
+    assert device_list(devices) == text
+
+
+def test_job_line_says_what_is_known_and_nothing_else() -> None:
+    full = job_status(phase="old_log_probs", reward=0.5, exact=0.25, tokens_per_s=1500.0)
+    assert (
+        job_line(full, (0, 1), 7.2)
+        == "0:00:07 sort: running, step 3/10, old log probs, reward 0.500, exact 0.250, 1,500 tokens/s, devices 0–1"
+    )
+    failed = job_status(
+        state="failed", phase="failed", error="Traceback\n  somewhere\n\x1b[36mValueError\x1b[39m: no\n"
+    )
+    assert job_line(failed, (), 3600.0) == "1:00:00 sort: failed, step 3/10, ValueError: no"

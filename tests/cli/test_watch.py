@@ -1,0 +1,112 @@
+import os
+import signal
+from collections.abc import Callable
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from rlix.cli import watch as watch_module
+from rlix.cli.view import Snapshot
+from rlix.cli.watch import STOP_TIMEOUT_S, Interrupts, KilledError, LogScreen, MeanUtilisation, watch
+from tests.cli.fakes import FakeJob, control, job_status, lease
+
+
+class Recorder:
+    """A screen that keeps what it was shown and may act on it."""
+
+    def __init__(self, act: Callable[[Snapshot], None] = lambda snapshot: None) -> None:
+        self.shown: list[Snapshot] = []
+        self._act = act
+
+    def show(self, snapshot: Snapshot) -> None:
+        self.shown.append(snapshot)
+        self._act(snapshot)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "POLL_S", 0.0)
+
+
+def ticking(step: float = 1.0) -> Callable[[], float]:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += step
+        return now[0]
+
+    return clock
+
+
+def test_follows_every_job_to_its_end() -> None:
+    jobs = [
+        FakeJob("a", [job_status("a"), job_status("a", state="finished")]),
+        FakeJob("b", [job_status("b"), job_status("b"), job_status("b", state="failed", error="x")]),
+    ]
+    screen = Recorder()
+    statuses = watch(jobs, lambda: control(lease(1, "ft_1", (0, 1))), screen, Interrupts(), ticking())
+    assert [status.state for status in statuses] == ["finished", "failed"]
+    assert len(screen.shown) == 3
+    assert screen.shown[-1].mean_utilisation == pytest.approx(0.5)
+    assert not any(job.stop_calls for job in jobs)
+
+
+def test_one_interrupt_stops_each_job_once_and_waits_for_it() -> None:
+    interrupts = Interrupts()
+    jobs = [FakeJob("a", [job_status("a")], stops_after=2), FakeJob("b", [job_status("b")], stops_after=4)]
+    screen = Recorder(lambda snapshot: interrupts.note(signal.SIGINT) if not interrupts.stop_wanted else None)
+    statuses = watch(jobs, control, screen, interrupts, ticking())
+    assert [status.state for status in statuses] == ["stopped", "stopped"]
+    assert [job.stop_calls for job in jobs] == [1, 1]
+    assert "stopping" in screen.shown[-1].notice
+
+
+def test_a_job_that_does_not_stop_is_given_up_after_the_deadline() -> None:
+    interrupts = Interrupts(signal_number=signal.SIGINT)
+    job = FakeJob("a", [job_status("a")], stops_after=None)
+    screen = Recorder()
+    statuses = watch([job], control, screen, interrupts, ticking(STOP_TIMEOUT_S / 4))
+    assert statuses[0].state == "running"
+    assert len(screen.shown) <= 7
+
+
+def test_a_second_interrupt_ends_at_once_and_later_ones_are_ignored() -> None:
+    interrupts = Interrupts()
+    with interrupts.handled():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.stop_wanted
+        with pytest.raises(KilledError):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupts.signal_number == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_mean_utilisation_weighs_by_time() -> None:
+    mean = MeanUtilisation()
+    assert mean.add(1.0, 10.0) == 1.0  # nothing but the present is known yet
+    assert mean.add(0.5, 12.0) == pytest.approx(0.5)
+    assert mean.add(1.0, 13.0) == pytest.approx((0.5 * 2 + 1.0 * 1) / 3)
+
+
+def test_log_lines_on_change_of_state_and_every_few_seconds() -> None:
+    out = StringIO()
+    screen = LogScreen(Console(file=out, width=200), every_s=5.0)
+    shown = [
+        (0.0, job_status(step=0, state="starting", phase="starting")),
+        (1.0, job_status(step=0)),  # the state changed
+        (2.0, job_status(step=1)),  # too early
+        (6.5, job_status(step=4)),
+        (12.0, job_status(step=4)),  # no progress: nothing to say
+        (12.5, job_status(step=5, state="finished", phase="finished")),
+    ]
+    for elapsed, status in shown:
+        screen.show(Snapshot((status,), control(), elapsed, 0.0))
+    screen.show(Snapshot((shown[-1][1],), control(), 13.0, 0.0, notice="stopping"))
+    lines = out.getvalue().splitlines()
+    assert [line.split(",")[0].split(" ", 1)[1] for line in lines[:-1]] == [
+        "sort: starting", "sort: running", "sort: running", "sort: finished",
+    ]  # fmt: skip
+    assert "step 4/10" in lines[2]
+    assert lines[-1] == "stopping"
