@@ -1,0 +1,295 @@
+"""The default policy: narrow when the pool is full, wide when not, switching only when it pays.
+
+What a bundle is worth. Decoding streams the weights once per step whatever the batch, so k bundles are less than k
+times as fast as one: with trajectories counted in knees, `pace(k) = step(batch) / step(batch / k)` for a step that
+costs `max(1, b) + slope * b` (the roofline; Williams et al. 2009). One bundle is worth 1, the next as much of a GPU
+as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 in a tail.
+
+1. Everybody's first bundle comes before anybody's second. Further ones go where they are worth most, which is optimal
+   for concave curves (Fox 1966), as long as they are worth `least_gain`: wide only where GPUs would idle.
+2. Equals are served in this order. First those that had less than `guard` of an equal share so far, poorest first
+   (max-min fairness: nobody does much worse than with a fixed part). Then those about to end whose gang's devices are
+   busy with gangs: the next gang follows at once, and no rollout is started in between only to be stopped. Then the
+   job with the least left to do (SRPT, Schrage 1968; for concave speed-up: Berg et al., heSRPT, 2020), weighted by the
+   square of the work ahead of its gang's devices: the longest queue ends last and must not run dry (Graham 1969).
+3. A held bundle moves only if what that adds, over the time it may last, is more than the GPU-seconds a switch costs.
+   Without demand a bundle is worth nothing to its rollout, which keeps it warm until somebody needs it. A tail's last
+   bundles are worth little, so tails are narrowed first.
+4. Nobody with demand stays without a bundle for long: after `patience` rounds it may take somebody's second one, after
+   `starving` rounds anyone's. A round is as many demand reports as there are rollouts with demand.
+5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+
+from rlix.scheduler.plan import Expand
+from rlix.scheduler.policies.base import Pool
+from rlix.scheduler.snapshot import RolloutState
+
+_SOME_KNEE = 64.0  # for a job that has not learnt its own yet
+
+Order = tuple[float, ...]
+Offer = tuple[float, float, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rlix:
+    """`dwell_s`: how long a change is trusted to last; `near_s`: how far ahead the end of a rollout is foreseen."""
+
+    least_gain: float = 0.02
+    switch_gpu_s: float = 16.0
+    dwell_s: float = 30.0
+    near_s: float = 60.0
+    guard: float = 0.8
+    slope: float = 0.35
+    patience: int = 6
+    starving: int = 120
+
+    def divide(self, pool: Pool) -> Sequence[Expand]:
+        return _Division(pool, self).run()
+
+
+rlix = Rlix()
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A bundle that somebody holds, or is about to."""
+
+    rollout: int
+    bundle: int
+    devices: tuple[int, ...]
+    new: bool
+
+
+class _Placement:
+    """Rollouts with the same bundles share the list of those that were free, those no gang waits for last."""
+
+    def __init__(self, bundles: Sequence[tuple[int, ...]], free: set[int], reserved: Set[int]) -> None:
+        self.bundle_at = {device: number for number, devices in enumerate(bundles) for device in devices}
+        self.free = [number for number, devices in enumerate(bundles) if free.issuperset(devices)]
+        self.free.reverse()
+        if reserved:
+            self.free.sort(key=lambda number: reserved.isdisjoint(bundles[number]))
+        self.offers: list[Offer] | None = None  # heap of what those who hold these devices would lose
+
+
+class _Division:
+    """One division. Rollouts are indices into `pool.rollouts`; `count` is how many bundles each has by now."""
+
+    def __init__(self, pool: Pool, policy: Rlix) -> None:
+        self.pool, self.policy, self.rollouts = pool, policy, pool.rollouts
+        self.free = set(pool.free)
+        self.count = list(pool.pinned)
+        self.seats: list[dict[int, _Seat]] = [{} for _ in self.rollouts]
+        self.at: dict[int, _Seat] = {}
+        for holding in pool.holdings:
+            self._sit(_Seat(holding.rollout, holding.bundle, holding.devices, new=False))
+        self.most = [min(r.demand.trajectories, len(r.bundles)) for r in self.rollouts]
+        self.batch = [r.demand.trajectories / (r.demand.knee or _SOME_KNEE) for r in self.rollouts]
+        self.demanding = sum(1 for most in self.most if most)
+        self.order = _Queueing(pool, policy, self.demanding).orders()
+        self.placements: dict[int, _Placement] = {}
+
+    def run(self) -> list[Expand]:
+        """Serve the best bid, again and again; a rollout that finds no bundle drops out."""
+        bids = [bid for i in range(len(self.rollouts)) if (bid := self._bid(i)) is not None]
+        heapq.heapify(bids)
+        while bids:
+            i = bids[0][2]
+            bid = self._bid(i) if self._serve(i) else None
+            if bid is None:
+                heapq.heappop(bids)
+            else:
+                heapq.heapreplace(bids, bid)
+        return [
+            Expand(rollout.pipeline_id, rollout.cluster, seat.bundle)
+            for rollout, seats in zip(self.rollouts, self.seats, strict=True)
+            for seat in seats.values()
+            if seat.new
+        ]
+
+    def gain(self, i: int, count: int) -> float:
+        """What bundle number `count + 1` is worth to rollout i, in GPUs."""
+        if count >= self.most[i]:
+            return 0.0
+        if count == 0:
+            return 1.0
+        batch, slope = self.batch[i], self.policy.slope
+        alone, now, then = batch, batch / count, batch / (count + 1)
+        step = (alone if alone > 1.0 else 1.0) + slope * alone
+        return step / ((then if then > 1.0 else 1.0) + slope * then) - step / (
+            (now if now > 1.0 else 1.0) + slope * now
+        )
+
+    def _bid(self, i: int) -> tuple[float, Order, int] | None:
+        """Rollout i's place in the queue for one more bundle, in tenths of a GPU; None when that is not worth it."""
+        count = self.count[i]
+        gain = self.gain(i, count)
+        if gain <= 0.0 or gain < self.policy.least_gain:
+            return None
+        return (-math.inf if count == 0 else -round(10 * gain)), self.order[i], i
+
+    def _serve(self, i: int) -> bool:
+        bundle = self._free_bundle(i)
+        if bundle is None:
+            bundle = self._cheap_bundle(i)
+        if bundle is None:
+            return False
+        devices = self.rollouts[i].bundles[bundle]
+        if not self.free.issuperset(devices):
+            for device in devices:
+                if device in self.at:
+                    self._stand_up(self.at[device])
+        self._sit(_Seat(i, bundle, devices, new=True))
+        return True
+
+    def _sit(self, seat: _Seat) -> None:
+        self.seats[seat.rollout][seat.bundle] = seat
+        self.count[seat.rollout] += 1
+        self.free.difference_update(seat.devices)
+        for device in seat.devices:
+            self.at[device] = seat
+
+    def _stand_up(self, seat: _Seat) -> None:
+        del self.seats[seat.rollout][seat.bundle]
+        self.count[seat.rollout] -= 1
+        for device in seat.devices:
+            del self.at[device]
+        self.free.update(seat.devices)
+
+    def _placement(self, i: int) -> _Placement:
+        bundles = self.rollouts[i].bundles
+        placement = self.placements.get(id(bundles))
+        if placement is None:
+            placement = self.placements[id(bundles)] = _Placement(bundles, self.free, self.pool.reserved)
+        return placement
+
+    def _free_bundle(self, i: int) -> int | None:
+        """Rule 5: where the job's own gang will come; otherwise the best that is left of those all have in common."""
+        placement, rollout = self._placement(i), self.rollouts[i]
+        for device in rollout.gang_devices:
+            if device in self.free:
+                number = placement.bundle_at.get(device)
+                if number is not None and self.free.issuperset(rollout.bundles[number]):
+                    return number
+        while placement.free:
+            number = placement.free.pop()
+            if self.free.issuperset(rollout.bundles[number]):
+                return number
+        return None
+
+    def _offer(self, j: int) -> Offer:
+        """What rollout j's last bundle is worth to it; among equals, those that had most go first."""
+        return self.gain(j, self.count[j] - 1), -_share(self.rollouts[j]), self.count[j], j
+
+    def _cheap_bundle(self, i: int) -> int | None:
+        """A held bundle whose holders lose less than `limit` by it, from the cheapest offer up."""
+        limit = self._limit(i)
+        if limit <= 0.0:
+            return None
+        placement = self._placement(i)
+        if placement.offers is None:
+            holders = {self.at[device].rollout for device in placement.bundle_at if device in self.at}
+            placement.offers = [self._offer(j) for j in holders]
+            heapq.heapify(placement.offers)
+        offers, passed, found = placement.offers, [], None
+        while offers and found is None and offers[0][0] < limit:
+            offer = heapq.heappop(offers)
+            _, _, count, j = offer
+            if count > self.count[j] > 0 and self.seats[j]:
+                heapq.heappush(offers, self._offer(j))  # it has lost some since: what is left is worth more
+            if count != self.count[j] or not self.seats[j]:
+                continue
+            passed.append(offer)
+            found = next((bundle for bundle in self._bundles_over(i, j) if self._loss(i, bundle) < limit), None)
+        for offer in passed:
+            heapq.heappush(offers, offer)
+        return found
+
+    def _limit(self, i: int) -> float:
+        """What the present holders of a bundle may lose, at most, by its going to rollout i (rules 3 and 4)."""
+        demand, first = self.rollouts[i].demand, self.count[i] == 0
+        rounds = self.rollouts[i].waited / max(1, self.demanding)
+        if first and rounds >= self.policy.starving:
+            return math.inf
+        if first and rounds >= self.policy.patience:
+            return 1.0
+        known = demand.floor_s or demand.work_s
+        ends_s = demand.floor_s + demand.work_s / (self.count[i] + 1) if known else math.inf
+        paying = self.gain(i, self.count[i]) - self.policy.switch_gpu_s / min(self.policy.dwell_s, ends_s)
+        return max(paying, 1e-9) if first else paying  # a first bundle may always take an unused one
+
+    def _bundles_over(self, i: int, j: int) -> Iterator[int]:
+        """Bundles of rollout i that lie on seats of rollout j, newest seat first."""
+        bundle_at = self._placement(i).bundle_at
+        for seat in reversed(self.seats[j].values()):
+            number = bundle_at.get(seat.devices[0])
+            if number is not None:
+                yield number
+
+    def _loss(self, i: int, bundle: int) -> float:
+        """What those who sit on it lose, per bundle of i's size; infinite when a device is out of reach."""
+        lost: dict[int, set[int]] = {}
+        devices = self.rollouts[i].bundles[bundle]
+        for device in devices:
+            seat = self.at.get(device)
+            if seat is not None:
+                if seat.rollout == i or seat.new:
+                    return math.inf
+                lost.setdefault(seat.rollout, set()).add(seat.bundle)
+            elif device not in self.free:
+                return math.inf
+        loss = 0.0
+        for j, bundles in lost.items():
+            width = len(self.rollouts[j].bundles[0])
+            loss += width * sum(self.gain(j, self.count[j] - 1 - n) for n in range(len(bundles)))
+        return loss / len(devices)
+
+
+class _Queueing:
+    """Rule 2: the order of rollouts whose next bundle is worth the same, as sortable tuples."""
+
+    def __init__(self, pool: Pool, policy: Rlix, demanding: int) -> None:
+        self.pool, self.policy = pool, policy
+        self.equal_share = len(pool.free | pool.owner.keys()) / max(1, demanding)
+        self.ahead_gpu_s: dict[tuple[int, ...], float] = {}  # per set of gang devices
+        for rollout in pool.rollouts:
+            ahead = self.ahead_gpu_s.get(rollout.gang_devices, 0.0)
+            self.ahead_gpu_s[rollout.gang_devices] = ahead + rollout.demand.left_gpu_s
+        self.pressure = self._pressures()
+        self.busy = {devices: not all(map(self._in_reach, devices)) for devices in self.ahead_gpu_s}
+
+    def orders(self) -> list[Order]:
+        return [self._order(rollout) for rollout in self.pool.rollouts]
+
+    def _order(self, rollout: RolloutState) -> Order:
+        demand = rollout.demand
+        share = _share(rollout)
+        if demand.age_s and share < self.policy.guard * self.equal_share:
+            return 0.0, share, 0.0
+        ends_s = demand.floor_s + demand.work_s
+        near = 0.0 < ends_s < self.policy.near_s and self.busy[rollout.gang_devices]
+        return (1.0 if near else 2.0), demand.left_gpu_s / self.pressure[rollout.gang_devices] ** 2, 0.0
+
+    def _pressures(self) -> dict[tuple[int, ...], float]:
+        """Work ahead of each set's most wanted device, as a share of the pool's most wanted one, at least 0.1."""
+        per_device: dict[int, float] = {}
+        for devices, ahead in self.ahead_gpu_s.items():
+            for device in devices:
+                per_device[device] = per_device.get(device, 0.0) + ahead
+        most = max(per_device.values(), default=0.0) or 1.0
+        return {
+            devices: max(0.1, max((per_device[d] for d in devices), default=0.0) / most) for devices in self.ahead_gpu_s
+        }
+
+    def _in_reach(self, device: int) -> bool:
+        return device in self.pool.free or device in self.pool.owner
+
+
+def _share(rollout: RolloutState) -> float:
+    """GPUs used on average since the job was admitted."""
+    return rollout.demand.used_gpu_s / max(rollout.demand.age_s, 1.0)

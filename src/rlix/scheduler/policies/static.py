@@ -1,0 +1,81 @@
+"""Fixed parts: each job keeps an equal share of the pool for itself and trains within it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from rlix.protocol.messages import Cluster, Registration
+from rlix.protocol.types import ClusterName
+from rlix.scheduler.plan import Expand
+from rlix.scheduler.policies.base import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The pool as a partitioning policy sees it when the next job wants a part. Devices are numbered from 0."""
+
+    gpus: int
+    free: frozenset[int]
+    jobs: int  # of the whole run
+    to_come: int  # those that have had no part yet, this one included
+
+
+@runtime_checkable
+class Partitioned(Protocol):
+    """A policy that cuts the pool into parts; jobs queue for one and are confined to it."""
+
+    def part(self, registration: Registration, pool: PoolShape) -> tuple[int, ...] | None:
+        """The devices this job is to have for itself, all of them free; None while it must wait."""
+        ...
+
+    def divide(self, pool: Pool) -> Sequence[Expand]: ...
+
+
+class Fill:
+    """Every rollout takes every bundle of its own that is free. Right where no two rollouts share a device."""
+
+    def divide(self, pool: Pool) -> Sequence[Expand]:
+        free = set(pool.free)
+        expands = []
+        for rollout in pool.rollouts:
+            if not rollout.demand.trajectories:
+                continue
+            for number, devices in enumerate(rollout.bundles):
+                if free.issuperset(devices):
+                    free.difference_update(devices)
+                    expands.append(Expand(rollout.pipeline_id, rollout.cluster, number))
+        return expands
+
+
+class Static(Fill):
+    """As many equal parts as there are jobs, each of at least one bundle of its job."""
+
+    def part(self, registration: Registration, pool: PoolShape) -> tuple[int, ...] | None:
+        bundle = bundle_size(registration)
+        equal = min(len(pool.free) // pool.to_come, -(-pool.gpus // pool.jobs))
+        size = max(equal // bundle, 1) * bundle
+        return first_free(size, bundle, pool)
+
+
+def bundle_size(registration: Registration) -> int:
+    return registration.cluster(ClusterName.ACTOR_INFER).tensor_parallel_size
+
+
+def first_free(size: int, step: int, pool: PoolShape) -> tuple[int, ...] | None:
+    """The first `size` consecutive free devices that start at a multiple of `step`."""
+    starts = range(0, pool.gpus - size + 1, step)
+    return next((tuple(range(s, s + size)) for s in starts if pool.free.issuperset(range(s, s + size))), None)
+
+
+def confined(registration: Registration, part: tuple[int, ...]) -> Registration:
+    """The same job declared inside `part`: a cluster larger than the part gets the whole part, no more."""
+    return replace(registration, clusters=tuple(_confined(cluster, part) for cluster in registration.clusters))
+
+
+def _confined(cluster: Cluster, part: tuple[int, ...]) -> Cluster:
+    size = min(len(cluster.devices), len(part))
+    size -= size % cluster.tensor_parallel_size
+    return replace(cluster, devices=part[:size])
+
+
+static = Static()

@@ -1,0 +1,1 @@
+"""A discrete-event simulator that drives the scheduler's own code on a virtual clock."""

@@ -1,0 +1,129 @@
+"""One job while it runs: where it is in its steps, which bundles decode for it, and what it reports."""
+
+from dataclasses import dataclass, field
+
+from rlix.protocol.messages import Cluster, Demand, Registration
+from rlix.protocol.types import ClusterName
+from rlix.sim.jobs import GangWork, Job, Step
+from rlix.sim.model import Curve, Rollout
+
+_PILOT = 1_000_000  # the number of a step nobody trains on: what the job knows of its lengths when it starts
+
+
+@dataclass(slots=True)
+class LiveJob:
+    """`loaded` are the epochs of bundles with current weights; `since` is when the rollout was last advanced."""
+
+    job: Job
+    registration: Registration
+    admitted_s: float
+    number: int = 0
+    step: Step = field(init=False)
+    rollout: Rollout | None = None
+    open: bool = False  # the rollout has its weights and environments: loaded bundles decode
+    loaded: set[int] = field(default_factory=set)
+    gang: int = 0  # the next of the step's gangs
+    gang_epoch: int | None = None
+    gang_since: float = 0.0
+    since: float = 0.0
+    version: int = 0  # of the rollout's width: outdates scheduled ends
+    busy_gpus: int = 0
+    busy_since: float = 0.0
+    used_gpu_s: float = 0.0
+    rollout_tight_gpu_s: float = 0.0  # of finished steps
+    rollout_fluid_gpu_s: float = 0.0
+    unused_gpu_s: float = 0.0
+    prefill_gpu_s: float = 0.0
+    tokens: float = 0.0
+    reported: int = -1
+    _expected: Curve = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = self.job.step(0)
+        self._expected = self.job.step(_PILOT).curve
+        self.busy_since = self.admitted_s
+
+    @property
+    def id(self) -> str:
+        return self.job.id
+
+    @property
+    def infer(self) -> Cluster:
+        return self.registration.cluster(ClusterName.ACTOR_INFER)
+
+    def work(self) -> GangWork:
+        return self.step.gangs[self.gang]
+
+    def use(self, now: float, change: int) -> None:
+        """Notes that the job keeps `change` more GPUs busy from now on."""
+        self.used_gpu_s += self.busy_gpus * (now - self.busy_since)
+        self.busy_since = now
+        self.busy_gpus += change
+
+    def begin_rollout(self, now: float) -> None:
+        self.rollout = Rollout(self.step.curve, self.job.spec.rollout.prompt_tokens)
+        self.since, self.gang, self.open, self.reported = now, 0, False, -1
+
+    def touch(self, now: float) -> None:
+        if self.rollout is not None:
+            self.rollout.advance(now - self.since)
+        self.since = now
+
+    def end_rollout(self) -> None:
+        assert self.rollout is not None
+        self.rollout.finish()
+        self.unused_gpu_s += self.rollout.unused_gpu_s
+        self.prefill_gpu_s += self.rollout.prefill_gpu_s
+        tight, fluid, tokens = self.rollout_work()
+        self.rollout_tight_gpu_s += tight
+        self.rollout_fluid_gpu_s += fluid
+        self.tokens += tokens
+        self.rollout, self.open = None, False
+        self._expected = self.step.curve
+        self.version += 1
+
+    def rollout_work(self) -> tuple[float, float, float]:
+        """GPU-seconds (tight, fluid and kept) and tokens of the rollout in flight so far."""
+        if self.rollout is None:
+            return 0.0, 0.0, 0.0
+        curve, depth = self.step.curve, self.rollout.depth
+        tokens, tight = curve.at(depth, curve.tokens), curve.at(depth, curve.tight_gpu_s)
+        return tight, tokens * curve.decoder.reference_gpu_s * self.step.useful, tokens
+
+    def next_step(self) -> bool:
+        """Moves on; False when all steps are done."""
+        self.number += 1
+        self.gang = 0
+        if self.number == self.job.steps:
+            return False
+        self.step = self.job.step(self.number)
+        return True
+
+    def demand(self, now: float) -> Demand:
+        """What a job can honestly report: its lengths are guessed from the step before, not known in advance."""
+        self.use(now, 0)
+        age_s = now - self.admitted_s
+        step_gpu_s = self.step.gang_gpu_s + float(self._expected.tight_gpu_s[-1])
+        left_gpu_s = (self.job.steps - self.number) * step_gpu_s
+        if self.rollout is None:
+            return Demand(0, left_gpu_s=left_gpu_s, used_gpu_s=self.used_gpu_s, age_s=age_s)
+        alive, depth, curve = self.rollout.alive, self.rollout.depth, self._expected
+        like = curve.alive(depth)
+        pace_s = curve.alone_s
+        if like:
+            tokens = (float(curve.tokens[-1]) - curve.at(depth, curve.tokens)) * alive / like
+            floor_s = (float(curve.depth[-1]) - depth) * pace_s
+            alone_s = float(curve.seconds(1)[-1]) - curve.at(depth, curve.seconds(1))
+            work_s = max(0.0, alone_s - floor_s) * alive / like
+        else:  # longer than anything the step before had: expect a tenth more
+            tokens, floor_s, work_s = 0.1 * depth * alive, 0.1 * depth * pace_s, 0.0
+        return Demand(
+            alive,
+            int(tokens),
+            knee=curve.decoder.knee,
+            work_s=work_s,
+            floor_s=floor_s,
+            left_gpu_s=left_gpu_s,
+            used_gpu_s=self.used_gpu_s,
+            age_s=age_s,
+        )

@@ -1,0 +1,197 @@
+"""How long things take: decoding by batch and tensor parallelism, and one rollout's way through its trajectories.
+
+Decoding follows the roofline: one step of a bundle streams the weights once, whatever the batch, until the batch
+reaches the knee where arithmetic takes over; reading each sequence's key-value cache adds to both (Williams et al.,
+"Roofline", CACM 2009; Pope et al., "Efficiently scaling transformer inference", 2022). All trajectories of a rollout
+are decoded at the same pace (processor sharing, balanced over its bundles), so a rollout's state is one number: the
+depth, in tokens, that every trajectory which is still alive has reached. Times at any depth and width come from one
+vector operation.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """One bundle of `gpus` tensor-parallel GPUs decoding a batch. Times are seconds of the whole bundle."""
+
+    gpus: int
+    weights_s: float  # one step's floor: streaming the weights
+    compute_s: float  # arithmetic per sequence and step; the knee is at weights_s / compute_s
+    kv_s: float  # reading one sequence's cache, per step
+    max_batch: int  # sequences that fit; more take turns
+    prefill_s: float  # per token of context rebuilt
+    wait_s: float = 0.0  # environment latency per token: a waiting trajectory takes no part in the batch
+
+    def token_s(self, sequences: Floats) -> Floats:
+        """Seconds until each of `sequences` (per bundle, at least one) has one more token."""
+        sequences = np.maximum(sequences, 1.0)
+        pace = self._step_s(sequences)
+        if self.wait_s == 0.0:
+            return pace
+        for _ in range(4):  # of all sequences, the share that is not waiting for its environment is in the batch
+            decoding = sequences * pace / (pace + self.wait_s)
+            pace = self._step_s(np.maximum(decoding, 1.0))
+        return pace + self.wait_s
+
+    def _step_s(self, batch: Floats) -> Floats:
+        held = np.minimum(batch, self.max_batch)
+        step = np.maximum(self.weights_s, held * self.compute_s) + held * self.kv_s
+        slowed: Floats = step * (batch / held)
+        return slowed
+
+    @property
+    def knee(self) -> float:
+        """The batch where arithmetic takes over from streaming the weights."""
+        return min(self.weights_s / self.compute_s, float(self.max_batch))
+
+    @property
+    def reference_gpu_s(self) -> float:
+        """GPU-seconds per token at the most efficient batch: what a token costs when nothing is wasted."""
+        batch = np.arange(1, self.max_batch + 1, dtype=np.float64)
+        return float((self._step_s(batch) / batch).min()) * self.gpus
+
+
+class Curve:
+    """One step's trajectories, sorted by length: time, tokens and GPU-seconds as functions of depth and width."""
+
+    def __init__(self, lengths: Floats, decoder: Decoder) -> None:
+        """`lengths`: tokens of each trajectory, shape [trajectories], any order."""
+        ordered = np.sort(lengths)
+        depth, first = np.unique(ordered, return_index=True)
+        self.decoder = decoder
+        self.trajectories = len(ordered)
+        self.depth: Floats = np.concatenate(([0.0], depth))
+        self._span = np.diff(self.depth)
+        self._alive = (len(ordered) - first).astype(np.float64)
+        self.tokens = _cumulative(self._span * self._alive)
+        self._widths: dict[int, tuple[Floats, Floats]] = {}
+        self.tight_gpu_s = self.seconds(1) * decoder.gpus
+        self.alone_s = float(decoder.token_s(np.ones(1))[0])  # per token of one trajectory alone
+        self._edges: list[float] = self.depth.tolist()
+
+    def alive(self, depth: float) -> int:
+        """Trajectories longer than `depth`."""
+        segment = bisect_right(self._edges, depth) - 1
+        return int(self._alive[segment]) if segment < len(self._alive) else 0
+
+    def at(self, depth: float, values: Floats) -> float:
+        """`values`, known at each of `self.depth`, between them."""
+        segment = bisect_right(self._edges, depth) - 1
+        if segment >= len(self._alive):
+            return float(values[-1])
+        low, start = float(values[segment]), self._edges[segment]
+        return low + (float(values[segment + 1]) - low) * (depth - start) / (self._edges[segment + 1] - start)
+
+    def seconds(self, bundles: int) -> Floats:
+        """Time to reach each of `self.depth` from zero on `bundles` bundles."""
+        return self._width(bundles)[0]
+
+    def unused(self, bundles: int) -> Floats:
+        """GPU-seconds of bundles with no trajectory left, up to each of `self.depth`."""
+        return self._width(bundles)[1]
+
+    def _width(self, bundles: int) -> tuple[Floats, Floats]:
+        known = self._widths.get(bundles)
+        if known is None:
+            seconds = self._span * self.decoder.token_s(self._alive / bundles)
+            unused = seconds * np.maximum(bundles - self._alive, 0.0) * self.decoder.gpus
+            known = self._widths[bundles] = (_cumulative(seconds), _cumulative(unused))
+        return known
+
+
+def _cumulative(values: Floats) -> Floats:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+class Rollout:
+    """A rollout in flight: its depth, the bundles that decode it, and the context it must rebuild.
+
+    Time is told to it by `advance`; how far that took it along its curve is worked out when somebody asks.
+    """
+
+    def __init__(self, curve: Curve, prompt_tokens: int) -> None:
+        self.curve = curve
+        self.bundles = 0
+        self.unused_gpu_s = 0.0  # of bundles without a trajectory, up to the last change of width
+        self.prefill_gpu_s = 0.0
+        self._depth = 0.0  # when somebody last asked
+        self._start_s = 0.0  # where that is on the curve of the present width
+        self._settled_s = 0.0  # where the last change of width was, on the same curve
+        self._run_s = 0.0  # decoded since somebody last asked
+        self._debt_s = 0.0  # prefill still to do, seconds on the present bundles
+        self._prompt = prompt_tokens
+        self._cold = 0.0  # trajectories whose cache was lost and that no bundle has taken up
+
+    @property
+    def depth(self) -> float:
+        """Tokens that every trajectory alive has reached."""
+        if self._run_s:
+            self._settle()
+        return self._depth
+
+    @property
+    def alive(self) -> int:
+        return self.curve.alive(self.depth)
+
+    def advance(self, elapsed_s: float) -> None:
+        if self.bundles:
+            prefill = min(self._debt_s, elapsed_s)
+            self._debt_s -= prefill
+            self.prefill_gpu_s += prefill * self.bundles * self.curve.decoder.gpus
+            self._run_s += elapsed_s - prefill
+
+    def remaining_s(self) -> float:
+        """Seconds until the last trajectory ends at the present width; infinite with none."""
+        if not self.bundles:
+            return float("inf")
+        seconds = self.curve.seconds(self.bundles)
+        return max(0.0, self._debt_s + float(seconds[-1]) - self._start_s - self._run_s)
+
+    def finish(self) -> None:
+        """All trajectories have ended."""
+        self._run_s = float("inf")
+        self._settle()
+        self._note_unused()
+
+    def resize(self, bundles: int) -> None:
+        """Changes the width; trajectories that move rebuild their context on arrival."""
+        if bundles == self.bundles:
+            return
+        alive, batch = self.alive, self.curve.decoder.max_batch
+        self._note_unused()
+        resident = min(float(alive), float(self.bundles * batch))
+        cold = self._cold
+        if bundles < self.bundles:
+            cold = min(resident, cold + resident * (1 - bundles / self.bundles))
+        elif self.bundles and alive > self.bundles:
+            moved = min(alive / bundles, batch) * (bundles - self.bundles)
+            cold += max(0.0, moved - (alive - resident))
+        debt_bundle_s = self._debt_s * self.bundles
+        self.bundles, self._cold, self._debt_s = bundles, 0.0, 0.0
+        if bundles:
+            rebuilt = min(cold, float(alive))
+            context = self._prompt + self._depth
+            self._debt_s = (debt_bundle_s + rebuilt * context * self.curve.decoder.prefill_s) / bundles
+            self._start_s = self._settled_s = self.curve.at(self._depth, self.curve.seconds(bundles))
+        else:
+            self._cold = cold
+
+    def _settle(self) -> None:
+        seconds = self.curve.seconds(self.bundles)
+        self._start_s = min(self._start_s + self._run_s, float(seconds[-1]))
+        self._depth = max(self._depth, float(np.interp(self._start_s, seconds, self.curve.depth)))
+        self._run_s = 0.0
+
+    def _note_unused(self) -> None:
+        if self.bundles:
+            span = (self._settled_s, self._start_s)
+            before, after = np.interp(span, self.curve.seconds(self.bundles), self.curve.unused(self.bundles))
+            self.unused_gpu_s += float(after - before)
+            self._settled_s = self._start_s

@@ -1,0 +1,216 @@
+"""The workload file: a pool, how switching and failing behave there, and the jobs that come. See docs/simulator.md."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rlix.protocol.errors import SpecError
+from rlix.protocol.types import Phase
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+GangPhase = Literal["actor_training", "critic_training", "old_log_probs", "reference_log_probs", "value_compute"]
+
+SHIPPED = Path(__file__).parent / "workloads"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Pool(_Model):
+    gpus: Count
+    gpus_per_node: Count = 8
+
+
+class Switching(_Model):
+    """What changing hands costs, in seconds."""
+
+    expand_s: NonNegative = 6.0  # a bundle loads the current weights
+    shrink_s: NonNegative = 2.0  # abort, keep tokens, release memory
+    sync_s: NonNegative = 1.0  # new weights into a bundle that stayed up
+    heartbeat_s: Positive = 5.0  # how often rollouts report what is outstanding
+
+
+class Failures(_Model):
+    """Device failures: the lease on the device is lost and the device is back at once."""
+
+    mtbf_hours: Positive | None = None  # mean time between failures of one GPU; none: never
+
+
+class Arrivals(_Model):
+    kind: Literal["together", "staggered", "poisson"] = "together"
+    load: Positive = 1.0  # poisson: the least work that arrives per second over what the pool can do
+    spread_s: NonNegative = 0.0  # staggered: uniformly within this window
+
+
+class Lengths(_Model):
+    """Response lengths in tokens: lognormal, cut at the cap, with an atom there, correlated within a prompt's group."""
+
+    median: Positive
+    sigma: NonNegative
+    cap: Positive
+    cap_share: Share = 0.0
+    group_correlation: Share = 0.5
+
+
+class Decode(_Model):
+    """Decode speed of one GPU; a bundle of t is faster by t × tp_efficiency^log2(t)."""
+
+    token_ms: Positive = 10.0
+    knee: Positive = 96.0
+    kv_us: NonNegative = 40.0
+    max_batch: Count = 128
+    prefill_us: NonNegative = 25.0
+    tp_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+
+class Environment(_Model):
+    """Tools and sandboxes of agentic rollouts."""
+
+    tokens_per_turn: Positive = 200.0
+    latency_p50_s: Positive = 0.16
+    latency_p99_s: Positive = 2.7
+    reset_s: NonNegative = 0.0  # sandboxes come up before the first token
+    failure_rate: Share = 0.0  # trajectories that fail somewhere and start again
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Environment":
+        if self.latency_p99_s < self.latency_p50_s:
+            raise ValueError("latency_p99_s is below latency_p50_s; give the larger one as p99")
+        return self
+
+
+class RolloutSpec(_Model):
+    trajectories: Count
+    lengths: Lengths
+    tensor_parallel: Count = 1
+    gpus: Count | None = None  # the cluster's size; none: the whole pool
+    group: Count = 8
+    prompt_tokens: Count = 512
+    decode: Decode = Decode()
+    environment: Environment | None = None
+
+
+class GangSpec(_Model):
+    phase: GangPhase
+    gpus: Count
+    seconds: Positive
+    jitter: NonNegative = 0.05  # sigma of a lognormal factor per step
+
+
+class JobSpec(_Model):
+    name: str
+    count: Count = 1
+    steps: Count = 8
+    steps_spread: Share = 0.0  # job by job, steps vary by up to this share either way
+    rollout: RolloutSpec
+    gangs: tuple[GangSpec, ...] = Field(min_length=1)
+    gang_placement: Literal["spread", "same"] = "spread"  # blocks in turn, or everyone on the first
+    initialization_s: NonNegative = 10.0
+    arrives_s: NonNegative | None = None
+    departs_after_s: Positive | None = None  # the user stops it this long after arrival
+
+
+class Workload(_Model):
+    name: str
+    description: str = ""
+    pool: Pool
+    switching: Switching = Switching()
+    failures: Failures = Failures()
+    arrivals: Arrivals = Arrivals()
+    jobs: tuple[JobSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Workload":
+        pool = self.pool
+        if pool.gpus % pool.gpus_per_node and pool.gpus > pool.gpus_per_node:
+            raise ValueError(f"pool.gpus ({pool.gpus}) is not a multiple of gpus_per_node ({pool.gpus_per_node})")
+        for index, job in enumerate(self.jobs):
+            _check_job(f"jobs[{index}] ({job.name})", job, pool)
+        names = [job.name for job in self.jobs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"jobs: every name may appear once; got {', '.join(names)}")
+        return self
+
+    @property
+    def job_count(self) -> int:
+        return sum(job.count for job in self.jobs)
+
+    def resized(self, gpus: int) -> "Workload":
+        """The same jobs on another number of GPUs; raises SpecError when they cannot run there."""
+        data = self.model_dump()
+        data["pool"] = {"gpus": gpus, "gpus_per_node": min(self.pool.gpus_per_node, gpus)}
+        return _validated(data, f"workload {self.name!r} on {gpus} GPUs")
+
+
+def _check_job(where: str, job: JobSpec, pool: Pool) -> None:
+    rollout, size = job.rollout, job.rollout.gpus or pool.gpus
+    if size > pool.gpus:
+        raise ValueError(f"{where}.rollout.gpus is {size}, the pool has {pool.gpus}; use at most that")
+    if size % rollout.tensor_parallel:
+        raise ValueError(
+            f"{where}.rollout: {size} GPUs are not a multiple of tensor_parallel {rollout.tensor_parallel}"
+        )
+    node = pool.gpus_per_node
+    if node % rollout.tensor_parallel and rollout.tensor_parallel % node:
+        raise ValueError(
+            f"{where}.rollout.tensor_parallel {rollout.tensor_parallel} does not divide a node of {node} GPUs"
+        )
+    sizes: dict[str, int] = {}
+    for number, gang in enumerate(job.gangs):
+        if gang.gpus > pool.gpus:
+            raise ValueError(f"{where}.gangs[{number}].gpus is {gang.gpus}, the pool has {pool.gpus}; use at most that")
+        cluster = cluster_of(gang.phase)
+        if sizes.setdefault(cluster, gang.gpus) != gang.gpus:
+            raise ValueError(
+                f"{where}.gangs[{number}].gpus is {gang.gpus}, but an earlier phase runs cluster {cluster!r} on "
+                f"{sizes[cluster]}; give both the same number"
+            )
+
+
+def cluster_of(phase: str) -> str:
+    """The cluster that runs a gang phase."""
+    if phase in ("critic_training", "value_compute"):
+        return "critic"
+    return "reference" if phase == "reference_log_probs" else "actor_train"
+
+
+def phase_of(name: str) -> Phase:
+    return Phase[name.upper()]
+
+
+def load_workload(source: str | Path) -> Workload:
+    """Reads a workload file, or a shipped one by name. Raises SpecError naming the file, the field and the fix."""
+    path = Path(source)
+    if not path.suffix and not path.exists():
+        path = SHIPPED / f"{source}.yaml"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        shipped = ", ".join(shipped_names())
+        raise SpecError(f"{source}: cannot be read ({error.strerror}); give a file or one of: {shipped}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise SpecError(f"{path}: a workload is a mapping with name, pool and jobs; got {type(data).__name__}")
+    return _validated(data, str(path))
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def _validated(data: object, where: str) -> Workload:
+    try:
+        return Workload.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            field = ".".join(str(part) for part in problem["loc"])
+            lines.append(f"{where}: {field + ': ' if field else ''}{problem['msg'].removeprefix('Value error, ')}")
+        raise SpecError("\n".join(lines)) from error

@@ -1,0 +1,90 @@
+"""`rlix simulate`: what it prints and writes, and how it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from rlix.cli.simulate import simulate
+from tests.sim.test_workload import GOOD
+
+FIELDS = [
+    "workload",
+    "policy",
+    "seed",
+    "gpus",
+    "jobs",
+    "makespan_s",
+    "bound_s",
+    "makespan_over_bound",
+    "useful_share",
+    "tight_share",
+    "idle_share",
+    "steps_per_hour_per_gpu",
+    "mean_job_s",
+    "slowdown_mean",
+    "slowdown_p95",
+    "slowdown_max",
+    "switches",
+    "plan_ms_p50",
+    "plan_ms_p99",
+]
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(simulate)
+    return app
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(GOOD))
+    return file
+
+
+def test_results_go_to_files_and_a_table(app: typer.Typer, workload: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    arguments = [str(workload), "--policy", "rlix", "--policy", "slots", "--seeds", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(out), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "rlix" in result.output
+    rows = json.loads(out.read_text())
+    assert [(row["policy"], row["seed"]) for row in rows] == [("rlix", 0), ("slots", 0), ("rlix", 1), ("slots", 1)]
+    assert all(field in row for row in rows for field in FIELDS)
+    assert all(row["makespan_s"] >= row["bound_s"] for row in rows)
+    assert page.read_text().count("<svg") == 2
+    assert "http" not in page.read_text()
+
+
+def test_json_on_stdout_is_all_there_is(app: typer.Typer, workload: Path) -> None:
+    result = CliRunner().invoke(app, [str(workload), "--policy", "static", "--json", "-", "--gpus", "4"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)[0]["gpus"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["no-such-workload"], "give a file or one of"),
+        (["balanced", "--policy", "best"], "--policy best: unknown; choose from rlix"),
+        (["balanced", "--gpus", "4"], "the pool has 4"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_code_2(app: typer.Typer, arguments: list[str], expected: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named(app: typer.Typer, workload: Path, tmp_path: Path) -> None:
+    target = tmp_path / "missing" / "out.json"
+    result = CliRunner().invoke(app, [str(workload), "--policy", "static", "--json", str(target)])
+    assert result.exit_code == 2
+    assert "--json" in result.stderr

@@ -1,0 +1,147 @@
+"""The default policy: hand-made cases for each of its rules, and random pools under the validator."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlix.protocol.messages import Demand, Device, DeviceKind, Lease, LeaseState, LeaseStatus
+from rlix.protocol.types import Phase
+from rlix.scheduler.plan import Plan
+from rlix.scheduler.planner import plan
+from rlix.scheduler.policies.rlix import Rlix, rlix
+from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+from rlix.scheduler.validate import check
+
+INFER = "actor_infer"
+
+
+def demand(trajectories: int, **learnt: float) -> Demand:
+    return Demand(trajectories, knee=64.0, work_s=600.0, floor_s=60.0, **learnt)
+
+
+def rollout(name: str, gpus: int, wants: Demand, *, width: int = 1, **more: object) -> RolloutState:
+    bundles = tuple(tuple(range(i, i + width)) for i in range(0, gpus, width))
+    return RolloutState(name, INFER, bundles, wants, **more)  # type: ignore[arg-type]
+
+
+def held(epoch: int, name: str, *devices: int, bundle: int | None = None) -> LeaseStatus:
+    number = devices[0] if bundle is None else bundle
+    return LeaseStatus(Lease(epoch, name, INFER, Phase.ROLLOUT, devices, number), LeaseState.ACTIVE)
+
+
+def decide(gpus: int, rollouts: list[RolloutState], leases: tuple[LeaseStatus, ...] = (), policy: Rlix = rlix) -> Plan:
+    devices = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(gpus))
+    snapshot = Snapshot(devices, (), tuple(rollouts), leases)
+    decided = plan(snapshot, policy)
+    check(snapshot, decided)
+    return decided
+
+
+def widths(decided: Plan) -> dict[str, int]:
+    names = [expand.pipeline_id for expand in decided.expands]
+    return {name: names.count(name) for name in names}
+
+
+def test_alone_it_spreads_as_wide_as_that_is_worth_anything() -> None:
+    assert widths(decide(8, [rollout("a", 8, demand(512))])) == {"a": 8}
+    assert widths(decide(8, [rollout("a", 8, demand(3))])) == {"a": 1}  # three trajectories fit one bundle's batch
+
+
+def test_everybody_has_one_before_anybody_has_two() -> None:
+    assert widths(decide(3, [rollout("a", 3, demand(5000)), *(rollout(n, 3, demand(4)) for n in "bc")])) == {
+        "a": 1,
+        "b": 1,
+        "c": 1,
+    }
+
+
+def test_the_second_bundle_goes_to_the_larger_batch_per_knee() -> None:
+    assert widths(decide(4, [rollout("bulk", 4, demand(512)), rollout("tail", 4, demand(10))])) == {
+        "bulk": 3,
+        "tail": 1,
+    }
+
+
+def test_a_running_bundle_moves_only_when_that_pays() -> None:
+    both = (held(1, "a", 0), held(2, "a", 1), held(3, "b", 2))
+    equals = [rollout("a", 3, demand(256)), rollout("b", 3, demand(256))]
+    assert not decide(3, equals, both)
+    tail = [rollout("a", 3, demand(10)), rollout("b", 3, demand(256))]
+    decided = decide(3, tail, both)
+    assert len(decided.shrinks) == 1
+    assert widths(decided) == {"b": 1}
+
+
+def test_warm_bundles_without_demand_are_kept_until_somebody_needs_them() -> None:
+    parked = (held(1, "a", 0), held(2, "a", 1))
+    assert not decide(2, [rollout("a", 2, Demand(0))], parked)
+    decided = decide(2, [rollout("a", 2, Demand(0)), rollout("b", 2, demand(10))], parked)
+    assert (len(decided.shrinks), widths(decided)) == (1, {"b": 1})
+
+
+def test_among_equals_the_poorest_then_the_shortest_goes_first() -> None:
+    rich, poor = demand(100, used_gpu_s=1000, age_s=100), demand(100, used_gpu_s=10, age_s=100)
+    assert widths(decide(1, [rollout("a", 1, rich), rollout("b", 1, poor)])) == {"b": 1}
+    long, short = (demand(100, used_gpu_s=1000, age_s=100, left_gpu_s=left) for left in (9000.0, 50.0))
+    gangs = {"gang_devices": (0,)}
+    assert widths(decide(1, [rollout("a", 1, long, **gangs), rollout("b", 1, short, **gangs)])) == {"b": 1}
+
+
+def test_a_rollout_sits_where_its_own_gang_will_come() -> None:
+    decided = decide(4, [rollout("a", 4, demand(3), gang_devices=(2, 3))])
+    assert [expand.bundle for expand in decided.expands] == [2]
+
+
+def test_nobody_waits_for_ever() -> None:
+    holders = (held(1, "a", 0), held(2, "b", 1))
+    rollouts = [rollout("a", 2, demand(100)), rollout("b", 2, demand(100))]
+    assert not decide(2, [*rollouts, rollout("c", 2, demand(100), waited=3 * 119)], holders)
+    assert widths(decide(2, [*rollouts, rollout("c", 2, demand(100), waited=3 * 120)], holders)) == {"c": 1}
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Snapshot:
+    gpus = 8
+    rollouts, leases, taken = [], [], set[int]()
+    for index in range(draw(st.integers(1, 5))):
+        width = draw(st.sampled_from([1, 2, 4]))
+        wants = Demand(
+            draw(st.sampled_from([0, 1, 3, 100, 1000])),
+            knee=draw(st.sampled_from([0.0, 8.0, 96.0])),
+            work_s=draw(st.floats(0, 500)),
+            floor_s=draw(st.floats(0, 100)),
+            left_gpu_s=draw(st.floats(0, 1e5)),
+            used_gpu_s=draw(st.floats(0, 1e4)),
+            age_s=draw(st.floats(0, 1e4)),
+        )
+        gang = tuple(range(4)) if draw(st.booleans()) else tuple(range(4, 8))
+        one = rollout(f"p{index}", gpus, wants, width=width, waited=draw(st.integers(0, 900)), gang_devices=gang)
+        rollouts.append(one)
+        for number, devices in enumerate(one.bundles):
+            if draw(st.booleans()) and taken.isdisjoint(devices):
+                taken.update(devices)
+                state = draw(st.sampled_from([LeaseState.ACTIVE, LeaseState.ACTIVE, LeaseState.PENDING]))
+                lease = Lease(len(leases) + 1, one.pipeline_id, INFER, Phase.ROLLOUT, devices, number)
+                leases.append(LeaseStatus(lease, state))
+    requests = ()
+    if draw(st.booleans()):
+        requests = (GangRequest(1, "p0", "actor_train", Phase.ACTOR_TRAINING, rollouts[0].gang_devices),)
+    devices = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(gpus))
+    return Snapshot(devices, requests, tuple(rollouts), tuple(leases))
+
+
+@given(pools())
+@settings(max_examples=200, deadline=None)
+def test_every_plan_is_valid_repeatable_and_leaves_no_free_bundle_to_the_idle(snapshot: Snapshot) -> None:
+    decided = plan(snapshot, rlix)
+    check(snapshot, decided)
+    assert plan(snapshot, rlix) == decided
+    shuffled = Snapshot(snapshot.devices, snapshot.requests, snapshot.rollouts[::-1], snapshot.leases[::-1])
+    assert plan(shuffled, rlix) == decided
+    after = {d for s in snapshot.leases for d in s.lease.devices}
+    after |= {d for g in decided.grants for d in g.devices}
+    bundles = {r.pipeline_id: r.bundles for r in snapshot.rollouts}
+    after |= {d for e in decided.expands for d in bundles[e.pipeline_id][e.bundle]}
+    served = {s.lease.pipeline_id for s in snapshot.leases} | {e.pipeline_id for e in decided.expands}
+    for one in snapshot.rollouts:
+        if one.demand.trajectories and one.pipeline_id not in served:
+            assert all(not after.isdisjoint(devices) for devices in one.bundles)

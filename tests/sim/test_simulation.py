@@ -1,0 +1,194 @@
+"""The simulation: small cases by hand, conservation, determinism, and bounds that bound every policy."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlix.sim.bounds import bounds
+from rlix.sim.clairvoyant import best_known
+from rlix.sim.engine import Simulation
+from rlix.sim.jobs import draw_jobs
+from rlix.sim.ledger import Use
+from rlix.sim.results import POLICIES, simulate_one
+from rlix.sim.trace import SimulationError
+from rlix.sim.workload import Workload
+
+# One trajectory length, so that a rollout on any number of bundles takes 1,000 tokens × 10 ms.
+ONE: dict[str, Any] = {
+    "name": "one",
+    "pool": {"gpus": 4, "gpus_per_node": 4},
+    "switching": {"expand_s": 5, "shrink_s": 2, "sync_s": 1},
+    "jobs": [
+        {
+            "name": "a",
+            "steps": 2,
+            "initialization_s": 10,
+            "rollout": {
+                "trajectories": 4,
+                "lengths": {"median": 1000, "sigma": 0, "cap": 1000},
+                "decode": {"token_ms": 10, "kv_us": 0, "prefill_us": 0},
+            },
+            "gangs": [{"phase": "actor_training", "gpus": 4, "seconds": 20, "jitter": 0}],
+        }
+    ],
+}
+
+
+def two_jobs() -> Workload:
+    data = copy.deepcopy(ONE)
+    data["jobs"][0]["count"] = 2
+    data["jobs"][0]["steps"] = 1
+    return Workload.model_validate(data)
+
+
+@pytest.mark.parametrize("policy", ["rlix", "proportional", "slots", "exclusive", "static", "timeslice"])
+def test_one_job_by_hand(policy: str) -> None:
+    """Per step: load 5, decode 10, drain 2, train 20; before it all, 10 to initialise."""
+    row = simulate_one(Workload.model_validate(ONE), policy, 0)
+    assert row.makespan_s == pytest.approx(10 + 2 * (5 + 10 + 2 + 20))
+    assert row.critical_bound_s == pytest.approx(10 + 2 * (10 + 20))
+    assert row.tight_bound_s == pytest.approx((10 * 4 + 2 * (10 + 20 * 4)) / 4)
+    assert row.steps == 2
+
+
+def test_two_jobs_one_after_another_by_hand() -> None:
+    """The second waits for the whole of the first: 10 + 5 + 10 + 2 + 20 each."""
+    row = simulate_one(two_jobs(), "exclusive", 0)
+    assert sorted(row.job_s.values()) == pytest.approx([47, 94])
+
+
+def test_two_jobs_in_equal_parts_by_hand() -> None:
+    """On two GPUs each, gangs of four take twice as long: 20 + 5 + 10 + 2 + 40, side by side."""
+    row = simulate_one(two_jobs(), "static", 0)
+    assert sorted(row.job_s.values()) == pytest.approx([77, 77])
+
+
+@pytest.mark.parametrize("policy", ["rlix", "proportional"])
+def test_two_jobs_that_share_by_hand(policy: str) -> None:
+    """Gangs of four exclude each other: initialise until 10 and 20; both load until 25 and decode until 35 on two
+    bundles each; the first trains from 37 to 57, the second from then to 77."""
+    row = simulate_one(two_jobs(), policy, 0)
+    assert sorted(row.job_s.values()) == pytest.approx([57, 77])
+
+
+small = st.fixed_dictionaries(
+    {
+        "gpus": st.sampled_from([4, 8]),
+        "jobs": st.integers(1, 5),
+        "tensor_parallel": st.sampled_from([1, 2]),
+        "gang": st.sampled_from([1, 2, 4]),
+        "same": st.booleans(),
+        "arrivals": st.sampled_from(["together", "poisson", "staggered"]),
+        "agentic": st.booleans(),
+        "failing": st.booleans(),
+        "sigma": st.floats(0.0, 1.3),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+def build(case: dict[str, Any]) -> Workload:
+    rollout: dict[str, Any] = {
+        "trajectories": 40,
+        "tensor_parallel": case["tensor_parallel"],
+        "lengths": {"median": 600, "sigma": case["sigma"], "cap": 4096, "cap_share": 0.05},
+        "decode": {"knee": 8, "max_batch": 16},
+    }
+    if case["agentic"]:
+        rollout["environment"] = {"reset_s": 3, "failure_rate": 0.1}
+    return Workload.model_validate(
+        {
+            "name": "drawn",
+            "pool": {"gpus": case["gpus"], "gpus_per_node": 4},
+            "arrivals": {"kind": case["arrivals"], "load": 0.8, "spread_s": 100},
+            "failures": {"mtbf_hours": 0.5 if case["failing"] else None},
+            "jobs": [
+                {
+                    "name": "a",
+                    "count": case["jobs"],
+                    "steps": 2,
+                    "gang_placement": "same" if case["same"] else "spread",
+                    "rollout": rollout,
+                    "gangs": [
+                        {"phase": "old_log_probs", "gpus": case["gang"], "seconds": 5},
+                        {"phase": "actor_training", "gpus": case["gang"], "seconds": 15},
+                    ],
+                }
+            ],
+        }
+    )
+
+
+@given(small, st.sampled_from(sorted(POLICIES)))
+@settings(max_examples=60, deadline=None)
+def test_work_and_time_are_conserved_and_no_policy_beats_the_bounds(case: dict[str, Any], policy: str) -> None:
+    workload = build(case)
+    jobs = draw_jobs(workload, case["seed"])
+    limits = bounds(jobs, case["gpus"])
+    trace = Simulation(workload, jobs, POLICIES[policy], seed=case["seed"], horizon_s=1e6).run()
+
+    spent = trace.ledger.gpu_s
+    assert sum(spent) == pytest.approx(case["gpus"] * trace.ledger.now)
+    assert set(trace.finished) == {job.id for job in jobs}
+    assert trace.steps == sum(job.steps for job in jobs)
+    steps = [(job, job.step(number)) for job in jobs for number in range(job.steps)]
+    assert trace.tokens == pytest.approx(sum(step.curve.tokens[-1] for _, step in steps))
+    tight = sum(step.curve.tight_gpu_s[-1] for _, step in steps)
+    gangs = sum(step.gang_gpu_s for _, step in steps) + sum(job.spec.initialization_s * case["gang"] for job in jobs)
+    assert spent[Use.GANG] - trace.lost_gpu_s == pytest.approx(gangs)
+    assert spent[Use.DECODE] >= (tight + trace.unused_gpu_s + trace.prefill_gpu_s) * (1 - 1e-6)
+
+    sharing = policy in ("rlix", "proportional", "timeslice")
+    assert trace.ended_s >= limits.makespan_s(pinned=sharing) * (1 - 1e-9)
+    for job in jobs:
+        assert trace.finished[job.id] >= limits.work[job.id].critical_s * (1 - 1e-9)
+    assert trace.first is not None
+    seconds, tight_first, useful = trace.first
+    assert useful <= tight_first * (1 + 1e-9) <= seconds * case["gpus"] * (1 + 1e-6)
+
+
+@given(small, st.sampled_from(["rlix", "proportional", "slots"]))
+@settings(max_examples=10, deadline=None)
+def test_the_same_seed_gives_the_same_run(case: dict[str, Any], policy: str) -> None:
+    def outcome() -> tuple[object, ...]:
+        trace = Simulation(build(case), draw_jobs(build(case), case["seed"]), POLICIES[policy], seed=3).run()
+        return trace.finished, trace.switches, trace.ledger.gpu_s, trace.waited_s
+
+    assert outcome() == outcome()
+
+
+def test_jobs_that_depart_leave_nothing_behind() -> None:
+    data = copy.deepcopy(ONE)
+    data["jobs"].append({**copy.deepcopy(ONE["jobs"][0]), "name": "b", "departs_after_s": 22, "steps": 50})
+    workload = Workload.model_validate(data)
+    simulation = Simulation(workload, draw_jobs(workload, 0), POLICIES["rlix"])
+    trace = simulation.run()
+    assert set(trace.finished) == {job for job in trace.finished if job.startswith("a")}
+    assert not simulation.state.leases
+    assert not simulation.state.registrations
+
+
+def test_a_policy_that_serves_nobody_is_found_out() -> None:
+    class Nothing:
+        def divide(self, pool: object) -> tuple[()]:
+            return ()
+
+    workload = Workload.model_validate(ONE)
+    with pytest.raises(SimulationError, match="on 0 bundles"):
+        Simulation(workload, draw_jobs(workload, 0), Nothing(), horizon_s=1000).run()
+
+
+def test_the_best_known_schedule_lies_between_the_bounds_and_the_policies() -> None:
+    data = copy.deepcopy(ONE)
+    data["jobs"][0].update(count=3)
+    data["jobs"][0]["rollout"]["lengths"]["sigma"] = 0.5
+    workload = Workload.model_validate(data)
+    jobs = draw_jobs(workload, 1)
+    best = best_known(workload, jobs)
+    limits = bounds(jobs, 4)
+    assert limits.makespan_s(pinned=True) <= best.makespan_s
+    for job, seconds in best.mean_order_job_s.items():
+        assert seconds >= limits.work[job].critical_s

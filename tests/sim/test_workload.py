@@ -1,0 +1,108 @@
+"""Workload files: the shipped ones load, and a mistake is named with its place and the fix."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlix.protocol.errors import SpecError
+from rlix.sim.jobs import draw_jobs
+from rlix.sim.workload import Workload, load_workload, shipped_names
+
+GOOD: dict[str, Any] = {
+    "name": "small",
+    "pool": {"gpus": 8, "gpus_per_node": 8},
+    "jobs": [
+        {
+            "name": "a",
+            "count": 2,
+            "steps": 2,
+            "rollout": {"trajectories": 32, "lengths": {"median": 400, "sigma": 0.8, "cap": 2048}},
+            "gangs": [{"phase": "actor_training", "gpus": 4, "seconds": 20}],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_workloads_load_and_say_what_they_are(name: str) -> None:
+    workload = load_workload(name)
+    assert workload.name == name
+    assert workload.description
+    assert len(draw_jobs(workload, 0)) == workload.job_count
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        (["pool", "gpus"], 0, "pool.gpus"),
+        (["pool", "gpu"], 8, "pool.gpu"),
+        (["jobs", 0, "rollout", "lengths", "sigma"], -1, "jobs.0.rollout.lengths.sigma"),
+        (["jobs", 0, "gangs", 0, "gpus"], 16, "jobs[0] (a).gangs[0].gpus is 16, the pool has 8"),
+        (["jobs", 0, "gangs", 0, "phase"], "training", "jobs.0.gangs.0.phase"),
+        (["jobs", 0, "rollout", "tensor_parallel"], 3, "not a multiple of tensor_parallel 3"),
+        (["jobs", 0, "rollout", "gpus"], 12, "jobs[0] (a).rollout.gpus is 12"),
+        (["jobs"], [], "jobs"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, path: list[Any], value: Any, expected: str) -> None:
+    data = copy.deepcopy(GOOD)
+    target: Any = data
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    file = tmp_path / "w.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(SpecError) as caught:
+        load_workload(file)
+    assert expected in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_files_that_are_no_workload(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="balanced"):
+        load_workload("no-such-workload")
+    for text in ("[1, 2", "- a list"):
+        file = tmp_path / "w.yaml"
+        file.write_text(text)
+        with pytest.raises(SpecError, match=r"w\.yaml"):
+            load_workload(file)
+
+
+def test_resizing_checks_again() -> None:
+    with pytest.raises(SpecError, match="the pool has 2"):
+        Workload.model_validate(GOOD).resized(2)
+
+
+@given(st.integers(0, 10_000), st.floats(0.35, 1.3), st.floats(0.0, 0.3))
+@settings(max_examples=25, deadline=None)
+def test_drawn_jobs_depend_on_the_seed_alone_and_respect_the_cap(seed: int, sigma: float, cap_share: float) -> None:
+    data = copy.deepcopy(GOOD)
+    data["jobs"][0]["rollout"]["lengths"] = {"median": 400, "sigma": sigma, "cap": 2048, "cap_share": cap_share}
+    workload = Workload.model_validate(data)
+    first, again = draw_jobs(workload, seed), draw_jobs(workload, seed)
+    assert first == again
+    for one, other in zip(first, again, strict=True):
+        curve = one.step(1).curve
+        assert np.array_equal(curve.depth, other.step(1).curve.depth)
+        assert curve.depth[1] >= 1
+        assert curve.depth[-1] <= 2048
+        assert curve.trajectories == 32
+
+
+def test_lengths_have_the_declared_shape() -> None:
+    data = copy.deepcopy(GOOD)
+    data["jobs"][0]["rollout"] = {
+        "trajectories": 20_000,
+        "lengths": {"median": 400, "sigma": 0.8, "cap": 100_000, "cap_share": 0.0},
+    }
+    job = draw_jobs(Workload.model_validate(data), 0)[0]
+    curve = job.step(0).curve
+    half = curve.depth[np.searchsorted([-curve.alive(d) for d in curve.depth], -10_000)]
+    assert half == pytest.approx(400, rel=0.06)
+    assert curve.tokens[-1] / 20_000 == pytest.approx(400 * np.exp(0.8**2 / 2), rel=0.06)
