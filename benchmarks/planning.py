@@ -1,6 +1,6 @@
 """Planning time of one cycle, from snapshot to plan, at several pool sizes.
 
-    python benchmarks/planning.py [--json] [--repeat N] [--size 1024x128 ...]
+    python benchmarks/planning.py [--json] [--repeat N] [--size 1024x128 ...] [--policy rlix]
 
 Scenarios. cold: nothing is held, every job has rollout work, a quarter also wait for a training gang. steady: all is
 held, one job in ten reports other demand. change: every job that holds bundles has finished and the others, which hold
@@ -37,10 +37,14 @@ from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Lease, R
 from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Plan
 from rlix.scheduler.planner import plan
+from rlix.scheduler.policies.base import Policy
+from rlix.scheduler.policies.proportional import proportional
+from rlix.scheduler.policies.rlix import rlix
 from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
 from rlix.scheduler.validate import check
 
+POLICIES: dict[str, Policy] = {"proportional": proportional, "rlix": rlix}
 SIZES = ("16x4", "256x32", "1024x128", "16384x1000")
 Row = dict[str, str | int | float]
 
@@ -161,15 +165,15 @@ def p99(times: list[float]) -> float:
     return sorted(times)[min(len(times) - 1, round(0.99 * (len(times) - 1)))]
 
 
-def measure(size: str, placement: str, scenario: str, repeat: int) -> Row:
+def measure(size: str, placement: str, scenario: str, repeat: int, policy: Policy) -> Row:
     gpus, jobs = (int(part) for part in size.split("x"))
     state = SCENARIOS[scenario](gpus, jobs, placement, random.Random(7))
     snapshot = state.snapshot()
-    changes = plan(snapshot)
+    changes = plan(snapshot, policy)
     check(snapshot, changes)
     repeat = repeat if gpus <= 1024 else max(3, repeat // 10)
-    planning = times_ms(lambda: plan(snapshot), repeat, time.perf_counter)
-    cpu = statistics.median(times_ms(lambda: plan(snapshot), repeat))
+    planning = times_ms(lambda: plan(snapshot, policy), repeat, time.perf_counter)
+    cpu = statistics.median(times_ms(lambda: plan(snapshot, policy), repeat))
     floor = statistics.median(times_ms(lambda: trivial_pass(snapshot), repeat))
     return {
         "size": size,
@@ -191,12 +195,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--repeat", type=int, default=100, help="runs per row (a tenth of it for the largest pool)")
     parser.add_argument("--size", nargs="+", default=SIZES, help="GPUsxJOBS, for example 1024x128")
+    parser.add_argument("--policy", choices=POLICIES, default="proportional")
     options = parser.parse_args()
     rows = []
     for size in options.size:
         for placement in ("whole", "windows"):
             for scenario in SCENARIOS:
-                row = measure(size, placement, scenario, options.repeat)
+                row = measure(size, placement, scenario, options.repeat, POLICIES[options.policy])
                 rows.append(row)
                 if not options.json:
                     if len(rows) == 1:

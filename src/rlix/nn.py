@@ -66,6 +66,8 @@ class BaseTrainModule(nn.Module):
     rlix_init: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     allow_missing: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameters a checkpoint need not hold, such as a new head; they keep a seeded init."""
+    allow_unknown: tuple[str, ...] = ()
+    """Patterns (fnmatch) of what a checkpoint may hold besides, such as the head of another kind of model."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Remembered so that the workers can build the same module from a driver's copy without weights.

@@ -8,7 +8,7 @@ import torch
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.model_source import ModelSource
-from rlix.engine.requests import GenerationRequest, GenerationResult, continued
+from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult, continued
 from rlix.protocol.errors import NotResidentError, WeightSyncError
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 
@@ -254,3 +254,62 @@ def test_close_fails_what_is_in_flight() -> None:
     executor.close()
     with pytest.raises(NotResidentError, match="closed"):
         call.result(timeout=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[TransformersExecutor]:
+    made = make(exact=False)
+    yield made
+    made.close()
+
+
+def test_fast_greedy_equals_plain_transformers_token_for_token(fast: TransformersExecutor) -> None:
+    batch = requests(9, temperature=0.0)  # prompts of four lengths, some of them computed together
+    reference = model(0)
+    for request, result in zip(batch, run(fast, batch), strict=True):
+        assert result.token_ids == greedy(reference, request.prompt_ids, 20)
+        recomputed = logprobs(reference, request.prompt_ids, result.token_ids)
+        assert torch.allclose(torch.tensor(result.logprobs), recomputed, atol=1e-5)
+
+
+def test_fast_draws_what_exact_draws(fast: TransformersExecutor, executor: TransformersExecutor) -> None:
+    batch = [replace(r, max_new_tokens=4 + i % 5) for i, r in enumerate(requests(12, temperature=0.8, top_p=0.9))]
+    assert [r.token_ids for r in run(fast, batch)] == [r.token_ids for r in run(executor, batch)]
+
+
+def test_fast_samples_of_one_prompt_are_those_of_each_alone(fast: TransformersExecutor) -> None:
+    group = [GenerationRequest(f"s{i}", prompts(4)[3], 12, seed=i) for i in range(6)]
+    together = [result.token_ids for result in run(fast, group)]
+    assert together == [run(fast, [request])[0].token_ids for request in group]
+
+
+def test_fast_aborts_resumes_and_serves_more_requests_than_rows(executor: TransformersExecutor) -> None:
+    batch = requests(9, tokens=30)
+    whole = [result.token_ids for result in run(executor, batch)]
+    position_bytes = 2 * (2 * 16) * 4 * 2  # layers x (heads x dim) x float32 x (keys, values)
+    tight = make(exact=False, max_num_seqs=4, kv_cache_bytes=2 * 96 * position_bytes)
+    call = tight.submit(batch)
+    tight.abort(["r1", "r8"])
+    results = call.result(timeout=WAIT_S)
+    assert [result.finished for result in results] == [i not in (1, 8) for i in range(9)]
+    rest = run(tight, [continued(r, done) for r, done in zip(batch, results, strict=True)])
+    assert [done.token_ids + r.token_ids for done, r in zip(results, rest, strict=True)] == whole
+    assert tight.device_bytes <= 2 * 96 * position_bytes + sum(p.nbytes for p in model(0).parameters())
+    with pytest.raises(ValueError, match="do not fit a KV cache"):
+        run(tight, [GenerationRequest("long", (3,) * 200, 50)])
+    tight.close()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_chunks_make_up_the_answer(exact: bool) -> None:
+    executor = make(exact=exact)
+    chunks: list[GenerationChunk] = []
+    batch = requests(3, tokens=8)
+    results = executor.submit(batch, chunks.append).result(timeout=WAIT_S)
+    assert len(chunks) > 6
+    for result in results:
+        own = [chunk for chunk in chunks if chunk.id == result.id]
+        assert tuple(token for chunk in own for token in chunk.token_ids) == result.token_ids
+        assert tuple(logprob for chunk in own for logprob in chunk.logprobs) == result.logprobs
+        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
+    executor.close()

@@ -1,4 +1,6 @@
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,11 +9,13 @@ import pytest
 import ray
 from transformers import AutoTokenizer
 
+import rlix
 from rlix import InferenceEngine
 from rlix.engine.requests import GenerationRequest, continued
 from rlix.engine.residency import Residency
+from rlix.engine.turns import Turn, TurnError
 from rlix.engine.weights import PublishedWeights, named_weights, publish
-from rlix.protocol.errors import NotResidentError, StaleEpochError, WeightSyncError, WorkerError
+from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
 from tests.engine.models import VOCABULARY, folder, greedy, model, qwen, tokenizer
 
 pytestmark = pytest.mark.ray
@@ -176,6 +180,110 @@ def test_a_replica_under_leases(replica: Any) -> None:
     assert call("generate", [request])[0].weight_version == 2
 
 
+def test_streamed_pieces_make_up_the_answer(engine: InferenceEngine) -> None:
+    params = {"max_tokens": 40, "seed": 3, "ignore_eos": True}
+
+    async def collect() -> list[Any]:
+        return [chunk async for chunk in engine.stream("ab", params)]
+
+    chunks = asyncio.run(collect())
+    (whole,) = engine.generate("ab", params)
+    assert len(chunks) > 1
+    assert sum((chunk.token_ids for chunk in chunks), ()) == whole.outputs[0].token_ids
+    assert sum((chunk.logprobs for chunk in chunks), ()) == whole.outputs[0].logprobs
+    assert "".join(chunk.text for chunk in chunks) == whole.outputs[0].text
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_leaving_a_stream_aborts_it_and_a_bad_prompt_is_named(engine: InferenceEngine) -> None:
+    async def first() -> Any:
+        pieces = engine.stream([3], {"max_tokens": 250, "ignore_eos": True}, request_id="left")
+        chunk = await anext(pieces)
+        await pieces.aclose()
+        return chunk
+
+    async def bad() -> None:
+        async for _ in engine.stream([VOCABULARY]):
+            pass
+
+    assert asyncio.run(first()).finish_reason is None
+    with pytest.raises(ValueError, match="prompt 0: token 97"):
+        asyncio.run(bad())
+    assert engine.cpu().bytes > 0  # nothing holds it up
+    engine.cuda()
+
+
+def test_a_callback_appends_tokens_and_they_are_marked(engine: InferenceEngine) -> None:
+    """Two prompts take different numbers of turns; what the model says next is what it says after that prefix."""
+
+    async def agent(turn: Turn) -> list[int] | None:
+        await asyncio.sleep(0)
+        assert turn.token_ids == turn.answer_ids[-8:]
+        return [50 + turn.index, 60] if turn.number <= turn.index + 1 else None
+
+    prompts = [[5, 6], [7, 8, 9]]
+    for prompt, turns, output in zip(prompts, (2, 3), engine.generate(prompts, GREEDY, on_turn=agent), strict=True):
+        answer, tool = output.outputs[0], (50 + turns - 2, 60)
+        expected: tuple[int, ...] = greedy(model(0), tuple(prompt), 8)
+        for _ in range(turns - 1):
+            expected += tool
+            expected += greedy(model(0), tuple(prompt) + expected, 8)
+        assert (answer.token_ids, answer.turns, answer.finish_reason) == (expected, turns, "length")
+        assert answer.generated == ((True,) * 8 + (False,) * 2) * (turns - 1) + (True,) * 8
+        assert [p == 0.0 for p in answer.logprobs] == [not model_made for model_made in answer.generated]
+
+
+def test_turns_are_seeded_and_end_at_the_models_length(engine: InferenceEngine) -> None:
+    params = {"max_tokens": 100, "seed": 7, "ignore_eos": True}
+    first, again = (engine.generate("ab", params, on_turn=lambda turn: "cd")[0].outputs[0] for _ in range(2))
+    assert first == again
+    assert (len(first.token_ids), first.turns) == (254, 3)  # 256 with the prompt
+    assert first.token_ids[:98] != first.token_ids[102:200]
+
+
+def test_a_raising_hook_names_its_prompt_and_the_next_call_works(engine: InferenceEngine) -> None:
+    def hook(turn: Turn) -> str | None:
+        if turn.index == 1:
+            raise KeyError("no such tool")
+        return "a"
+
+    with pytest.raises(TurnError, match="prompt 1 after turn 1: KeyError: 'no such tool'"):
+        engine.generate([[3], [4], [5]], GREEDY, on_turn=hook)
+    with pytest.raises(TurnError, match=r"prompt 0 after turn 1.*token 97"):
+        engine.generate([[3]], GREEDY, on_turn=lambda turn: [VOCABULARY])
+    assert engine.generate([[4]], GREEDY)[0].outputs[0].token_ids == greedy(model(0), (4,), 8)
+
+
+def test_placement_beside_and_away_and_close(ray_session: Any, path: Path, engine: InferenceEngine) -> None:
+    beside = InferenceEngine(path).build(colocate_with=engine, data_parallel_size=2, load=False)
+    away = InferenceEngine(path).build(not_colocate_with=[engine, beside], load=False)
+    assert set(beside.devices) == set(engine.devices)
+    assert not set(away.devices) & set(engine.devices)
+    with pytest.raises(ValueError, match="2 of colocate_with"):
+        InferenceEngine(path).build(colocate_with=engine, data_parallel_size=3)
+    names = [f"{made.name}:0" for made in (beside, away)]
+    for made, name in zip((beside, away), names, strict=True):
+        ray.get_actor(name)
+        made.close()
+        made.close()
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            ray.get_actor(name)
+        with pytest.raises(RlixError, match="not built"):
+            made.generate([[3]])
+        with pytest.raises(RlixError, match="not built"):
+            made.cuda()
+    assert all(name.split(":")[0] not in actor for actor in ray.util.list_named_actors() for name in names)
+
+
+def test_older_names_resolve_and_none_costs_an_import_of_torch() -> None:
+    assert rlix.RLiteInferenceEngine is rlix.RliteInferenceEngine is InferenceEngine
+    assert rlix.RLiteTrainEngine is rlix.RliteTrainEngine is rlix.TrainEngine
+    assert str(rlix.device("meta")) == "meta"
+    lazy = "import rlix, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lazy], capture_output=True, text=True, check=True, timeout=WAIT_S)
+    assert done.stdout.strip() == "False"
+
+
 def test_layouts_that_cannot_be(ray_session: Any, path: Path) -> None:
     with pytest.raises(ValueError, match="unknown executor"):
         InferenceEngine(path, executor="tgi")  # type: ignore[arg-type]
@@ -183,5 +291,7 @@ def test_layouts_that_cannot_be(ray_session: Any, path: Path) -> None:
         InferenceEngine(path).build(data_parallel_size=9)
     with pytest.raises(ValueError, match=r"on nodes 203\.0\.113\.9"):
         InferenceEngine(path).build(acceptable_node_ips=["203.0.113.9"])
+    before = set(ray.util.list_named_actors())
     with pytest.raises(WorkerError, match="layers"):
         InferenceEngine(qwen(use_sliding_window=True, sliding_window=8, max_window_layers=0)).build()
+    assert set(ray.util.list_named_actors()) <= before

@@ -143,6 +143,38 @@ def test_resuming_on_as_many_ranks_is_exact(engine: TrainEngine, tmp_path: Path)
     assert (engine.draw(), train(engine, range(2, 4))) == expected
 
 
+def test_training_goes_on_while_a_state_is_saved(engine: TrainEngine, tmp_path: Path) -> None:
+    train(engine, range(2))
+    first = engine.save_state(tmp_path / "state", asynchronous=True)
+    expected = train(engine, range(2, 4))  # changes every tensor while the save is being written
+    second = engine.save_state(tmp_path / "later", asynchronous=True)
+    engine.cpu()
+    assert first.wait(60.0) == tmp_path / "state"
+    assert second.wait(60.0).is_dir() and second.done()
+    engine.cuda()
+    engine.load_state(tmp_path / "state")
+    assert engine.steps_done() == 2
+    assert train(engine, range(2, 4)) == expected
+
+
+def test_a_background_save_that_fails_says_so(one: TrainEngine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    handle = one.save_state(tmp_path / "file" / "state", asynchronous=True)
+    with pytest.raises(WorkerError, match=r"rank 0 failed to save to .*NotADirectoryError"):
+        handle.wait(60.0)
+    assert one.count(NeedParallel(batch(0))) == 9
+
+
+def test_two_replicas_of_two_shards_train_as_one_process(ray_session: Any, reference: list[float]) -> None:
+    with TrainEngine(policy(), name="hsdp") as engine:
+        engine.build(tensor_parallel_size=2, data_parallel_size=2, seed=11)
+        assert train(engine, range(STEPS)) == pytest.approx(reference, rel=1e-5)
+        expected = gathered(engine.publish())
+        engine.cpu()
+        engine.cuda()
+        assert all(torch.equal(expected[name], tensor) for name, tensor in gathered(engine.publish()).items())
+
+
 def test_saved_weights_load_in_plain_transformers(engine: TrainEngine, tmp_path: Path) -> None:
     train(engine, range(1))
     engine.save(tmp_path / "model")
@@ -237,6 +269,7 @@ def test_impossible_engines_are_refused_before_anything_starts(engines: dict[str
         ({"acceptable_node_ips": [elsewhere.node_ip]}, "0 on nodes 203"),
         ({"tensor_parallel_size": 2, "colocate_with": engines["one"]}, "1 of colocate_with"),
         ({"dtype": "float33"}, "unknown dtype"),
+        ({"sequence_parallel_size": 2}, "does not split sequences.*gradient_checkpointing_enable"),
     ]
     for kwargs, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,16 @@ def test_a_token_outside_the_vocabulary_harms_no_later_call(engine: InferenceEng
     with pytest.raises(ValueError, match="token 97 is not in"):
         ray.get(replica.generate.remote([GenerationRequest("bad", (VOCABULARY,), 4)]), timeout=WAIT_S)
     assert answers(engine) == expected(0)
+
+
+def test_streams_and_turns(engine: InferenceEngine) -> None:
+    async def collect() -> list[Any]:
+        return [chunk async for chunk in engine.stream(list(PROMPTS[0]), GREEDY)]
+
+    chunks = asyncio.run(collect())
+    assert len(chunks) > 1
+    assert sum((chunk.token_ids for chunk in chunks), ()) == expected(0)[0]
+    (output,) = engine.generate([list(PROMPTS[0])], GREEDY, on_turn=lambda turn: [20, 21] if turn.number == 1 else None)
+    prefix = expected(0)[0] + (20, 21)
+    assert output.outputs[0].token_ids == prefix + greedy(model(0, CONFIG), PROMPTS[0] + prefix, 16)
+    assert output.outputs[0].generated == (True,) * 16 + (False,) * 2 + (True,) * 16

@@ -74,3 +74,20 @@ def batch(seed: int, size: int = 9, length: int = 12) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[list[int]] = torch.randint(0, 97, (size, length), generator=generator).tolist()
     return ids
+
+
+class LoraPolicy(Policy):
+    """Only adapters are trained; the base weights are frozen."""
+
+    def __init__(self, config: Any) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        super().__init__(config)
+        lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+        inject_adapter_in_model(lora, self)
+
+    def on_weights_materialized(self) -> None:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=50)
+        self.steps = 0

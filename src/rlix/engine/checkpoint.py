@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,7 +31,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlix.engine.gather import whole_tensors
 from rlix.engine.materialize import INDEX_FILE, WEIGHTS_FILE
-from rlix.engine.weights import named_weights, tied_names
+from rlix.engine.train_adapters import exported, tensors_of
+from rlix.engine.weights import named_weights
 from rlix.nn import BaseTrainModule
 
 logger = logging.getLogger(__name__)
@@ -87,14 +90,13 @@ def _sync(path: Path) -> None:
 def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | None) -> None:
     """Gather the weights and write safetensors, config and tokenizer. All ranks call it; rank 0 writes."""
     partial = temporary(folder)
-    named = named_weights(module)
     writer = _ShardWriter(partial) if module.rank == 0 else None
     if writer is not None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    for name, tensor in whole_tensors(((name, named[name]) for name in tied_names(named)), GATHER_BYTES):
+    for name, tensor in whole_tensors(tensors_of(exported(module)), GATHER_BYTES):
         if writer is not None:
-            writer.add(module.export_name(name), tensor.cpu().contiguous())
+            writer.add(name, tensor.cpu().contiguous())
     if writer is not None:
         writer.close()
         _save_config(module, partial, tokenizer_path)
@@ -168,33 +170,61 @@ def _save_config(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
 # ---- everything needed to go on ----------------------------------------------------------------------------------
 
 
-def save_state(module: BaseTrainModule, folder: Path) -> None:
-    """Write weights, optimizers, schedulers, random generators and `training_state()`. All ranks call it."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank's part of a training state, as of one moment. `shared` is what rank 0 writes for all."""
+
+    rank: int
+    tensors: dict[str, torch.Tensor]
+    random_state: str
+    shared: str
+
+
+def capture(module: BaseTrainModule, *, copy: bool) -> Snapshot:
+    """The state as it is now. With `copy` it has host memory of its own, so that training may go on at once."""
+    tensors = _tensors(module)
+    if copy:
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # plain memory, done on return
+        staged = stager.stage(tensors)
+        assert isinstance(staged, dict)
+        stager.close()
+        tensors = staged
+    shared = {
+        "format": FORMAT,
+        "world_size": module.context.world_size,
+        "optimizers": {name: _optimizer_state(optimizer) for name, optimizer in optimizers(module).items()},
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers(module).items()},
+        "training_state": module.training_state(),
+    }
+    return Snapshot(module.rank, tensors, json.dumps(_random_state()), json.dumps(shared))
+
+
+def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `capture` took. All ranks call it; in a background thread with a `group` of its own."""
     partial = temporary(folder)
-    if module.rank == 0:
+    if snapshot.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    _barrier()
+    _barrier(group)
     with _quiet_dcp():
         save(
-            _tensors(module),
+            snapshot.tensors,
             storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            process_group=group,
             no_dist=not dist.is_initialized(),
         )
-    (partial / f"rng_{module.rank}.json").write_text(json.dumps(_random_state()))
-    if module.rank == 0:
-        state = {
-            "format": FORMAT,
-            "world_size": module.context.world_size,
-            "optimizers": {name: _optimizer_state(optimizer) for name, optimizer in optimizers(module).items()},
-            "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers(module).items()},
-            "training_state": module.training_state(),
-        }
-        (partial / STATE_FILE).write_text(json.dumps(state))
-    _barrier()
-    if module.rank == 0:
+    (partial / f"rng_{snapshot.rank}.json").write_text(snapshot.random_state)
+    if snapshot.rank == 0:
+        (partial / STATE_FILE).write_text(snapshot.shared)
+    _barrier(group)
+    if snapshot.rank == 0:
         publish_folder(folder)
-    _barrier()
+    _barrier(group)
+
+
+def save_state(module: BaseTrainModule, folder: Path) -> None:
+    """Write weights, optimizers, schedulers, random generators and `training_state()`. All ranks call it."""
+    write_state(capture(module, copy=False), folder)
 
 
 def load_state(module: BaseTrainModule, folder: Path) -> None:
@@ -315,9 +345,9 @@ def _decode(text: str) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
 
 
-def _barrier() -> None:
+def _barrier(group: dist.ProcessGroup | None = None) -> None:
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)
 
 
 def _quiet_dcp() -> warnings.catch_warnings:

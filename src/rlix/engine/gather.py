@@ -49,7 +49,8 @@ def _gather(batch: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tenso
         return
     me = dist.get_group_rank(group, dist.get_rank())
     slots = [_slot_bytes(tensor, ranks) for _, tensor in batch]
-    device = batch[0][1].to_local().device
+    # NCCL moves device memory only; shards that wait in host memory pass through it one transfer at a time.
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else batch[0][1].to_local().device
     flat = torch.empty(sum(slots), dtype=torch.uint8, device=device)
     start = 0
     for (_, tensor), slot in zip(batch, slots, strict=True):

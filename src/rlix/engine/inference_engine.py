@@ -1,12 +1,16 @@
 """`InferenceEngine`: a model that generates on one or more devices, used as if it were one object in this process."""
 
+import asyncio
+import itertools
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from ray.exceptions import RayError
 from transformers import PretrainedConfig
 
 from rlix.engine import placement
@@ -14,13 +18,14 @@ from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
 from rlix.engine.executors.environment import replica_environment
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import split_sizes
-from rlix.engine.prompts import Params, Prompt, PromptReader
+from rlix.engine.prompts import Params, Prompt, PromptReader, TextStream
 from rlix.engine.replica import Replica, ReplicaReport
-from rlix.engine.requests import GenerationRequest, GenerationResult, RequestOutput
+from rlix.engine.requests import GenerationRequest, GenerationResult, RequestOutput, TextChunk
 from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.turns import OnTurn, all_or_first_error, converse, run_here
 from rlix.engine.weights import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
-from rlix.protocol.errors import NotResidentError, RlixError
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
@@ -35,7 +40,7 @@ class InferenceEngine:
     Args:
         source: a folder or hub name of a Hugging Face causal LM, or its configuration (an object or a dictionary),
             whose weights are then given by `cuda(weights=...)` or by `Replica.load`.
-        executor: "transformers" (on the CPU exact to the bit, whatever a prompt is batched with) or "vllm".
+        executor: "transformers" or "vllm"; what holds for the answers of each is said at its executor.
         name: of the workers, in logs and errors.
 
     With executor "transformers" and `tensor_parallel_size` above 1, a bundle's model is on its first device.
@@ -60,6 +65,7 @@ class InferenceEngine:
         self._residency = Residency.META
         self._parts: set[Part] = set()
         self._timeout_s = 0.0
+        self._turn = itertools.count()  # of replicas to take the next stream
 
     def build(
         self,
@@ -76,6 +82,7 @@ class InferenceEngine:
         gpu_memory_utilization: float = 0.9,
         kv_cache_bytes: int | None = None,
         dtype: str = "auto",
+        exact: bool | None = None,
         seed: int = 0,
         load: bool = True,
         start: Literal["fork", "spawn"] | None = None,
@@ -118,6 +125,7 @@ class InferenceEngine:
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
             dtype=dtype,
+            exact=exact,
         )
         self._timeout_s = call_timeout_s
         self._reader = PromptReader(self.source, max_model_len, seed)
@@ -165,6 +173,7 @@ class InferenceEngine:
         sampling_params: Params | Sequence[Params] = None,
         *,
         request_ids: Sequence[str] | None = None,
+        on_turn: OnTurn | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt; the answers are in the order of the prompts.
 
@@ -174,11 +183,18 @@ class InferenceEngine:
                 `max_tokens` is accepted for `max_new_tokens`. A prompt without a seed gets a random stream of its
                 own; a program that makes the same calls gets the same streams.
             request_ids: names to `abort` by; default: made up.
+            on_turn: called with each answer's `Turn`; what it returns (text or tokens: a tool's output, say) is
+                appended and the model goes on, None ends the answer. A plain function is called for one answer at a
+                time, coroutine functions run side by side. `CompletionOutput.generated` marks the model's own tokens;
+                `max_new_tokens` bounds each turn, `max_model_len` the whole.
 
         Raises:
             ValueError: a prompt or its parameters make no sense; names its index. Nothing was generated.
+            TurnError: `on_turn` raised; names the prompt's index. The other answers were aborted.
             NotResidentError: weights or KV cache are not on the devices.
         """
+        if on_turn is not None:
+            return run_here(self.generate_async(prompts, sampling_params, request_ids=request_ids, on_turn=on_turn))
         requests = self._read(prompts, sampling_params, request_ids)
         ranks, shares = _deal(requests, self.replicas.world_size)
         results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
@@ -190,12 +206,73 @@ class InferenceEngine:
         sampling_params: Params | Sequence[Params] = None,
         *,
         request_ids: Sequence[str] | None = None,
+        on_turn: OnTurn | None = None,
     ) -> list[RequestOutput]:
         """`generate` for async code; concurrent calls are decoded together."""
         requests = self._read(prompts, sampling_params, request_ids)
         ranks, shares = _deal(requests, self.replicas.world_size)
+        if on_turn is not None:
+            return await self._take_turns(list(zip(ranks, shares, strict=True)), on_turn)
         results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
         return self._answers(requests, results)
+
+    async def _take_turns(
+        self, shares: Sequence[tuple[int, list[GenerationRequest]]], on_turn: OnTurn
+    ) -> list[RequestOutput]:
+        """Every answer takes its turns on one replica, whose caches know its prefix."""
+        reader = self._reader
+        assert reader is not None
+
+        async def ask(rank: int, request: GenerationRequest) -> GenerationResult:
+            (results,) = await self.replicas.arun("generate", [request], ranks=[rank], timeout_s=self._timeout_s)
+            result: GenerationResult = results[0]
+            return result
+
+        dealt = [(rank, request) for rank, requests in shares for request in requests]
+        answers = [
+            converse(index, request, partial(ask, rank), on_turn, reader) for index, (rank, request) in enumerate(dealt)
+        ]
+        complete = False
+        try:
+            outputs = await all_or_first_error(answers, self._timeout_s)
+            complete = True
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
+            ) from None
+        finally:
+            if not complete:
+                await self.replicas.arun("abort", [request.id for _, request in dealt], timeout_s=self._timeout_s)
+        return outputs
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> AsyncIterator[TextChunk]:
+        """Answer one prompt piece by piece: `async for chunk in engine.stream(...)`. Leaving the loop aborts it.
+
+        Raises:
+            As `generate_async`, and WaitTimeoutError when the next piece does not arrive.
+        """
+        (request,) = self._read([prompt], sampling_params, None if request_id is None else [request_id])
+        assert self._reader is not None
+        replica = self.replicas.handles[next(self._turn) % self.replicas.world_size]
+        text, reason = TextStream(self._reader), None
+        pieces = replica.stream.remote([request])
+        try:
+            while reason is None:
+                async with asyncio.timeout(self._timeout_s):
+                    chunks = await (await anext(pieces))
+                reason = chunks[-1].finish_reason
+                tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
+                logprobs = tuple(logprob for chunk in chunks for logprob in chunk.logprobs)
+                yield TextChunk(text.add(tokens, last=reason is not None), tokens, logprobs, reason)
+        except TimeoutError:
+            raise WaitTimeoutError(f"{self.name}: {request.id} had no next piece in {self._timeout_s:g} s") from None
+        except RayError as error:
+            raise WorkerError(f"{self.name}: streaming {request.id} failed: {error}") from error
+        finally:
+            if reason is None:
+                replica.abort.remote([request.id])
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (None: all); their `generate` returns with the tokens they have, finished by "abort"."""

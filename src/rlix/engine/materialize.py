@@ -6,6 +6,7 @@ one is read, so memory in use peaks at the shards plus one block.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from rlix.engine.train_adapters import base_names
 from rlix.engine.weights import named_weights, tied_names
 from rlix.nn import BaseTrainModule
 from rlix.protocol.errors import WeightSyncError
@@ -94,7 +96,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path, module: BaseTrainModule) -> None:
         self._module = module
-        self._files = {module.import_name(name): (path, name) for name, path in safetensors_index(folder).items()}
+        self._bases = base_names(module)
+        adapted = {base: name for name, base in self._bases.items()}
+        self._files = {}
+        for stored, path in safetensors_index(folder).items():
+            name = module.import_name(stored)
+            self._files[adapted.get(name, name)] = (path, stored)
         named = named_weights(module)
         tied = tied_names(named)
         self._source = {
@@ -122,9 +129,9 @@ class Checkpoint:
     def _load(self, param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
         name = self._names[id(param)]
         source = self._source[name]
-        if source is None:  # allowed to be missing: a new head, initialised alike on every rank
+        if source is None:  # allowed to be missing: a new head or an adapter, initialised alike on every rank
             value = torch.empty(param.shape, dtype=torch.float32)
-            _init_new(value, bias=name.endswith("bias"))
+            _init_new(value, name)
         else:
             value = self._read(source)
         target = dtype if value.is_floating_point() else value.dtype
@@ -141,7 +148,7 @@ class Checkpoint:
         problems = [
             f"missing: {owner}"
             for owner, source in self._source.items()
-            if source is None and not any(fnmatch(owner, pattern) for pattern in optional)
+            if source is None and owner in self._bases and not any(fnmatch(owner, pattern) for pattern in optional)
         ]
         problems += [f"unknown here: {name}" for name in self._files if name not in named]
         for owner, source in self._source.items():
@@ -175,13 +182,37 @@ def safetensors_index(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
+def module_description(
+    module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
+) -> tuple[type[BaseTrainModule], tuple[Any, ...], dict[str, Any]]:
+    """Class and arguments of the module the workers are to build."""
+    if isinstance(module, tuple):
+        module_class, config = module
+        args, kwargs = ((), dict(config)) if isinstance(config, dict) else ((config,), {})
+    else:
+        if not isinstance(module, BaseTrainModule):
+            raise TypeError(f"TrainEngine takes a rlix.nn.BaseTrainModule, not {type(module).__name__}")
+        filled = next((name for name, p in module.named_parameters() if not p.is_meta), None)
+        if filled is not None:
+            raise ValueError(
+                f"{type(module).__name__} holds weights ({filled}) that would be dropped: build it under "
+                'torch.device("meta") and pass weights_path or seed to build()'
+            )
+        module_class, (args, kwargs) = type(module), module.rlix_init
+    if not (isinstance(module_class, type) and issubclass(module_class, BaseTrainModule)):
+        raise TypeError(f"the module class must extend rlix.nn.BaseTrainModule, not {module_class!r}")
+    return module_class, args, kwargs
+
+
 def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
     return (m for m in module.modules() if isinstance(m, FSDPModule))
 
 
-def _init_new(value: torch.Tensor, *, bias: bool) -> None:
-    if bias or value.dim() < 2:
-        nn.init.zeros_(value)
+def _init_new(value: torch.Tensor, name: str) -> None:
+    if name.endswith("bias") or value.dim() < 2 or ".lora_B." in name or ".lora_embedding_A." in name:
+        nn.init.zeros_(value)  # the half of a LoRA adapter that makes it begin as nothing
+    elif ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5))
     else:
         nn.init.normal_(value, std=0.02)
 

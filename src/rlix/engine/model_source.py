@@ -9,6 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from rlix.engine.executors.attention import ATTENTION
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -49,10 +51,10 @@ class ModelSource:
     def build(self, dtype: torch.dtype, *, weights: bool) -> PreTrainedModel:
         """The model on the CPU in eval mode; without `weights` its parameters are undefined until published."""
         if weights and self.path is not None:
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation=ATTENTION)
         else:
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, attn_implementation="sdpa")
+                model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, attn_implementation=ATTENTION)
             model.tie_weights()  # part of the initialisation that was skipped
         model.requires_grad_(False)
         for parameter in model.parameters():

@@ -154,7 +154,9 @@ def _slice(value: Any, start: int, stop: int) -> Any:
         return {key: _slice(item, start, stop) for key, item in value.items()}
     last = len(value) - 1
     if stop <= len(value):
-        return value[start:stop]
+        piece = value[start:stop]
+        # A view would travel with all of the tensor it is a part of.
+        return piece.clone() if isinstance(piece, torch.Tensor) else piece
     # Beyond the end lies padding: the last item, again and again.
     positions = [min(position, last) for position in range(start, stop)]
     if isinstance(value, torch.Tensor | np.ndarray):

@@ -55,24 +55,33 @@ class PromptReader:
                 raise ValueError(f"prompt {index}: {error}") from error
         return made
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._max_length
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens without special ones; empty where the model has no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
     def output(self, request: GenerationRequest, result: GenerationResult) -> RequestOutput:
-        text = "" if self._tokenizer is None else self._tokenizer.decode(result.token_ids, skip_special_tokens=True)
         answer = CompletionOutput(
             index=0,
-            text=text,
+            text=self.decode(result.token_ids),
             token_ids=result.token_ids,
             logprobs=result.logprobs,
             finish_reason=result.finish_reason,
             weight_version=result.weight_version,
+            generated=(True,) * len(result.token_ids),
         )
         return RequestOutput(request.id, request.prompt_ids, (answer,))
 
     def _request(self, request_id: str, number: int, prompt: Prompt, values: Params) -> GenerationRequest:
         params = SamplingParams.of(values)
-        token_ids = self._tokens(prompt)
-        for token in token_ids:
-            if not isinstance(token, int) or not 0 <= token < self._vocabulary:
-                raise ValueError(f"token {token!r} is not an id in 0..{self._vocabulary - 1}")
+        token_ids = self.tokens(prompt)
         if len(token_ids) + params.max_new_tokens > self._max_length:
             raise ValueError(
                 f"{len(token_ids)} prompt tokens and max_new_tokens={params.max_new_tokens} exceed "
@@ -86,15 +95,20 @@ class PromptReader:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
-            seed=_stream(self._seed, number) if params.seed is None else params.seed,
+            seed=stream_key(self._seed, number) if params.seed is None else params.seed,
         )
 
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        if self._tokenizer is None:
-            raise ValueError("it is text, but the model has no tokenizer: give token ids")
-        return tuple(self._tokenizer(prompt)["input_ids"])
+    def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Raises ValueError for text where there is no tokenizer, and for tokens outside the vocabulary."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("it is text, but the model has no tokenizer: give token ids")
+            prompt = self._tokenizer(prompt)["input_ids"]
+        token_ids: tuple[Any, ...] = tuple(prompt)
+        for token in token_ids:
+            if not isinstance(token, int) or not 0 <= token < self._vocabulary:
+                raise ValueError(f"token {token!r} is not an id in 0..{self._vocabulary - 1}")
+        return token_ids
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -116,6 +130,25 @@ def _as_params(params: Params | Sequence[Params], count: int) -> list[Params]:
     return each
 
 
-def _stream(seed: int, number: int) -> int:
+class TextStream:
+    """The text of an answer whose tokens arrive piece by piece."""
+
+    def __init__(self, reader: PromptReader) -> None:
+        self._reader = reader
+        self._tokens: list[int] = []
+        self._sent = ""
+
+    def add(self, token_ids: Sequence[int], *, last: bool) -> str:
+        """The further text; a character whose tokens have not all arrived waits for them."""
+        self._tokens += token_ids
+        text = self._reader.decode(self._tokens)
+        if not last and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new, self._sent = text[len(self._sent) :], text
+        return new
+
+
+def stream_key(seed: int, number: int) -> int:
+    """The key of the `number`-th random stream below `seed`."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from rlix.engine.executors.base import ALL_PARTS, Executor, ExecutorOptions, Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.replica_state import ReplicaPhase, ReplicaState
-from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
 from rlix.flow.worker import Worker
 from rlix.protocol.errors import WaitTimeoutError
@@ -47,6 +48,7 @@ class Replica(Worker):
     """
 
     def __init__(self, source: ModelSource, executor: str, options: ExecutorOptions) -> None:
+        disable_progress_bar()  # of every replica, they would run through each other on the user's terminal
         self._executor = make_executor(executor, source, options, self.ctx.kind)
         self._state = ReplicaState()
         self._moving = asyncio.Lock()
@@ -83,11 +85,35 @@ class Replica(Worker):
         Raises:
             NotResidentError: the replica is not ready. ValueError: a request can never be answered; it is named.
         """
+        return await self._submit(requests, None)
+
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationChunk]]:
+        """What `generate` would return, piece by piece: a list with all that was added since the last one.
+
+        Raises:
+            As `generate`.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
+        future = self._submit(requests, lambda chunk: _post(loop, arrived, chunk))
+        future.add_done_callback(lambda _: arrived.put_nowait(None))
+        while (chunk := await arrived.get()) is not None:
+            chunks = [chunk]
+            while not arrived.empty() and (further := arrived.get_nowait()) is not None:
+                chunks.append(further)
+            yield chunks
+            if future.done() and arrived.empty():
+                break
+        await future  # its error, if it has one
+
+    def _submit(
+        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None
+    ) -> "asyncio.Future[list[GenerationResult]]":
         self._state.check_ready()
-        future = asyncio.wrap_future(self._executor.submit(requests))
+        future = asyncio.wrap_future(self._executor.submit(requests, on_chunk))
         self._generating.add(future)
         future.add_done_callback(self._generating.discard)
-        return await future
+        return future
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (None: all); their `generate` returns early with the tokens they have."""
@@ -136,6 +162,12 @@ class Replica(Worker):
 
     def _report(self, moved: int, seconds: float) -> ReplicaReport:
         return ReplicaReport(self._state.phase, self._executor.version, moved, seconds, self._executor.device_bytes)
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[GenerationChunk | None]", chunk: GenerationChunk
+) -> None:
+    loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
 
 def make_executor(name: str, source: ModelSource, options: ExecutorOptions, kind: DeviceKind) -> Executor:

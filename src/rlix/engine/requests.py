@@ -101,8 +101,25 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """What was generated since the last chunk; the last chunk of a request has a `finish_reason`."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer: its tokens, their log-probabilities and, where a tokenizer is known, its text."""
+    """One answer: its tokens, their log-probabilities and, where a tokenizer is known, its text.
+
+    Attributes:
+        generated: per token, whether the model produced it; False for what an `on_turn` callback appended, whose
+            log-probability is 0. Multiply a per-token loss by it.
+        finish_reason: "stop", "length" or "abort", of the last turn.
+        turns: how many times the model was asked.
+    """
 
     index: int
     text: str
@@ -110,6 +127,18 @@ class CompletionOutput:
     logprobs: tuple[float, ...]
     finish_reason: str
     weight_version: int
+    generated: tuple[bool, ...] = ()
+    turns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """A piece of a streamed answer; the last one has a `finish_reason`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)

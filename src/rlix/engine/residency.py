@@ -94,10 +94,12 @@ class SwapMover:
         return copies
 
     def restore(self, storages: list[torch.UntypedStorage], copies: list[torch.Tensor | None]) -> None:
+        for storage, buffer in zip(storages, copies, strict=True):
+            assert buffer is not None
+            storage.resize_(buffer.numel())  # on the current stream: its memory returns to the pool of that stream
         with self._side_stream():
             for storage, buffer in zip(storages, copies, strict=True):
                 assert buffer is not None
-                storage.resize_(buffer.numel())
                 _as_bytes(storage).copy_(buffer, non_blocking=True)
         self._wait()
         for buffer in copies:

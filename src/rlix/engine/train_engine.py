@@ -6,14 +6,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, overload
 
 import torch
 
 from rlix.engine import placement
-from rlix.engine.materialize import ModuleSpec, safetensors_index
+from rlix.engine.materialize import ModuleSpec, module_description, safetensors_index
 from rlix.engine.parallel import combine, scatter
 from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.train_saving import SaveHandle
 from rlix.engine.train_worker import TrainStatus, TrainWorker
 from rlix.engine.weights import DEFAULT_BUCKET_BYTES, PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
@@ -58,7 +59,7 @@ class TrainEngine:
         self._group: WorkerGroup | None = None
         if executor not in EXECUTORS:
             raise ValueError(f"unknown executor {executor!r} for TrainEngine; known: {', '.join(EXECUTORS)}")
-        self._class, self._args, self._kwargs = _description(module)
+        self._class, self._args, self._kwargs = module_description(module)
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"
         self.devices: tuple[Device, ...] = ()
         self.version = 0
@@ -71,6 +72,7 @@ class TrainEngine:
         *,
         tensor_parallel_size: int = 1,
         data_parallel_size: int | None = None,
+        sequence_parallel_size: int = 1,
         devices: Sequence[Device] | None = None,
         colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
         not_colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
@@ -90,6 +92,7 @@ class TrainEngine:
         Args:
             tensor_parallel_size: ranks that hold one replica between them (FSDP2 shards).
             data_parallel_size: replicas; default: as many as `devices` allow, else 1.
+            sequence_parallel_size: only 1; see the error for what to use instead.
             devices: one per rank, in rank order; default: chosen from the pool, preferring free ones.
             weights_path: a local Hugging Face folder of safetensors; default: a random init from `seed`, the same
                 on every layout.
@@ -97,12 +100,18 @@ class TrainEngine:
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
         Raises:
-            ValueError: sizes and devices do not agree, or no devices fit.
+            ValueError: sizes and devices do not agree, no devices fit, or sequence parallelism was asked for.
             FileNotFoundError: no weights at `weights_path`.
             WorkerError, WaitTimeoutError: a worker failed to start, or did not in time.
         """
         if self._group is not None:
             raise RlixError(f"{self.name} is built already; close() it first")
+        if sequence_parallel_size != 1:
+            raise ValueError(
+                f"sequence_parallel_size={sequence_parallel_size}: executor {EXECUTORS[0]!r} does not split sequences; "
+                "for long ones use more shards (tensor_parallel_size), smaller micro-batches, "
+                "compute_dtype='bfloat16' and module.gradient_checkpointing_enable()"
+            )
         if weights_path is not None:
             safetensors_index(Path(weights_path))
         world = _world_size(tensor_parallel_size, data_parallel_size, devices)
@@ -251,14 +260,31 @@ class TrainEngine:
         return published
 
     def save(self, folder: str | Path) -> None:
-        """Write safetensors, config and tokenizer (where known): loads in plain transformers."""
-        self._check_resident()
+        """Write safetensors, config and tokenizer (where known): loads in plain transformers.
+
+        The weights may be on the devices or wait in host memory.
+        """
+        if self._residency is not Residency.HOST:
+            self._check_resident()
         self._run("save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
 
-    def save_state(self, folder: str | Path) -> None:
-        """Write all that training resumes from; the folder appears complete or not at all."""
+    @overload
+    def save_state(self, folder: str | Path, *, asynchronous: Literal[False] = False) -> None: ...
+    @overload
+    def save_state(self, folder: str | Path, *, asynchronous: Literal[True]) -> SaveHandle: ...
+    def save_state(self, folder: str | Path, *, asynchronous: bool = False) -> SaveHandle | None:
+        """Write all that training resumes from; the folder appears complete or not at all.
+
+        With `asynchronous` the state is copied to host memory and written in the background: training, and moves
+        off the devices, may go on at once. A save that starts while another is being written waits for that one.
+        """
         self._check_resident()
-        self._run("save_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+        if not asynchronous:
+            self._run("save_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+            return None
+        numbers = self._run("start_save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+        results = partial(self._run, "save_result", numbers[0], timeout_s=self._timeout_s)
+        return SaveHandle(self.name, Path(folder).absolute(), results)
 
     def load_state(self, folder: str | Path) -> None:
         """Take a saved state back, whatever the number of ranks it was saved on.
@@ -322,28 +348,6 @@ class TrainEngine:
         except (WaitTimeoutError, WorkerError):
             logger.exception("%s: ranks did not come back from a failed %s(); ending its workers", self.name, method)
             self._end(graceful=False)
-
-
-def _description(
-    module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
-) -> tuple[type[BaseTrainModule], tuple[Any, ...], dict[str, Any]]:
-    """Class and arguments of the module the workers are to build."""
-    if isinstance(module, tuple):
-        module_class, config = module
-        args, kwargs = ((), dict(config)) if isinstance(config, dict) else ((config,), {})
-    else:
-        if not isinstance(module, BaseTrainModule):
-            raise TypeError(f"TrainEngine takes a rlix.nn.BaseTrainModule, not {type(module).__name__}")
-        filled = next((name for name, p in module.named_parameters() if not p.is_meta), None)
-        if filled is not None:
-            raise ValueError(
-                f"{type(module).__name__} holds weights ({filled}) that would be dropped: build it under "
-                'torch.device("meta") and pass weights_path or seed to build()'
-            )
-        module_class, (args, kwargs) = type(module), module.rlix_init
-    if not (isinstance(module_class, type) and issubclass(module_class, BaseTrainModule)):
-        raise TypeError(f"the module class must extend rlix.nn.BaseTrainModule, not {module_class!r}")
-    return module_class, args, kwargs
 
 
 def _world_size(shards: int, replicas: int | None, devices: Sequence[Device] | None) -> int:

@@ -14,12 +14,16 @@ from rlix.engine import checkpoint, weights
 from rlix.engine.gather import whole_tensors
 from rlix.engine.materialize import ModuleSpec, build_module, fsdp_modules
 from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
+from rlix.engine.train_adapters import exported, tensors_of
+from rlix.engine.train_saving import BackgroundSaver
 from rlix.flow.worker import Worker
 from rlix.nn import TrainContext
-from rlix.protocol.errors import StaleEpochError
+from rlix.protocol.errors import StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import DeviceKind
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class TrainWorker(Worker):
         self._weights_path = spec.weights_path
         self._epoch: int | None = None
         self._fence = -1
+        self._collective_timeout_s = collective_timeout_s
+        self._saver = BackgroundSaver(collective_timeout_s)
         self._resident = ResidentSet(
             f"rank {self.ctx.rank} of {self.ctx.group}",
             lambda: module_tensors(module, *checkpoint.optimizers(module).values()),
@@ -76,15 +82,13 @@ class TrainWorker(Worker):
     def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> weights.PublishedWeights | None:
         """Rank 0 stores the whole weights; the other ranks hand it their shards."""
         self._guard(epoch)
-        named = weights.named_weights(self._module)
-        tied = weights.tied_names(named)
-        export = self._module.export_name
-        whole = ((export(name), t) for name, t in whole_tensors(((n, named[n]) for n in tied), bucket_bytes))
+        published = exported(self._module)
+        whole = whole_tensors(tensors_of(published), bucket_bytes)
         if self.ctx.rank != 0:
             for _ in whole:
                 pass
             return None
-        aliases = {export(name): tuple(export(alias) for alias in more) for name, more in tied.items() if more}
+        aliases = {weight.name: weight.aliases for weight in published if weight.aliases}
         return weights.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases)
 
     # ---- residency and fencing ---------------------------------------------------------------------------------
@@ -140,12 +144,22 @@ class TrainWorker(Worker):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self, folder: str, epoch: int | None) -> None:
-        self._guard(epoch)
+        if self._resident.state is not Residency.HOST:  # what waits in host memory needs no lease to be read
+            self._guard(epoch)
         checkpoint.save_weights(self._module, Path(folder), self._weights_path)
 
     def save_state(self, folder: str, epoch: int | None) -> None:
         self._guard(epoch)
+        self._saver.drain(self._collective_timeout_s)
         checkpoint.save_state(self._module, Path(folder))
+
+    def start_save(self, folder: str, epoch: int | None) -> int:
+        """Begin to save in the background; the number is what `save_result` is asked by."""
+        self._guard(epoch)
+        return self._saver.start(self._module, Path(folder))
+
+    def save_result(self, number: int) -> tuple[bool, str | None]:
+        return self._saver.result(number)
 
     def load_state(self, folder: str, epoch: int | None) -> None:
         if self._resident.state is Residency.META:
@@ -154,6 +168,10 @@ class TrainWorker(Worker):
         checkpoint.load_state(self._module, Path(folder))
 
     def close(self) -> None:
+        try:
+            self._saver.drain(_CLOSE_TIMEOUT_S)
+        except WaitTimeoutError:
+            logger.warning("rank %d of %s: closed while a save was being written", self.ctx.rank, self.ctx.group)
         if dist.is_initialized():
             dist.destroy_process_group()
 

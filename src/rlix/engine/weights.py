@@ -25,18 +25,6 @@ ALIGNMENT = 64
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
-_NUMPY_KNOWS = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
-}
-_PADDING: npt.NDArray[np.uint8] = np.zeros(ALIGNMENT, dtype=np.uint8)
-
 Bytes = npt.NDArray[np.uint8]
 Fetch = Callable[[Any, float], Bytes]
 
@@ -111,32 +99,39 @@ def pack_stream(
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
-    buffer: Bytes = np.empty(bucket_bytes + ALIGNMENT, dtype=np.uint8)
+    # Pinned memory takes what a GPU sends several times as fast; torch keeps it for the next publication.
+    buffer = torch.empty(bucket_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     entries: list[WeightEntry] = []
-    pieces: list[Bytes] = []
+    pieces: list[torch.Tensor] = []
     index, used = 0, 0
 
     def full() -> Bucket:
-        np.concatenate(pieces, out=buffer[:used])
-        return Bucket(buffer[:used], tuple(entries))
+        target = buffer[:used]
+        if len({piece.device for piece in pieces}) > 1:
+            torch.cat([piece.cpu() for piece in pieces], out=target)
+        elif pieces[0].is_cpu:
+            torch.cat(pieces, out=target)
+        else:
+            target.copy_(torch.cat(pieces))  # one transfer from the device instead of one for each tensor
+        return Bucket(target.numpy(), tuple(entries))
 
     for name, tensor in named:
         data = to_bytes(tensor)
-        size = data.nbytes
+        size = data.numel()
         alone = size * 2 >= bucket_bytes
         if entries and (alone or used + size > bucket_bytes):
             yield full()
             entries, pieces, index, used = [], [], index + 1, 0
         entry = WeightEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), index, used)
         if alone:
-            yield Bucket(data, (entry,))
+            yield Bucket(data.cpu().numpy(), (entry,))
             index += 1
             continue
         entries.append(entry)
         pieces.append(data)
         used += size
         if padding := -used % ALIGNMENT:
-            pieces.append(_PADDING[:padding])
+            pieces.append(_padding(data.device)[:padding])
             used += padding
     if entries:
         yield full()
@@ -186,7 +181,7 @@ def publish(
 def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """The tensors, as views of the buckets (no copy). They may lie in read-only shared memory: never write to them."""
     for index, entries in _by_bucket(manifest):
-        yield from _views(buckets[index], entries)
+        yield from _views(_as_tensor(buckets[index]), entries)
 
 
 def stream(
@@ -194,7 +189,7 @@ def stream(
 ) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """Pull bucket by bucket and yield each tensor as a read-only view; for executors with a loader of their own."""
     for index, entries in _by_bucket(published.manifest):
-        yield from _views(_fetch(published, index, timeout_s, fetch), entries)
+        yield from _views(_as_tensor(_fetch(published, index, timeout_s, fetch)), entries)
 
 
 def apply(
@@ -215,8 +210,12 @@ def apply(
     moved = 0
     with torch.no_grad():
         for index, entries in _by_bucket(published.manifest):
-            views = [view for _, view in _views(_fetch(published, index, timeout_s, fetch), entries)]
-            torch._foreach_copy_([targets[entry.name] for entry in entries], views)
+            places = [targets[entry.name] for entry in entries]
+            flat = _as_tensor(_fetch(published, index, timeout_s, fetch))
+            devices = {place.device for place in places}
+            if len(places) > 1 and len(devices) == 1:
+                flat = flat.to(devices.pop())  # to a GPU in one transfer instead of one for each tensor
+            torch._foreach_copy_(places, [view for _, view in _views(flat, entries)])
             moved += sum(entry.nbytes for entry in entries)
     return ApplyReport(published.version, len(published.manifest.entries), moved, time.perf_counter() - start)
 
@@ -248,13 +247,14 @@ def tied_names(named: dict[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def to_bytes(tensor: torch.Tensor) -> Bytes:
-    """A tensor's bytes as a flat array: a view when it is contiguous in host memory, else a copy."""
-    host = tensor.detach().cpu()
-    if host.dtype not in _NUMPY_KNOWS:
-        host = host.contiguous().view(torch.int16 if host.itemsize == 2 else torch.uint8)
-    data: Bytes = np.ascontiguousarray(host.numpy()).reshape(-1).view(np.uint8)
-    return data
+def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, flat and where they are: a view when it is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@cache
+def _padding(device: torch.device) -> torch.Tensor:
+    return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
 
 
 @cache
@@ -272,8 +272,11 @@ class _Writable:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def _views(data: Bytes, entries: Sequence[WeightEntry]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
-    flat = torch.from_numpy(data if data.flags.writeable else np.asarray(_Writable(data)))
+def _as_tensor(data: Bytes) -> torch.Tensor:
+    return torch.from_numpy(data if data.flags.writeable else np.asarray(_Writable(data)))
+
+
+def _views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     typed: dict[str, tuple[torch.Tensor, int]] = {}
     for entry in entries:
         if entry.dtype not in typed:
@@ -296,11 +299,10 @@ def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fet
         return fetch(reference, timeout_s)
     if isinstance(reference, np.ndarray):
         return reference
-    import ray
-
     try:
-        data: Bytes = ray.get(reference, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
+        # Unlike `ray.get`, this may be called in a thread of an async actor, which replicas are.
+        data: Bytes = reference.future().result(timeout=timeout_s)
+    except TimeoutError as error:
         raise WaitTimeoutError(
             f"bucket {index} of {len(published.buckets)} of weight version {published.version} did not arrive within "
             f"{timeout_s:g} s from Ray's object store (owner: the trainer that published it)"

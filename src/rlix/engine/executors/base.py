@@ -1,12 +1,12 @@
 """What a replica needs of a generation backend. A new backend implements `Executor`; nothing above it changes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
 
 
@@ -30,8 +30,10 @@ class ExecutorOptions:
         gpu_memory_utilization: share of a GPU's memory this replica may use in all (a virtual GPU has no such share).
         kv_cache_bytes: upper bound of the KV cache; None: 1 GiB on a virtual GPU, else from the share above.
         dtype: "float32", "bfloat16", ...; "auto": float32 on a virtual GPU, else what the configuration says.
-        tile_tokens: most tokens per forward of the transformers executor; None lets it choose. Results are equal to
-            the bit only between replicas of the same value.
+        exact: of the transformers executor: what is drawn does not depend, to the bit, on what it is batched with,
+            for less speed. None: True on a virtual GPU, so that sharing is invisible to learning; False on a GPU.
+        tile_tokens: most tokens per forward of an exact executor; None lets it choose. Results are equal to the bit
+            only between replicas of the same value.
     """
 
     tensor_parallel_size: int = 1
@@ -40,6 +42,7 @@ class ExecutorOptions:
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     dtype: str = "auto"
+    exact: bool | None = None
     tile_tokens: int | None = None
 
 
@@ -64,8 +67,14 @@ class Executor(ABC):
         """Replace the resident weights in place, between two decoding steps; returns the bytes copied."""
 
     @abstractmethod
-    def submit(self, requests: Sequence[GenerationRequest]) -> "Future[list[GenerationResult]]":
-        """Generate; the future completes, in the order of `requests`, when all are finished or aborted."""
+    def submit(
+        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+    ) -> "Future[list[GenerationResult]]":
+        """Generate; the future completes, in the order of `requests`, when all are finished or aborted.
+
+        `on_chunk` is called, on a thread of the executor, after each step with what it added to each request; the last
+        chunks come before the future completes.
+        """
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str] | None) -> None:

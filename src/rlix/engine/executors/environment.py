@@ -21,6 +21,8 @@ def replica_environment(executor: str, kind: DeviceKind, cpu_threads: int, *, lo
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's own, not the user's
         # The engine runs inside the replica: one process less to start, and none to outlive a replica that is killed.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # tensor-parallel workers

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rlix.engine.executors.base import Executor, Part
-from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError
 
@@ -29,10 +29,22 @@ class _Call:
 
     size: int
     future: "Future[list[GenerationResult]]"
+    on_chunk: Callable[[GenerationChunk], None] | None = None
+    sent: dict[int, int] = field(default_factory=dict)  # index of a request -> its tokens that were in chunks
     results: dict[int, GenerationResult] = field(default_factory=dict)
+
+    def send(self, index: int, chunk: GenerationChunk) -> None:
+        assert self.on_chunk is not None
+        self.sent[index] = self.sent.get(index, 0) + len(chunk.token_ids)
+        if chunk.token_ids or chunk.finish_reason:
+            self.on_chunk(chunk)
 
     def put(self, index: int, result: GenerationResult) -> None:
         self.results[index] = result
+        if self.on_chunk is not None:
+            new = slice(self.sent.get(index, 0), None)
+            tokens, logprobs = result.token_ids[new], result.logprobs[new]
+            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason))
         if len(self.results) == self.size and not self.future.done():
             self.future.set_result([self.results[i] for i in range(self.size)])
 
@@ -59,6 +71,10 @@ class LoopExecutor(Executor):
     @abstractmethod
     def _step(self) -> Mapping[int, GenerationResult]:
         """Advance what was started; the results of what ended."""
+
+    @abstractmethod
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of what was started, after its first `since` ones."""
 
     @abstractmethod
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
@@ -96,10 +112,12 @@ class LoopExecutor(Executor):
 
         return self._run("offload", action)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> "Future[list[GenerationResult]]":
+    def submit(
+        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+    ) -> "Future[list[GenerationResult]]":
         future: Future[list[GenerationResult]] = Future()
         if requests:
-            self._commands.put(lambda: self._accept(tuple(requests), future))
+            self._commands.put(lambda: self._accept(tuple(requests), _Call(len(requests), future, on_chunk)))
         else:
             future.set_result([])
         return future
@@ -136,6 +154,13 @@ class LoopExecutor(Executor):
             self._recover()
             return
         self._finish(ended.items())
+        self._stream()
+
+    def _stream(self) -> None:
+        for key, (call, index, request) in self._open.items():
+            if call.on_chunk is not None:
+                tokens, logprobs = self._drawn(key, call.sent.get(index, 0))
+                call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs)))
 
     def _finish(self, ended: Iterable[tuple[int, GenerationResult]]) -> None:
         for key, result in ended:
@@ -149,15 +174,14 @@ class LoopExecutor(Executor):
             if not call.future.done():
                 call.future.set_exception(error)
 
-    def _accept(self, requests: tuple[GenerationRequest, ...], future: "Future[list[GenerationResult]]") -> None:
-        call = _Call(len(requests), future)
+    def _accept(self, requests: tuple[GenerationRequest, ...], call: _Call) -> None:
         try:
             for request in requests:
                 self._check(request)
             for index, request in enumerate(requests):
                 self._accept_one(call, index, request)
         except Exception as error:  # noqa: BLE001 - the caller gets it; those of its requests that started just end
-            future.set_exception(error)
+            call.future.set_exception(error)
 
     def _accept_one(self, call: _Call, index: int, request: GenerationRequest) -> None:
         reason = _answered(request)

@@ -8,7 +8,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlix.engine import weights
 from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
+from rlix.engine.executors.batched_decoder import BatchedDecoder
 from rlix.engine.executors.decoder import Decoder, DecoderLimits
+from rlix.engine.executors.exact_decoder import ExactDecoder
 from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.model_source import ModelSource
 from rlix.engine.requests import GenerationRequest, GenerationResult
@@ -23,16 +25,20 @@ _SMALL_MODEL = 16 * 2**20  # parameters; below, a forward costs its dispatch, ab
 class TransformersExecutor(LoopExecutor):
     """Decodes all concurrent calls together, one token each per step, on a thread that owns the model.
 
-    A trajectory's tokens and log-probabilities do not depend on what it is batched with, on interruptions or on which
-    replica goes on with it (see `decoder`). On the CPU this holds to the bit, between replicas with the same weights,
-    dtype, `tile_tokens` and number of threads; on a GPU it is designed for but depends on the kernels, and for
-    mixture-of-experts models it does not hold.
+    Exact (`ExecutorOptions.exact`): a trajectory's tokens and log-probabilities do not depend on what it is batched
+    with, on interruptions or on which replica goes on with it (see `exact_decoder`). On the CPU this holds to the bit,
+    between replicas with the same weights, dtype, `tile_tokens` and number of threads; on a GPU it is designed for but
+    depends on the kernels, and for mixture-of-experts models it does not hold.
+
+    Not exact: ordinary batched decoding (see `batched_decoder`). The random draws of a trajectory are the same however
+    it is batched or interrupted, but probabilities differ by rounding, so that in the end a token may differ.
 
     With `tensor_parallel_size` above 1 the whole model is on the bundle's first device; use vLLM to split one.
     """
 
     def __init__(self, source: ModelSource, options: ExecutorOptions, device: torch.device) -> None:
         self._source, self._options, self._device = source, options, device
+        self._exact = device.type != "cuda" if options.exact is None else options.exact
         self._config = source.load_config()
         _check_supported(self._config)
         self._model: PreTrainedModel | None = None
@@ -72,6 +78,12 @@ class TransformersExecutor(LoopExecutor):
             self._rows[row] = key
             self._waiting.popleft()
         return {self._rows.pop(row): result for row, result in self._decoder.step(self._version).items()}
+
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+        row = next((row for row, held in self._rows.items() if held == key), None)
+        if row is None or self._decoder is None:
+            return [], []
+        return self._decoder.drawn(row, since)
 
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
         assert self._decoder is not None
@@ -174,9 +186,13 @@ class TransformersExecutor(LoopExecutor):
     def _new_decoder(self) -> Decoder:
         assert self._model is not None
         small = sum(p.numel() for p in self._model.parameters()) < _SMALL_MODEL
-        tile = self._options.tile_tokens or (256 if self._device.type == "cuda" else 128 if small else 32)
-        limits = DecoderLimits(tile, self._options.max_num_seqs, self._max_length(), self._kv_bytes())
-        decoder = Decoder(self._model, self._device, limits)
+        limits = DecoderLimits(self._options.max_num_seqs, self._max_length(), self._kv_bytes())
+        decoder: Decoder
+        if self._exact:
+            tile = self._options.tile_tokens or (256 if self._device.type == "cuda" else 128 if small else 32)
+            decoder = ExactDecoder(self._model, self._device, limits, tile_tokens=tile)
+        else:
+            decoder = BatchedDecoder(self._model, self._device, limits)
         decoder.warm_up()
         return decoder
 

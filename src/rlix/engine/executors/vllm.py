@@ -38,6 +38,14 @@ class _Progress:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    def take(self, tokens: Sequence[int], logprobs: Sequence[Any], version: int) -> None:
+        """Note what is new in all tokens and vLLM's rows of log-probabilities so far."""
+        known = len(self.tokens)
+        new = list(tokens[known:])
+        self.tokens += new
+        self.logprobs += [row[token].logprob for row, token in zip(logprobs[known:], new, strict=True)]
+        self.versions += [version] * len(new)
+
 
 class VllmExecutor(LoopExecutor):
     """vLLM's own engine, stepped by this executor's thread.
@@ -101,7 +109,7 @@ class VllmExecutor(LoopExecutor):
             ignore_eos=True,  # which tokens end an answer is the request's business
             logprobs=0,  # of the drawn token only
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # an output per step and request costs speed
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids + request.generated_ids)}
         vllm_id = self._engine.add_request(str(key), prompt, params)
@@ -115,16 +123,23 @@ class VllmExecutor(LoopExecutor):
             if progress is None:
                 continue
             (answer,) = output.outputs
-            progress.tokens += answer.token_ids
-            progress.logprobs += [
-                row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)
-            ]
-            progress.versions += [self._version] * len(answer.token_ids)
+            progress.take(answer.token_ids, answer.logprobs, self._version)
             if output.finished:
                 ended[key] = self._end(key, "stop" if answer.finish_reason == "stop" else "length")
         return ended
 
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+        progress = self._running[key]
+        self._catch_up(progress)
+        return progress.tokens[since:], progress.logprobs[since:]
+
+    def _catch_up(self, progress: _Progress) -> None:
+        """Take what vLLM has generated for a request that is still running."""
+        state = self._engine.output_processor.request_states[progress.vllm_id]
+        progress.take(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs or [], self._version)
+
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
+        self._catch_up(self._running[key])
         self._engine.abort_request([self._running[key].vllm_id], internal=True)
         return self._end(key, "abort")
 
@@ -194,6 +209,8 @@ class VllmExecutor(LoopExecutor):
     def _apply(self, published: PublishedWeights) -> int:
         """Weights in place. Requests in flight go on, their KV cache computed anew with the new weights."""
         # Tensor-parallel workers are no Ray processes, so the buckets are pulled here; one node, so by shared memory.
+        for progress in self._running.values():  # these tokens are the old weights'
+            self._catch_up(progress)
         self._defined = False
         self._rpc("rlix_reload", weights.pulled(published))
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
@@ -251,6 +268,7 @@ class VllmExecutor(LoopExecutor):
                 async_scheduling=False,
                 worker_extension_cls=_WORKER,
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
             )
         )
         sizes: list[tuple[int, int]] = self._rpc("rlix_bytes")
