@@ -1,0 +1,68 @@
+"""What an environment is: reset it with a seed, then answer actions with observations and rewards until it is done."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlix.protocol.errors import RlixError
+
+Observation = str | tuple[int, ...]
+"""What the policy reads next: text, or token ids that need no tokenizer."""
+
+
+class EnvironmentFailedError(RlixError):
+    """An environment raised, hung or died; it costs its own trajectory (or one of that trajectory's attempts)."""
+
+
+class EnvironmentTimeoutError(EnvironmentFailedError):
+    """An environment did not answer within its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy generated in one turn: as text without special tokens, and token by token, end token included."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """An environment's answer. The rewards of a trajectory's transitions add up; `exact`: the task was solved."""
+
+    observation: Observation
+    reward: float = 0.0
+    done: bool = False
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """Which environment this is: one of those started for `trajectory`, the first being attempt 0.
+
+    `seed` differs between the trajectories of a group, which share the seed given to `reset`. It is for what is not
+    part of the task, such as simulated latency.
+    """
+
+    trajectory: str
+    seed: int
+    attempt: int = 0
+
+
+class Environment(Protocol):
+    """One trajectory's world. `reset` is called once, then `step` until it is done or the trajectory ends.
+
+    The same seed and actions must give the same observations and rewards: that is what a retry relies on. Methods are
+    coroutines that must not block; code that may block or crash belongs into the `subprocess` runner.
+    """
+
+    async def reset(self, seed: int) -> Observation: ...
+
+    async def step(self, action: Action) -> Transition: ...
+
+    async def close(self) -> None: ...
+
+
+EnvironmentFactory = Callable[[Instance], Environment]
+Demonstration = tuple[tuple[str, str], ...]
+"""(observation, right action) of each turn of one trajectory."""

@@ -1,0 +1,348 @@
+"""The rollout manager against replicas and a control plane that a test moves step by step, in any order."""
+
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlix.pipeline.rollout import RolloutError
+from rlix.pipeline.router import ReplicaState
+from rlix.protocol.errors import RlixError, WaitTimeoutError
+from rlix.protocol.messages import Demand
+from tests.pipeline.rollout_world import ActorDiedError, Weights, World, trajectory
+
+REPLICAS = 3
+FAULTS = 8  # nine in a row without a result end a rollout of three replicas, by design
+
+
+class RolloutMachine(RuleBasedStateMachine):
+    """Grants, shrinks, forced ends, crashes, failing calls, weights and work, with every delivery order possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(REPLICAS)
+        self.batches: list[tuple[list[str], object]] = []
+        self.names = 0
+        self.versions = 0
+        self.faults = 0
+
+    @initialize()
+    def first_weights(self) -> None:
+        self.publish()
+
+    @rule()
+    def publish(self) -> None:
+        self.world.manager.publish(Weights(self.versions))  # type: ignore[arg-type]
+        self.versions += 1
+        self.world.manager.handle_posted()
+
+    @rule(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6))
+    def submit(self, lengths: list[int]) -> None:
+        new = [trajectory(f"t{self.names + i}", length) for i, length in enumerate(lengths)]
+        self.names += len(new)
+        self.batches.append(([t.id for t in new], self.world.manager.submit_all(0, new)))
+        self.world.manager.handle_posted()
+
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def grant(self, bundle: int) -> None:
+        if bundle not in self.world.held:
+            self.world.grant(bundle)
+
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def shrink(self, bundle: int) -> None:
+        if bundle in self.world.held and bundle not in self.world.draining:
+            self.world.ask_back(bundle)
+
+    @precondition(lambda self: self.world.messages)
+    @rule(data=st.data())
+    def message_arrives(self, data: st.DataObject) -> None:
+        self.world.deliver(data.draw(st.integers(0, len(self.world.messages) - 1)))
+
+    @precondition(lambda self: self.world.background.jobs)
+    @rule(data=st.data())
+    def background_work_ends(self, data: st.DataObject) -> None:
+        self.world.background.run(data.draw(st.integers(0, len(self.world.background.jobs) - 1)))
+        self.world.manager.handle_posted()
+
+    @precondition(lambda self: self.world.calls)
+    @rule(data=st.data())
+    def call_returns(self, data: st.DataObject) -> None:
+        call = self.world.calls[data.draw(st.integers(0, len(self.world.calls) - 1))]
+        self.world.finish(call, data.draw(st.lists(st.integers(0, 6), max_size=2)))
+        self.world.manager.handle_posted()
+
+    @precondition(lambda self: self.world.calls and self.faults < FAULTS)
+    @rule(data=st.data())
+    def call_raises(self, data: st.DataObject) -> None:
+        self.faults += 1
+        call = self.world.calls[data.draw(st.integers(0, len(self.world.calls) - 1))]
+        self.world.fail(call, RuntimeError("out of memory"))
+        self.world.manager.handle_posted()
+
+    @precondition(lambda self: self.faults < FAULTS)
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def crash(self, bundle: int) -> None:
+        self.faults += 1
+        self.world.kill(bundle)
+        self.world.manager.handle_posted()
+
+    @precondition(lambda self: self.faults < FAULTS)
+    @rule(bundle=st.integers(0, REPLICAS - 1))
+    def deadline(self, bundle: int) -> None:
+        if bundle in self.world.held:
+            self.faults += 1
+            self.world.take_by_force(bundle)
+            self.world.manager.handle_posted()
+
+    @invariant()
+    def finished_batches_have_each_token_once(self) -> None:
+        for names, done in self.batches:
+            if done.done():  # type: ignore[attr-defined]
+                trajectories = done.result()  # type: ignore[attr-defined]
+                assert [t.id for t in trajectories] == names
+                for t in trajectories:
+                    assert t.token_ids == list(range(t.sampling.max_new_tokens))
+                    assert len(t.logprobs) == len(t.versions) == len(t.token_ids)
+                    assert t.versions == sorted(t.versions)
+                    assert t.versions[-1] < self.versions
+
+    def teardown(self) -> None:
+        """From any state: what was asked back is given back, and healthy replicas finish everything."""
+        for _ in range(20):
+            self.world.settle()
+            for bundle in range(REPLICAS):
+                if bundle not in self.world.held:
+                    self.world.grant(bundle)
+            if not self.world.messages:
+                break
+        assert all(ack.done() for ack in self.world.acks.values()), "a shrink was never acknowledged"
+        assert all(done.done() for _, done in self.batches), "trajectories were lost"  # type: ignore[attr-defined]
+        self.finished_batches_have_each_token_once()
+        assert self.world.router.bundles(ReplicaState.READY) == list(range(REPLICAS))
+        for bundle in range(REPLICAS):
+            self.world.ask_back(bundle)
+        self.world.settle()
+        assert not self.world.held
+        assert not any(self.world.resident)
+
+
+TestRollout = RolloutMachine.TestCase
+TestRollout.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture
+def world() -> World:
+    made = World(REPLICAS)
+    made.manager.publish(Weights(0))  # type: ignore[arg-type]
+    made.manager.handle_posted()
+    return made
+
+
+def ready(world: World, *bundles: int) -> None:
+    for bundle in bundles:
+        world.grant(bundle)
+    world.settle(calls=False)
+    while loads := [c for c in world.calls if c.method == "load"]:
+        world.finish(loads[0])
+        world.manager.handle_posted()
+
+
+def test_a_shrunk_trajectory_goes_on_elsewhere_from_its_prefix(world: World) -> None:
+    ready(world, 0)
+    done = world.manager.submit(0, trajectory("a", 5))
+    world.manager.handle_posted()
+    (generate,) = world.calls
+    world.ask_back(0)
+    world.settle(calls=False)
+    assert generate.aborted == {"a"}
+    world.finish(generate, [3])
+    world.settle()
+    assert world.acks[1].done()
+    assert not done.done()
+    ready(world, 2)
+    (resumed,) = world.calls
+    assert resumed.rank == 2
+    assert resumed.args[0][0].generated_ids == (0, 1, 2)
+    world.settle()
+    assert done.result().token_ids == [0, 1, 2, 3, 4]
+
+
+def test_a_shrink_while_loading_waits_for_the_load_then_offloads(world: World) -> None:
+    world.grant(0)
+    world.ask_back(0)
+    world.deliver()
+    world.deliver()
+    assert [c.method for c in world.calls] == ["load"]
+    assert not world.acks[1].done()
+    world.finish(world.calls[0])
+    world.manager.handle_posted()
+    assert [c.method for c in world.calls] == ["offload"]
+    world.settle()
+    assert world.acks[1].done()
+
+
+def test_a_shrink_that_overtakes_its_grow_is_acknowledged_and_nothing_is_loaded(world: World) -> None:
+    world.grant(0)
+    world.ask_back(0)
+    world.deliver(1)
+    assert world.acks[1].done()
+    world.deliver()
+    assert not world.calls
+
+
+def test_a_shrink_while_the_actor_is_replaced_needs_not_wait(world: World) -> None:
+    ready(world, 0)
+    world.take_by_force(0)
+    world.grant(0)
+    world.deliver()
+    world.deliver()
+    (restart,) = world.background.jobs
+    world.ask_back(0)
+    world.deliver()
+    assert world.acks[2].done()
+    assert restart in world.background.jobs
+    world.settle()
+    assert not world.calls
+
+
+def test_the_loss_of_a_bundle_may_be_heard_after_its_next_grant(world: World) -> None:
+    ready(world, 0)
+    world.take_by_force(0)
+    world.grant(0)
+    world.deliver(1)
+    world.deliver(0)
+    world.settle()
+    assert world.router.state(0) is ReplicaState.READY
+    assert world.resident[0]
+
+
+def test_a_failed_replica_is_killed_before_its_lease_is_given_back(world: World) -> None:
+    ready(world, 0)
+    world.manager.submit(0, trajectory("a", 5))
+    world.manager.handle_posted()
+    world.fail(world.calls[0], RuntimeError("out of memory"))
+    world.manager.handle_posted()
+    assert world.router.state(0) is ReplicaState.DEAD
+    assert 0 in world.held
+    world.settle()
+    assert not world.alive[0]
+    assert 0 not in world.held
+
+
+def test_replicas_that_never_generate_end_the_rollout(world: World) -> None:
+    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    world.manager.handle_posted()
+    for _ in range(3 * REPLICAS):
+        assert not done.done()
+        ready(world, 0)
+        world.fail(world.calls[0], ActorDiedError("gone"))
+        world.settle()
+    with pytest.raises(RolloutError, match=r"9 replica failures in a row.*replica 0.*gone"):
+        done.result(timeout=0)
+
+
+def test_a_refused_request_ends_the_rollout_and_not_the_replica(world: World) -> None:
+    ready(world, 0)
+    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    world.manager.handle_posted()
+    world.fail(world.calls[0], ValueError("token 99 is not in 0..15"))
+    world.manager.handle_posted()
+    with pytest.raises(RolloutError, match="refused a request: token 99"):
+        done.result(timeout=0)
+    again = world.manager.submit_all(0, [trajectory("a", 5)])
+    world.settle()
+    assert again.result(timeout=0)[0].token_ids == [0, 1, 2, 3, 4]
+    world.ask_back(0)
+    world.settle()
+    assert not world.held
+
+
+def test_requests_in_flight_survive_new_weights_and_nothing_new_starts_before_them(world: World) -> None:
+    ready(world, 0)
+    first = world.manager.submit(0, trajectory("a", 5))
+    world.manager.handle_posted()
+    world.manager.publish(Weights(1))  # type: ignore[arg-type]
+    second = world.manager.submit(0, trajectory("b", 5))
+    world.manager.handle_posted()
+    generate, update = world.calls
+    assert (generate.method, update.method) == ("generate", "update")
+    assert not generate.aborted
+    world.finish(update)
+    world.settle()
+    assert (first.result(timeout=0).versions, second.result(timeout=0).versions) == ([1] * 5, [1] * 5)
+
+
+def test_growth_takes_work_over_when_that_pays(world: World) -> None:
+    ready(world, 0)
+    world.manager.submit_all(0, [trajectory(f"w{i}", 10) for i in range(4)])
+    world.manager.handle_posted()
+    world.now = 10.0  # ten tokens took ten seconds: moving costs little against that
+    world.settle()
+    world.manager.submit_all(0, [trajectory(f"t{i}", 10) for i in range(4)])
+    world.manager.handle_posted()
+    ready(world, 1)
+    aborted = [call for call in world.calls if call.aborted]
+    assert [(call.rank, len(call.aborted)) for call in aborted] == [(0, 2)]
+    world.finish(aborted[0], [4, 4])
+    world.manager.handle_posted()
+    assert sorted((call.rank, len(call.args[0])) for call in world.calls) == [(0, 2), (1, 2)]
+
+
+def test_demand_counts_what_is_open_and_what_is_expected(world: World) -> None:
+    world.manager.expect(Demand(2, 20))
+    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    world.settle()
+    ready(world, 0)
+    world.settle()
+    assert done.done()
+    world.now = 1.0
+    world.manager.expect(Demand(0))
+    world.settle()
+    assert world.demands[0] == (2, 20)
+    assert world.demands[-1] == (0, 0)
+
+
+def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -> None:
+    ready(world, 0)
+    done = world.manager.submit(0, trajectory("a", 5))
+    world.manager.handle_posted()
+    world.manager.abandon()
+    world.manager.handle_posted()
+    assert isinstance(done.exception(timeout=0), InterruptedError)
+    assert world.calls[0].aborted == {"a"}
+    world.settle()
+    world.ask_back(0)
+    world.settle()
+    assert not world.held
+
+
+def test_waiting_is_bounded_and_says_on_what(world: World) -> None:
+    ready(world, 1)
+    done = world.manager.submit_all(7, [trajectory("a", 5)])
+    world.manager.handle_posted()
+    with pytest.raises(WaitTimeoutError, match=r"step 7: 1 trajectories .* within -1 s; replicas hold \{1: \(1,\)\}"):
+        world.manager.wait(done, -1.0, threading.Event())
+    with pytest.raises(WaitTimeoutError, match=r"replica 1 of actor_infer on devices \(1,\)"):
+        world.manager.shrink([world.held[1]], deadline_s=0.0)
+
+
+def test_once_closed_nobody_waits_for_a_shrink(world: World) -> None:
+    ready(world, 0)
+    world.manager.close()
+    with pytest.raises(RlixError, match="closed"):
+        world.manager.shrink([world.held[0]], deadline_s=60.0)
+
+
+def test_nothing_starts_without_weights() -> None:
+    bare = World(1)
+    bare.grant(0)
+    done = bare.manager.submit_all(0, [trajectory("a", 1)])
+    bare.settle()
+    assert not bare.calls
+    with pytest.raises(RolloutError, match="no weights were published"):
+        done.result(timeout=0)
+    bare.manager.publish(Weights(0))  # type: ignore[arg-type]
+    bare.manager.handle_posted()
+    assert [c.method for c in bare.calls] == ["load"]
