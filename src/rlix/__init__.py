@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import device
+
     from rlix import nn, pipeline, protocol
     from rlix.control.client import JobClient
     from rlix.control.init import init, shutdown
@@ -30,11 +32,18 @@ _LAZY = {
     "InferenceEngine": "rlix.engine.inference_engine",
     "NeedParallel": "rlix.engine.parallel",
     "TrainEngine": "rlix.engine.train_engine",
+    "device": "torch",
     "JobSpec": "rlix.pipeline.spec",
     "load_job": "rlix.pipeline.spec",
     "Phase": "rlix.protocol.types",
 }
 _MODULES = ("nn", "pipeline", "protocol")
+_OLDER_NAMES = {
+    "RLiteInferenceEngine": "InferenceEngine",
+    "RliteInferenceEngine": "InferenceEngine",
+    "RLiteTrainEngine": "TrainEngine",
+    "RliteTrainEngine": "TrainEngine",
+}
 
 __all__ = [
     "InferenceEngine",
@@ -44,6 +53,7 @@ __all__ = [
     "Phase",
     "TrainEngine",
     "__version__",
+    "device",
     "init",
     "load_job",
     "nn",
@@ -54,6 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = _OLDER_NAMES.get(name, name)
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name in _MODULES:

@@ -17,6 +17,9 @@ EVENTS: list[Event] = [
 ]
 
 
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))  # as the scheduler service accepts
+
+
 @given(st.from_type(Event))  # type: ignore[arg-type]
 def test_every_event_survives_the_journal(event: Event) -> None:
     again = decode(*encode(event))

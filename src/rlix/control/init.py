@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+_STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more at a time than there are cores is fine
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
 _MAX_CALLS = 10_000  # calls that wait inside one control actor at the same time
@@ -122,6 +123,8 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             "resources": {VIRTUAL_DEVICE_RESOURCE: 1},
             "object_store_memory": _VIRTUAL_OBJECT_STORE_BYTES,
         }
+    # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with _loopback():
         ray.init(
             address="local",
@@ -129,6 +132,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             include_dashboard=False,
             logging_level=logging.WARNING,
             _node_ip_address="127.0.0.1",
+            _system_config={"worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY},
             **devices,
         )
     _Session.started_ray = True

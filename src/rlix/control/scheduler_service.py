@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import astuple
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -212,8 +214,8 @@ class Scheduler:
         """
         job = self._job(pipeline_id, "report_demand")
         check_rollout_cluster(job.registration, cluster)
-        if not isinstance(demand, Demand) or demand.trajectories < 0 or demand.tokens < 0:
-            raise SpecError(f"report_demand({pipeline_id!r}): needs a Demand without negative numbers, got {demand!r}")
+        if not isinstance(demand, Demand) or not all(0 <= value < math.inf for value in astuple(demand)):
+            raise SpecError(f"report_demand({pipeline_id!r}): needs finite numbers from 0 up, got {demand!r}")
         self._core.record(DemandReported(pipeline_id, cluster, demand))
 
     # -- questions ---------------------------------------------------------------------------------------------------

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Ray would otherwise hide every GPU from an actor that asks for none.
-KEEP_VISIBLE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+WORKER_ENVIRONMENT = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # or Ray hides every GPU from an actor that asks for none
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # what workers print ends up in the terminal of whoever started the job
+}
+"""Of every process of a job, so that all can be forked from one server."""
 _STORE_NAMESPACE = b"rlix_rendezvous"
 
 

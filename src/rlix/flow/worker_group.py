@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from inspect import Parameter, Signature
+from types import FunctionType
 from typing import Any, Literal, Self
 
 import ray
@@ -19,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
-from rlix.flow.worker import KEEP_VISIBLE_DEVICES, Worker, WorkerContext, prepare_process
+from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
@@ -78,7 +80,7 @@ class WorkerGroup:
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
         self._group_id = uuid.uuid4().hex
-        environment = {**KEEP_VISIBLE_DEVICES, **(env or {})}
+        environment = {**WORKER_ENVIRONMENT, **(env or {})}
         fork = start == "fork" and prefork.available()
         self._options: dict[str, Any] = {
             "num_cpus": 0,
@@ -309,8 +311,25 @@ def _actor_class(worker_cls: type[Worker]) -> type[Worker]:
         worker_cls.__init__(self, **kwargs)
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    members = {"__init__": bare, "_rlix_construct": construct, "__module__": worker_cls.__module__}
+    members: dict[str, Any] = {"__init__": bare, "_rlix_construct": construct}
+    members |= {name: getattr(worker_cls, name) for name in dir(worker_cls) if not name.startswith("__")}
+    members = {name: _without_types(m) for name, m in members.items() if isinstance(m, FunctionType)}
+    members["__module__"] = worker_cls.__module__
     return type(worker_cls.__name__, (worker_cls,), members)
+
+
+def _without_types(method: FunctionType) -> FunctionType:
+    """A copy whose signature names no type and no default.
+
+    Ray sends the signatures of an actor's methods with every handle, and whoever receives one imports what they name:
+    the control plane, which is given handles so that it can kill, would import torch.
+    """
+    copy = FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    copy.__kwdefaults__ = method.__kwdefaults__
+    copy.__dict__.update(method.__dict__)
+    kinds = {"self": Parameter.POSITIONAL_OR_KEYWORD, "args": Parameter.VAR_POSITIONAL, "kwargs": Parameter.VAR_KEYWORD}
+    copy.__signature__ = Signature([Parameter(name, kind) for name, kind in kinds.items()])  # type: ignore[attr-defined]
+    return copy
 
 
 def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:

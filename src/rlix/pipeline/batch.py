@@ -28,3 +28,11 @@ def collate(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], 
         input_ids[row, :end] = torch.tensor([*prompt, *answer])
         mask[row, len(prompt) - 1 : end - 1] = 1.0
     return TokenBatch(input_ids=input_ids, mask=mask)
+
+
+def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
+    """One value per answered token, put where `mask` [batch, length - 1] has that token; 0 elsewhere."""
+    result = torch.zeros(mask.shape)
+    for row, given in enumerate(values):
+        result[row, mask[row].bool()] = torch.tensor(list(given), dtype=result.dtype)
+    return result

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import importlib.util
 import logging
 from typing import Any
 
@@ -9,7 +10,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlix.flow.prefork import runtime_env
-from rlix.pipeline.base import JobConfig, JobStatus
+from rlix.flow.worker import WORKER_ENVIRONMENT
+from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
 from rlix.pipeline.spec import JobSpec
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Lease
@@ -17,7 +19,13 @@ from rlix.protocol.types import pipeline_namespace
 
 logger = logging.getLogger(__name__)
 
-_BUILT_IN = {"full_finetune": "rlix.pipeline.full_finetune:FullFinetunePipeline"}
+_BUILT_IN = {
+    "full_finetune": "rlix.pipeline.full_finetune:FullFinetunePipeline",
+    "agentic": "rlix.pipeline.agentic:AgenticPipeline",
+    "actor_critic": "rlix.pipeline.actor_critic:ActorCriticPipeline",
+    "asynchronous": "rlix.pipeline.asynchronous:AsynchronousPipeline",
+}
+_PIPELINE_FORMS = f"use {', '.join(_BUILT_IN)} or 'package.module:Class'"
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve grow, shrink and status calls, which may overlap."""
 
@@ -36,22 +44,23 @@ class PipelineCoordinator:
         self._watch: asyncio.Task[None] | None = None
 
     async def create_pipeline_actor(self, pipeline_config: JobConfig | JobSpec | None = None) -> Any:
-        """Start the actor that executes the job; call its `run()` to train.
+        """Start the `PipelineActor` that executes the job; call its `run()` to train.
 
         Raises:
-            SpecError: the spec names a pipeline class that cannot be imported.
+            SpecError: the spec names a pipeline whose module does not exist.
             RuntimeError: the job already has its actor.
         """
         if self._pipeline is not None:
             raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
         config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
-        actor_class = ray.remote(resolve_pipeline(config.spec.pipeline))
+        check_importable(config.spec.pipeline)
+        actor_class = ray.remote(PipelineActor)
         self._pipeline = actor_class.options(
             name=f"pipeline:{self._pipeline_id}",
             namespace=pipeline_namespace(self._pipeline_id),
             num_cpus=0,
             max_concurrency=_PIPELINE_THREADS,
-            runtime_env=runtime_env({}),
+            runtime_env=runtime_env(WORKER_ENVIRONMENT),
         ).remote(self._pipeline_id, config)
         self._watch = asyncio.create_task(self._watch_pipeline())
         return self._pipeline
@@ -87,20 +96,56 @@ class PipelineCoordinator:
         self._closed.set()
 
 
-def resolve_pipeline(name: str) -> type:
+class PipelineActor:
+    """The actor around a job's `Pipeline`: only its process imports what the pipeline needs."""
+
+    def __init__(self, pipeline_id: str, config: JobConfig) -> None:
+        self._pipeline: Pipeline = resolve_pipeline(config.spec.pipeline)(pipeline_id, config)
+
+    def run(self) -> JobSummary:
+        return self._pipeline.run()
+
+    def wait_ended(self) -> None:
+        self._pipeline.wait_ended()
+
+    def request_stop(self) -> None:
+        self._pipeline.request_stop()
+
+    def status(self) -> JobStatus:
+        return self._pipeline.status()
+
+    def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
+        self._pipeline.grow_rollout(leases)
+
+    def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
+        self._pipeline.shrink_rollout(leases, deadline_s)
+
+    def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
+        self._pipeline.bundles_lost(leases)
+
+
+def check_importable(name: str) -> None:
+    """Raise SpecError when the module of a pipeline ("package.module:Class") does not exist; nothing is loaded."""
+    module = _BUILT_IN.get(name, name).partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise SpecError(f"pipeline: {name!r} cannot be imported ({error}); {_PIPELINE_FORMS}") from error
+    if found is None:
+        raise SpecError(f"pipeline: {name!r} cannot be imported (no module {module!r}); {_PIPELINE_FORMS}")
+
+
+def resolve_pipeline(name: str) -> type[Pipeline]:
     """The pipeline class behind a built-in name or "package.module:Class".
 
     Raises:
-        SpecError: it cannot be imported.
+        SpecError: it cannot be imported, or is no `Pipeline`.
     """
-    path = _BUILT_IN.get(name, name)
-    module, _, attribute = path.partition(":")
+    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"pipeline: {name!r} cannot be imported ({error}); use {', '.join(_BUILT_IN)} or 'package.module:Class'"
-        ) from error
-    if not isinstance(found, type):
-        raise SpecError(f"pipeline: {name!r} is not a class")
+        raise SpecError(f"pipeline: {name!r} cannot be imported ({error}); {_PIPELINE_FORMS}") from error
+    if not (isinstance(found, type) and issubclass(found, Pipeline)):
+        raise SpecError(f"pipeline: {name!r} is not a subclass of rlix.pipeline.Pipeline")
     return found

@@ -7,24 +7,35 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlix.engine.inference_engine import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train_engine import TrainEngine
-from rlix.pipeline.algorithms import group_relative_advantages
+from rlix.engine.weights import PublishedWeights
+from rlix.pipeline.algorithms import (
+    group_relative_advantages,
+    groups_with_spread,
+    kl_estimate,
+    overlong_penalty,
+    reinforce_plus_plus_advantages,
+    rloo_advantages,
+)
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import collate
-from rlix.pipeline.policy import PolicyBatch, policy_on_meta
+from rlix.pipeline.batch import TokenBatch, collate
+from rlix.pipeline.policy import OptimizedModule, PolicyBatch, policy_on_meta
 from rlix.pipeline.rollout import RolloutManager
 from rlix.pipeline.router import Router, Sampling, Trajectory
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.spec_training import OptimizerSpec
 from rlix.pipeline.tasks import Prompt
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.messages import Lease
 from rlix.protocol.types import ClusterName, Phase
 
 _SLOTS_PER_REPLICA = 64
-_CHUNK = 64
+_CHUNK = 16
 
 
 class FullFinetunePipeline(Pipeline):
@@ -36,34 +47,74 @@ class FullFinetunePipeline(Pipeline):
     # ---- the algorithm ---------------------------------------------------------------------------------------
 
     def step(self, step: int) -> Mapping[str, float]:
-        prompts = self.task.prompts(self.spec.seed, step, self.spec.rollout.prompts_per_step)
-        trajectories = self.generate(step, prompts)
-        rewards = [self.task.reward(p, t.token_ids) for p, t in zip(self.repeat(prompts), trajectories, strict=True)]
-        batch = self.collate(trajectories, self.advantages(torch.tensor([r.reward for r in rewards])))
+        samples = self.sample(step)
+        batch = self.collate(samples.trajectories)
         if self.takes_several_steps:
             batch["old_log_probs"] = self.old_log_probs(batch)
         if self.reference is not None:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
-        metrics = self.train(step, batch)
-        metrics["reward"] = sum(r.reward for r in rewards) / len(rewards)
-        metrics["exact"] = sum(r.exact for r in rewards) / len(rewards)
-        return metrics | self.rollout_metrics
+        batch["advantages"] = self.advantages(self.shaped(samples), batch)
+        return self.train(step, batch) | samples.metrics() | self.rollout_metrics
+
+    def sample(self, step: int) -> Samples:
+        """The step's groups. Those without spread are replaced by groups of new prompts, `resample_rounds` times."""
+        samples = self.sample_round(step)
+        size, rounds = self.spec.rollout.samples_per_prompt, self.spec.algorithm.resample_rounds
+        for extra in range(1, rounds + 1):
+            flat = (~groups_with_spread(samples.reward_tensor, size)).nonzero().flatten().tolist()
+            if not flat:
+                break
+            first = self.rollout_metrics
+            more = self.sample_round(step + extra * self.spec.steps, count=len(flat))
+            self.rollout_metrics = _both_rounds(first, self.rollout_metrics)
+            useful = groups_with_spread(more.reward_tensor, size).nonzero().flatten().tolist()
+            samples = _replaced(samples, flat, more, useful, size)
+        return samples
+
+    def sample_round(self, step: int, count: int | None = None) -> Samples:
+        """Groups for the first `count` prompts of step `step`; steps beyond the job's last are spare prompts."""
+        prompts = self.task.prompts(self.spec.seed, step, self.spec.rollout.prompts_per_step)[:count]
+        return self.judge(prompts, self.generate(step, prompts))
 
     def generate(self, step: int, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """A group of samples for each prompt, next to each other, on whatever devices the scheduler grants."""
         start = time.time()
         self.note_phase("rollout")
-        samples = range(self.spec.rollout.samples_per_prompt)
-        trajectories = [self.trajectory(f"{prompt.id}/{k}", prompt) for prompt in prompts for k in samples]
-        done = self.rollouts.generate(step, trajectories, self.lease_timeout_s, self.stop_requested)
-        seconds, tokens = time.time() - start, sum(len(t.token_ids) for t in done)
-        self.rollout_metrics = {"rollout_s": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
+        done = self.rollouts.generate(step, self.trajectories(prompts), self.lease_timeout_s, self.stop_requested)
+        self.note_rollout(done, time.time() - start)
         return done
 
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """How much better each sample [prompts * samples] is than the others of its group."""
+    def judge(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Samples:
+        pairs = zip(self.repeat(prompts), trajectories, strict=True)
+        return Samples(trajectories, [self.task.reward(p, t.token_ids) for p, t in pairs])
+
+    def shaped(self, samples: Samples) -> torch.Tensor:
+        """The rewards as the policy learns from them: [prompts * samples]."""
+        lengths = torch.tensor([len(t.token_ids) for t in samples.trajectories])
+        limit, buffer = self.spec.rollout.max_new_tokens, self.spec.algorithm.overlong_buffer
+        return samples.reward_tensor + overlong_penalty(lengths, limit, buffer)
+
+    def advantages(self, rewards: torch.Tensor, batch: PolicyBatch) -> torch.Tensor:
+        """How much better each sample [prompts * samples], or each token [.., length - 1], is than expected."""
         group_size, algorithm = self.spec.rollout.samples_per_prompt, self.spec.algorithm
+        if algorithm.name == "rloo":
+            return rloo_advantages(rewards, group_size)
+        if algorithm.name == "reinforce_pp":
+            return reinforce_plus_plus_advantages(
+                rewards,
+                batch["mask"],
+                self.kl(batch),
+                kl_coefficient=algorithm.kl_coefficient,
+                discount=algorithm.discount,
+            )
         return group_relative_advantages(rewards, group_size, normalize_by_std=algorithm.normalize_by_std)
+
+    def kl(self, batch: PolicyBatch) -> torch.Tensor | None:
+        """Per-token KL estimate to the reference [.., length - 1], for algorithms that have it in the reward."""
+        if "reference_log_probs" not in batch:
+            return None
+        log_probs = batch["old_log_probs"] if "old_log_probs" in batch else self.old_log_probs(batch)
+        return kl_estimate(log_probs, batch["reference_log_probs"], self.spec.algorithm.kl_estimator)
 
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update."""
@@ -85,14 +136,20 @@ class FullFinetunePipeline(Pipeline):
             for epoch in range(algorithm.epochs):
                 for part in self.minibatches(batch, step, epoch):
                     tokens = float(part["mask"].sum())
+                    if not tokens:
+                        continue  # nothing to learn from, and nothing to divide by
                     metrics.append(
                         self.actor.policy_step(
                             NeedParallel(part), tokens, algorithm, rollout.temperature, optimizer.max_grad_norm
                         )
                     )
             seconds = time.time() - start
-            self.rollouts.publish(self.actor.publish(step + 1))
-        return {"train_s": seconds} | {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+            self.publish(self.actor.publish(step + 1))
+        return {"train_s": seconds} | mean_metrics(metrics)
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Rollouts generate with `weights` from now on."""
+        self.rollouts.publish(weights)
 
     def warm_up(self) -> None:
         """Supervised steps on right answers, so that reinforcement learning has something to reinforce."""
@@ -101,8 +158,7 @@ class FullFinetunePipeline(Pipeline):
             return
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             for step in range(warmup.steps):
-                examples = self.task.supervised(self.spec.seed, step, warmup.batch_size)
-                batch = collate([e.prompt_ids for e in examples], [e.answer_ids for e in examples], self.pad_id)
+                batch = self.supervised_batch(step, warmup.batch_size)
                 self.actor.supervised_step(
                     NeedParallel(batch),
                     float(batch["mask"].sum()),
@@ -124,9 +180,27 @@ class FullFinetunePipeline(Pipeline):
     def trajectory(self, id: str, prompt: Prompt) -> Trajectory:
         return Trajectory(id, prompt.prompt_ids, stream_seed(self.spec.seed, id), self.sampling)
 
-    def collate(self, trajectories: Sequence[Trajectory], advantages: torch.Tensor) -> PolicyBatch:
+    def trajectories(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        """A group of unstarted samples for each prompt."""
+        samples = range(self.spec.rollout.samples_per_prompt)
+        return [self.trajectory(f"{prompt.id}/{k}", prompt) for prompt in prompts for k in samples]
+
+    def note_rollout(self, done: Sequence[Trajectory], seconds: float) -> None:
+        tokens = sum(len(t.token_ids) for t in done)
+        self.rollout_metrics = {"rollout_s": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
+
+    def set_up_task(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Where prompts and rewards come from."""
+        self.task = self.spec.build_task(tokenizer)
+
+    def supervised_batch(self, step: int, size: int) -> TokenBatch:
+        """The right answers of one warm-up step."""
+        examples = self.task.supervised(self.spec.seed, step, size)
+        return collate([e.prompt_ids for e in examples], [e.answer_ids for e in examples], self.pad_id)
+
+    def collate(self, trajectories: Sequence[Trajectory]) -> PolicyBatch:
         tokens = collate([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], self.pad_id)
-        return PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"], advantages=advantages)
+        return PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"])
 
     def minibatches(self, batch: PolicyBatch, step: int, epoch: int) -> list[PolicyBatch]:
         """Equal parts of the batch in an order drawn from the job's seed."""
@@ -144,7 +218,7 @@ class FullFinetunePipeline(Pipeline):
         self.model_path = spec.model.prepare(self.folder.path / "model", spec.seed)
         tokenizer = load_tokenizer(self.model_path)
         self.pad_id = int(tokenizer.pad_token_id)
-        self.task = spec.build_task(tokenizer)
+        self.set_up_task(tokenizer)
         self.sampling = Sampling(
             max_new_tokens=spec.rollout.max_new_tokens,
             temperature=spec.rollout.temperature,
@@ -157,7 +231,8 @@ class FullFinetunePipeline(Pipeline):
             self.actor = self._train_engine(ClusterName.ACTOR_TRAIN, self.model_path)
             self.replicas = replicas.result()
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
-        router = Router(len(cluster.bundles), _SLOTS_PER_REPLICA, _CHUNK)
+        caches = spec.rollout.executor == "vllm"
+        router = Router(len(cluster.bundles), _SLOTS_PER_REPLICA, _CHUNK, prefix_cache=caches)
         self.rollouts = RolloutManager(
             cluster, replicas=self.replicas.replicas, router=router, client=self.client, folder=self.folder
         )
@@ -166,10 +241,10 @@ class FullFinetunePipeline(Pipeline):
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            if self.uses_reference:
+            if self.needs_starting_point:
                 self.actor.save(self.reference_path)
-            self.rollouts.publish(self.actor.publish(0))
-        self._build_reference()
+            self.publish(self.actor.publish(0))
+        self.build_others()
 
     def save(self, path: Path) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
@@ -179,8 +254,8 @@ class FullFinetunePipeline(Pipeline):
     def load(self, path: Path, step: int) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
-            self.rollouts.publish(self.actor.publish(step))
-        self._build_reference()
+            self.publish(self.actor.publish(step))
+        self.build_others()
 
     def teardown(self) -> None:
         for part in ("rollouts", "replicas", "actor", "reference"):
@@ -205,7 +280,13 @@ class FullFinetunePipeline(Pipeline):
         """The policy as reinforcement learning found it; kept in the run folder so that a resumed run finds it too."""
         return self.folder.path / "reference"
 
-    def _build_reference(self) -> None:
+    @property
+    def needs_starting_point(self) -> bool:
+        """Whether something is built from the policy as it was before reinforcement learning."""
+        return self.uses_reference
+
+    def build_others(self) -> None:
+        """Build what starts from the policy as reinforcement learning finds it."""
         if self.uses_reference:
             self.reference = self._train_engine(ClusterName.REFERENCE, self.reference_path)
 
@@ -216,14 +297,20 @@ class FullFinetunePipeline(Pipeline):
             tensor_parallel_size=cluster.tensor_parallel_size,
             devices=tuple(self.devices[i] for i in cluster.devices),
             namespace=self.registration.ray_namespace,
+            load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
 
     def _train_engine(self, name: ClusterName, path: Path) -> TrainEngine:
+        return self.build_train_engine(name, policy_on_meta(path), path, self.spec.optimizer)
+
+    def build_train_engine(
+        self, name: ClusterName, module: OptimizedModule, path: Path, optimizer: OptimizerSpec
+    ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
         cluster = self.registration.cluster(name)
         with self.phase(name, Phase.INITIALIZATION) as lease:
-            engine = TrainEngine(policy_on_meta(path), executor="fsdp2")
+            engine = TrainEngine(module, executor="fsdp2")
             engine.build(
                 tensor_parallel_size=cluster.tensor_parallel_size,
                 devices=tuple(self.devices[i] for i in cluster.devices),
@@ -233,9 +320,31 @@ class FullFinetunePipeline(Pipeline):
                 weights_path=path,
             )
             engine.acquire(lease.epoch)
-            engine.configure_optimizer(self.spec.optimizer)
+            engine.configure_optimizer(optimizer)
             engine.release(lease.epoch)
         return engine
+
+
+def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric; a loss of 0 when there was nothing to learn from."""
+    if not metrics:
+        return {"loss": 0.0}
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+
+def _replaced(samples: Samples, flat: Sequence[int], more: Samples, useful: Sequence[int], size: int) -> Samples:
+    """`samples` with as many of its groups `flat` replaced as `more` has `useful` ones, each in its place."""
+    trajectories, rewards = list(samples.trajectories), list(samples.rewards)
+    for old, new in zip(flat, useful, strict=False):
+        group = more.groups([new], size)
+        trajectories[old * size : (old + 1) * size] = group.trajectories
+        rewards[old * size : (old + 1) * size] = group.rewards
+    return Samples(trajectories, rewards)
+
+
+def _both_rounds(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    seconds, tokens = (first[key] + second[key] for key in ("rollout_s", "tokens"))
+    return {"rollout_s": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
 
 def _rows(batch: PolicyBatch, rows: torch.Tensor) -> PolicyBatch:

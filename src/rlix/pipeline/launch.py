@@ -13,9 +13,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlix.control.rpc import root_cause
 from rlix.flow import prefork
-from rlix.flow.worker import KEEP_VISIBLE_DEVICES
+from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
-from rlix.pipeline.coordinator import PipelineCoordinator, resolve_pipeline
+from rlix.pipeline.coordinator import PipelineCoordinator, check_importable
 from rlix.pipeline.spec import ClusterSpec, JobSpec, check_jobs
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus
@@ -104,8 +104,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     check_jobs(specs, len(status.devices))
     for spec in specs:
-        resolve_pipeline(spec.pipeline)
-    prefork.warm(KEEP_VISIBLE_DEVICES)  # every worker is forked from it; it loads while the coordinators start
+        check_importable(spec.pipeline)
+    prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
     return [_launch_one(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator) for spec in specs]
 
 

@@ -11,22 +11,24 @@ from rlix.nn import HuggingFaceFsdp2TrainModule, returns
 from rlix.pipeline.algorithms import clipped_policy_loss, kl_estimate, token_log_probs
 from rlix.pipeline.algorithms.tensors import aggregate
 from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.spec import AlgorithmSpec, OptimizerSpec
+from rlix.pipeline.spec_training import AlgorithmSpec, OptimizerSpec
 
 
 class PolicyBatch(TokenBatch):
-    """Sequences with what the policy loss needs, each [batch, length - 1] but `advantages` [batch]."""
+    """Sequences with what the policy loss needs, each [batch, length - 1]; `advantages` may be [batch].
+
+    `behavior_log_probs`: of the policy that sampled the tokens; `importance`: the weight of each token in the loss.
+    """
 
     advantages: NotRequired[Tensor]
+    behavior_log_probs: NotRequired[Tensor]
+    importance: NotRequired[Tensor]
     old_log_probs: NotRequired[Tensor]
     reference_log_probs: NotRequired[Tensor]
 
 
-class PolicyModule(HuggingFaceFsdp2TrainModule):
-    """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
-
-    `tokens` arguments are counts over the global batch, so that every token weighs the same on every layout.
-    """
+class OptimizedModule(HuggingFaceFsdp2TrainModule):
+    """With an AdamW that is configured once the weights are there."""
 
     optimizer: torch.optim.Optimizer
 
@@ -38,6 +40,13 @@ class PolicyModule(HuggingFaceFsdp2TrainModule):
             weight_decay=spec.weight_decay,
             foreach=False,  # the fused multi-tensor path refuses parameters sharded over different meshes
         )
+
+
+class PolicyModule(OptimizedModule):
+    """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
+
+    `tokens` arguments are counts over the global batch, so that every token weighs the same on every layout.
+    """
 
     @returns("sum")
     def supervised_step(self, batch: TokenBatch, tokens: float, learning_rate: float, max_grad_norm: float) -> float:
@@ -68,7 +77,7 @@ class PolicyModule(HuggingFaceFsdp2TrainModule):
         """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
         log_probs = self._token_log_probs(batch, temperature)
         mask = batch["mask"].to(self.device)
-        old = batch.get("old_log_probs")
+        old, importance = batch.get("old_log_probs"), batch.get("importance")
         rows = float(self.dp_sum(mask.any(dim=1).sum()))
         denominator = (tokens if algorithm.aggregation == "token" else rows) / self.dp_size
         result = clipped_policy_loss(
@@ -80,10 +89,11 @@ class PolicyModule(HuggingFaceFsdp2TrainModule):
             clip_high=algorithm.clip_high,
             aggregation=algorithm.aggregation,
             denominator=denominator,
+            weights=None if importance is None else importance.to(self.device),
         )
         loss = result.loss
         metrics = {"clip_fraction": result.clip_fraction / self.dp_size, "approx_kl": result.approx_kl / self.dp_size}
-        reference = batch.get("reference_log_probs")
+        reference = None if algorithm.kl_in_reward else batch.get("reference_log_probs")
         if reference is not None:
             kl = aggregate(
                 kl_estimate(log_probs, reference.to(self.device), algorithm.kl_estimator),

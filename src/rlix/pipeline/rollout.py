@@ -1,57 +1,43 @@
 """Elastic rollouts: replicas come and go with their leases while `generate` runs; the I/O around `Router`.
 
 All state lives on one thread. Everything else (the training loop, the coordinator's calls, Ray's completions) posts a
-callable to its inbox, so no lock is needed and the order of events is the order in which they are handled.
+callable to its inbox, so no lock is needed and the order of events is the order in which they are handled. What may
+block (killing and replacing replicas, calls of the control plane) runs on background threads.
 """
 
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from ray.exceptions import RayActorError
-
-from rlix.engine.requests import GenerationResult
+from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
+from rlix.pipeline.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
 from rlix.pipeline.router import ReplicaState, Router, Trajectory
-from rlix.pipeline.run_folder import RunFolder, Span
-from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
+from rlix.pipeline.run_folder import RunFolder
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Cluster, Demand, Lease
 
 logger = logging.getLogger(__name__)
 
+__all__ = ["Replicas", "RolloutClient", "RolloutError", "RolloutManager"]
+
 _REPORT_INTERVAL_S = 0.1
-_MAX_FAILURES_IN_A_ROW = 3
+_BACKGROUND_THREADS = 8
 
 
-class RolloutError(RlixError):
-    """The rollout cannot go on; the message says which replica failed and how."""
+@dataclass(slots=True)
+class _Batch:
+    """Trajectories that were submitted together."""
 
-
-class Replicas(Protocol):
-    """What rollouts need of a group of replica actors; `WorkerGroup` fits."""
-
-    def call(self, method: str, *args: Any, ranks: Sequence[int]) -> list[Any]: ...
-
-    def restart(self, rank: int) -> None: ...
-
-    @property
-    def handles(self) -> tuple[Any, ...]: ...
-
-
-class RolloutClient(Protocol):
-    """What rollouts need of the control plane; `JobClient` fits."""
-
-    def report_demand(self, cluster: str, trajectories: int, tokens: int = 0) -> None: ...
-
-    def release(self, lease: Lease) -> None: ...
-
-    def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None: ...
+    trajectories: Sequence[Trajectory]
+    done: "Future[list[Trajectory]]"
+    left: int
 
 
 class RolloutManager:
@@ -61,7 +47,9 @@ class RolloutManager:
         cluster: the registered rollout cluster; replica `i` runs on `cluster.bundles[i]`.
         replicas: the replica actors, one per bundle, created but not loaded.
         router: decides who generates what.
-        shrink_deadline_s: how long a release of device memory may take before it is reported as an error.
+        clock: Unix seconds.
+        background: runs what may block; default: threads of its own.
+        threaded: False leaves it to the caller to handle what was posted, with `handle_posted`.
     """
 
     def __init__(
@@ -73,35 +61,44 @@ class RolloutManager:
         client: RolloutClient,
         folder: RunFolder,
         clock: Callable[[], float] = time.time,
+        background: Executor | None = None,
+        threaded: bool = True,
     ) -> None:
         self._cluster = cluster
-        self._replicas = replicas
         self._router = router
         self._client = client
-        self._folder = folder
         self._clock = clock
+        self._background = background or ThreadPoolExecutor(_BACKGROUND_THREADS, "rollout-background")
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._leases: dict[int, Lease] = {}
-        self._acks: dict[int, Future[None]] = {}
-        self._revoked: dict[int, int] = {}  # bundle -> the newest epoch that was taken back
-        self._dead: set[int] = set()
-        self._restarting: set[int] = set()
-        self._weights: PublishedWeights | None = None
-        self._finished: list[Trajectory] = []
-        self._done: Future[list[Trajectory]] | None = None
-        self._failures = 0
+        self._posting = threading.Lock()
+        self._closed = False
+        self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
+        self._expected = Demand(0)
         self._reported = Demand(0)
         self._reported_at = 0.0
-        self._step = 0
-        client.attach_workers(cluster.name, dict(enumerate(replicas.handles)))
-        self._thread = threading.Thread(target=self._loop, name="rollout", daemon=True)
-        self._thread.start()
+        self._reporting = False
+        self._pool = ReplicaPool(
+            cluster,
+            replicas=replicas,
+            router=router,
+            client=client,
+            folder=folder,
+            clock=clock,
+            post=self._post,
+            in_background=self._in_background,
+        )
+        self._thread = threading.Thread(target=self._loop, name="rollout", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
 
     # ---- called by the training loop -------------------------------------------------------------------------
 
     def publish(self, weights: PublishedWeights) -> None:
-        """Make `weights` the ones every replica generates with from now on; resident replicas update in place."""
-        self._post(partial(self._publish, weights))
+        """Make `weights` the ones every replica generates with from now on; resident replicas update in place.
+
+        Requests in flight go on with the new weights: their tokens say which version each of them came from.
+        """
+        self._post(partial(self._pool.publish, weights))
 
     def generate(
         self, step: int, trajectories: Sequence[Trajectory], timeout_s: float, stop: threading.Event
@@ -113,36 +110,72 @@ class RolloutManager:
             RolloutError: replicas keep failing.
             InterruptedError: `stop` was set; open trajectories are dropped.
         """
+        return self.wait(self.submit_all(step, trajectories), timeout_s, stop)
+
+    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+        """Start to finish every trajectory; the future brings them in the order given, or raises RolloutError."""
         done: Future[list[Trajectory]] = Future()
-        self._post(partial(self._start, step, list(trajectories), done))
+        self._post(partial(self._submit, step, _Batch(tuple(trajectories), done, len(trajectories))))
+        return done
+
+    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        """Finish one trajectory; what `generate` does for a batch, for callers that have more to submit meanwhile.
+
+        The future raises RolloutError when replicas keep failing, InterruptedError after `abandon`.
+        """
+        done: Future[Trajectory] = Future()
+        self.submit_all(step, [trajectory]).add_done_callback(partial(_hand_over_first, done))
+        return done
+
+    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+        """The trajectories of `submit_all`; raises what `generate` raises."""
         deadline = self._clock() + timeout_s
         while True:
             try:
-                finished = {t.id: t for t in done.result(timeout=0.2)}
-                return [finished[t.id] for t in trajectories]
+                return done.result(timeout=0.2)
             except TimeoutError:
                 if stop.is_set():
-                    self._post(self._abandon)
+                    self.abandon()
                     raise InterruptedError("the job was asked to stop") from None
                 if self._clock() > deadline:
-                    self._post(self._abandon)
-                    raise WaitTimeoutError(self._describe(timeout_s)) from None
+                    message = self._describe(timeout_s)
+                    self.abandon()
+                    raise WaitTimeoutError(message) from None
+
+    def expect(self, demand: Demand) -> None:
+        """Work that is not submitted now and will be (it waits for something else): heartbeats count it too."""
+        self._post(partial(setattr, self, "_expected", demand))
+
+    def abandon(self) -> None:
+        """Drop every open trajectory and expect none."""
+        self._post(self._abandon)
 
     def close(self) -> None:
-        self._inbox.put(None)
-        self._thread.join(timeout=10)
+        """Stop; the replicas are left as they are. From now on shrinks fail at once, so that nobody waits for them."""
+        with self._posting:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        self._background.shutdown(wait=False, cancel_futures=True)
 
     # ---- called by the coordinator ---------------------------------------------------------------------------
 
     def grow(self, leases: Sequence[Lease]) -> None:
-        self._post(partial(self._grow, tuple(leases)))
+        """Raises RlixError when the rollout was closed."""
+        self._post_or_raise(partial(self._pool.grow, tuple(leases)))
 
     def shrink(self, leases: Sequence[Lease], deadline_s: float) -> None:
-        """Return once the bundles' device memory is released: the return is the acknowledgement."""
-        acks: list[Future[None]] = [Future() for _ in leases]
-        self._post(partial(self._shrink, tuple(leases), acks))
+        """Return once the bundles' device memory is released: the return is the acknowledgement.
+
+        Raises:
+            WaitTimeoutError: a replica has not released it after `deadline_s`.
+            RlixError: the rollout was closed.
+        """
         end = self._clock() + deadline_s
-        for lease, ack in zip(leases, acks, strict=True):
+        for lease, ack in zip(leases, self.request_shrink(leases), strict=True):
             try:
                 ack.result(timeout=max(0.0, end - self._clock()))
             except TimeoutError:
@@ -151,221 +184,157 @@ class RolloutManager:
                     f"memory within {deadline_s:g} s"
                 ) from None
 
+    def request_shrink(self, leases: Sequence[Lease]) -> list["Future[None]"]:
+        """Start to give `leases` back; each future completes when the device memory of its lease is released."""
+        acks: list[Future[None]] = [Future() for _ in leases]
+        self._post_or_raise(partial(self._pool.shrink, tuple(leases), acks))
+        return acks
+
     def lost(self, leases: Sequence[Lease]) -> None:
         """The control plane killed these replicas: what they generated continues elsewhere."""
-        self._post(partial(self._lost, tuple(leases)))
+        self._post(partial(self._pool.lost, tuple(leases)))
 
-    # ---- on the manager's thread -----------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------------------
 
-    def _post(self, action: Callable[[], None]) -> None:
-        self._inbox.put(action)
+    def handle_posted(self) -> None:
+        """Handle everything that was posted so far, on this thread: for `threaded=False`."""
+        while not self._inbox.empty():
+            if (action := self._inbox.get_nowait()) is not None:
+                self._handle(action)
+
+    def _post(self, action: Callable[[], None]) -> bool:
+        with self._posting:
+            if not self._closed:
+                self._inbox.put(action)
+            return not self._closed
+
+    def _post_or_raise(self, action: Callable[[], None]) -> None:
+        if not self._post(action):
+            raise self._closed_error()
+
+    def _closed_error(self) -> RlixError:
+        return RlixError(f"the rollout of {self._cluster.name} was closed: the job is ending")
 
     def _loop(self) -> None:
-        while (action := self._inbox.get()) is not None:
+        while True:
+            unreported = self._demand() != self._reported
             try:
-                action()
-                self._dispatch()
-                self._report()
-            except Exception as error:  # must reach the waiting training loop, whatever it is
-                logger.exception("rollout of %s failed", self._cluster.name)
-                self._fail(error)
+                action = self._inbox.get(timeout=_REPORT_INTERVAL_S if unreported else None)
+            except queue.Empty:
+                action = _nothing
+            if action is None:
+                break
+            self._handle(action)
+        self._pool.end(self._closed_error())
 
-    def _start(self, step: int, trajectories: list[Trajectory], done: "Future[list[Trajectory]]") -> None:
-        self._current_weights()
-        self._step, self._finished, self._done, self._failures = step, [], done, 0
-        self._router.submit(trajectories)
-        self._finish_if_done()
+    def _handle(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._dispatch()
+            self._report()
+        except Exception as error:  # must reach the waiting training loop, whatever it is
+            logger.exception("rollout of %s failed", self._cluster.name)
+            self._drop_all(error)
+
+    # ---- trajectories ----------------------------------------------------------------------------------------
+
+    def _submit(self, step: int, batch: _Batch) -> None:
+        if not batch.trajectories:
+            batch.done.set_result([])
+            return
+        if self._pool.weights is None:
+            batch.done.set_exception(RolloutError("no weights were published, so the replicas have nothing to load"))
+            return
+        try:
+            self._router.submit(batch.trajectories)
+        except ValueError as error:
+            batch.done.set_exception(error)
+            return
+        self._pool.step = step
+        self._batches |= dict.fromkeys([t.id for t in batch.trajectories], batch)
 
     def _abandon(self) -> None:
+        self._drop_all(InterruptedError("the rollout was abandoned"))
+        for bundle in self._router.bundles(ReplicaState.READY, ReplicaState.LOADING, ReplicaState.DRAINING):
+            if self._router.in_flight(bundle):
+                self._pool.abort(bundle)
+
+    def _drop_all(self, reason: Exception) -> None:
         self._router.drop_all()
-        self._done = None
-        for bundle in self._router.bundles(ReplicaState.READY, ReplicaState.DRAINING):
-            self._replicas.call("abort", None, ranks=[bundle])
-
-    def _fail(self, error: Exception) -> None:
-        self._router.drop_all()
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(error)
-        self._done = None
-
-    def _publish(self, weights: PublishedWeights) -> None:
-        self._weights = weights
-        for bundle in self._router.bundles(ReplicaState.READY):
-            self._router.loading(bundle)
-            self._update(bundle)
-
-    def _grow(self, leases: tuple[Lease, ...]) -> None:
-        for lease in leases:
-            bundle = _bundle(lease)
-            if lease.epoch <= self._revoked.get(bundle, 0):
-                continue  # calls of the control plane may overtake each other: this lease has ended already
-            self._leases[bundle] = lease
-            self._router.loading(bundle)
-            if bundle not in self._dead:
-                self._load(bundle)
-            elif bundle not in self._restarting:
-                self._restart(bundle)
-
-    def _load(self, bundle: int) -> None:
-        weights = self._current_weights()
-        self._call(bundle, "load", partial(self._loaded, weights.version), "load", weights, self._leases[bundle].epoch)
-
-    def _update(self, bundle: int) -> None:
-        weights = self._current_weights()
-        self._call(bundle, "sync", partial(self._loaded, weights.version), "update", weights)
-
-    def _loaded(self, version: int, bundle: int, _: Any) -> None:
-        self._failures = 0
-        if self._router.state(bundle) is ReplicaState.DRAINING:
-            self._offload(bundle)
-        elif version != self._current_weights().version:
-            self._update(bundle)  # a newer version was published while this one loaded
-        else:
-            self._router.ready(bundle)
-
-    def _current_weights(self) -> PublishedWeights:
-        if self._weights is None:
-            raise RolloutError("no weights were published, so the replicas have nothing to load")
-        return self._weights
-
-    def _shrink(self, leases: tuple[Lease, ...], acks: list["Future[None]"]) -> None:
-        for lease, ack in zip(leases, acks, strict=True):
-            bundle = _bundle(lease)
-            self._revoked[bundle] = lease.epoch
-            held = self._leases.get(bundle)
-            if held is None or held.epoch != lease.epoch:
-                ack.set_result(None)  # released or lost before the request arrived, or not even grown
-                continue
-            self._acks[bundle] = ack
-            if bundle in self._dead:
-                self._forget(bundle)  # its actor is still being restarted and holds nothing
-            else:
-                self._drain(bundle)
-
-    def _drain(self, bundle: int) -> None:
-        """Towards `_offloaded`. A loading replica gets there once it has loaded, a generating one once it stopped."""
-        loading = self._router.state(bundle) is ReplicaState.LOADING
-        self._router.draining(bundle)
-        if self._router.in_flight(bundle):
-            self._replicas.call("abort", None, ranks=[bundle])
-        elif not loading:
-            self._offload(bundle)
-
-    def _offload(self, bundle: int) -> None:
-        self._call(bundle, "offload", self._offloaded, "offload", self._leases[bundle].epoch)
-
-    def _offloaded(self, bundle: int, _: Any) -> None:
-        self._forget(bundle)
-
-    def _forget(self, bundle: int) -> None:
-        self._router.off(bundle)
-        self._leases.pop(bundle, None)
-        ack = self._acks.pop(bundle, None)
-        if ack is not None:
-            ack.set_result(None)
-
-    def _lost(self, leases: tuple[Lease, ...]) -> None:
-        for lease in leases:
-            bundle = _bundle(lease)
-            if self._leases.get(bundle) == lease:
-                logger.warning("replica %d of %s was killed by the control plane", bundle, self._cluster.name)
-                self._dead.add(bundle)
-                self._forget(bundle)
-
-    def _restart(self, bundle: int) -> None:
-        self._restarting.add(bundle)
-
-        def restart() -> None:
-            try:
-                self._replicas.restart(bundle)
-            except (RlixError, RayActorError) as error:
-                self._post(partial(self._restart_failed, bundle, error))
-            else:
-                self._post(partial(self._restarted, bundle))
-
-        threading.Thread(target=restart, name=f"restart-replica-{bundle}", daemon=True).start()
-
-    def _restart_failed(self, bundle: int, error: Exception) -> None:
-        self._restarting.discard(bundle)
-        if bundle in self._leases:
-            self._replica_failed(bundle, error)
-
-    def _restarted(self, bundle: int) -> None:
-        self._restarting.discard(bundle)
-        self._dead.discard(bundle)
-        self._client.attach_workers(self._cluster.name, {bundle: self._replicas.handles[bundle]})
-        if bundle in self._leases:  # not lost while it restarted
-            self._load(bundle)
+        self._expected = Demand(0)
+        batches, self._batches = self._batches, {}
+        for batch in {id(batch): batch for batch in batches.values()}.values():
+            if batch.done.set_running_or_notify_cancel():  # whoever asked may have given up already
+                batch.done.set_exception(reason)
 
     def _dispatch(self) -> None:
-        for bundle, requests in self._router.dispatch():
-            self._call(bundle, "busy", self._generated, "generate", requests)
+        now = self._clock()
+        for bundle, requests in self._router.dispatch(now):
+            self._pool.call(bundle, "busy", partial(self._generated, requests), "generate", requests)
+        if self._pool.grown:
+            self._pool.grown = False
+            for bundle, ids in self._router.rebalance(now):
+                self._pool.abort(bundle, ids)
 
-    def _generated(self, bundle: int, results: list[GenerationResult]) -> None:
-        self._finished += self._router.complete(bundle, results)
-        if self._router.state(bundle) is ReplicaState.DRAINING and not self._router.in_flight(bundle):
-            self._offload(bundle)
-        self._finish_if_done()
+    def _generated(self, requests: Sequence[GenerationRequest], bundle: int, answer: "Future[Any]") -> None:
+        error = answer.exception()
+        if isinstance(error, ValueError):  # the requests' fault: another replica would say the same
+            self._router.give_up(bundle, [request.id for request in requests])
+            self._pool.advance(bundle)
+            raise RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {error}") from error
+        if error is not None:
+            self._pool.failed(bundle, error)
+            return
+        self._pool.succeeded()
+        results: list[GenerationResult] = answer.result()
+        for trajectory in self._router.complete(bundle, results, self._clock()):
+            batch = self._batches.pop(trajectory.id)
+            batch.left -= 1
+            if batch.left == 0 and batch.done.set_running_or_notify_cancel():
+                batch.done.set_result(list(batch.trajectories))
+        self._pool.advance(bundle)
 
-    def _finish_if_done(self) -> None:
-        if self._done is not None and self._router.demand().trajectories == 0:
-            done, self._done = self._done, None
-            self._report()
-            done.set_result(self._finished)
+    # ---- reports ---------------------------------------------------------------------------------------------
 
-    def _call(self, bundle: int, kind: str, then: Callable[[int, Any], None], method: str, *args: Any) -> None:
-        """Call one replica; its answer (or failure) comes back through the inbox, its span into the run folder."""
-        start, epoch = self._clock(), self._leases[bundle].epoch
-        (ref,) = self._replicas.call(method, *args, ranks=[bundle])
-
-        def handle(future: "Future[Any]") -> None:
-            self._span(bundle, kind, start)
-            if bundle not in self._leases or self._leases[bundle].epoch != epoch:
-                return  # the replica was lost meanwhile; whoever lost it has dealt with its trajectories
-            error = future.exception()
-            if error is None:
-                then(bundle, future.result())
-            else:
-                self._replica_failed(bundle, error)
-
-        ref.future().add_done_callback(lambda future: self._post(partial(handle, future)))
-
-    def _replica_failed(self, bundle: int, error: BaseException) -> None:
-        logger.warning("replica %d of %s failed: %s", bundle, self._cluster.name, error)
-        lease = self._leases[bundle]
-        self._dead.add(bundle)
-        self._forget(bundle)
-        with contextlib.suppress(StaleEpochError):  # the control plane may have taken it back at the same moment
-            self._client.release(lease)
-        self._failures += 1
-        if self._failures >= _MAX_FAILURES_IN_A_ROW:
-            raise RolloutError(
-                f"{self._failures} replica failures in a row, the last of them in replica {bundle} of "
-                f"{self._cluster.name}: {error}"
-            ) from error
+    def _demand(self) -> Demand:
+        routed, expected = self._router.demand(), self._expected
+        return Demand(routed.trajectories + expected.trajectories, routed.tokens + expected.tokens)
 
     def _report(self) -> None:
-        demand, now = self._router.demand(), self._clock()
-        if demand == self._reported:
+        """Tell the scheduler when demand has changed: at once when it begins or ends, else at most every interval."""
+        demand, now = self._demand(), self._clock()
+        if self._reporting or demand == self._reported:
             return
         edge = (demand.trajectories == 0) != (self._reported.trajectories == 0)
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
-            self._client.report_demand(self._cluster.name, demand.trajectories, demand.tokens)
-            self._reported, self._reported_at = demand, now
+            self._reporting, self._reported, self._reported_at = True, demand, now
+            report = partial(self._client.report_demand, self._cluster.name, demand.trajectories, demand.tokens)
+            self._in_background(report, self._report_ended)
 
-    def _span(self, bundle: int, kind: str, start: float) -> None:
-        devices = self._cluster.bundles[bundle]
-        self._folder.spans([Span(devices, self._cluster.name, "rollout", kind, start, self._clock(), self._step)])
+    def _report_ended(self, answer: "Future[None]") -> None:
+        self._reporting = False
+        answer.result()
+
+    def _in_background(self, work: Callable[[], None], then: Callable[["Future[None]"], None]) -> None:
+        future = self._background.submit(work)
+        future.add_done_callback(lambda answer: self._post(partial(then, answer)))
 
     def _describe(self, timeout_s: float) -> str:
-        held = {bundle: lease.devices for bundle, lease in self._leases.items()}
+        held = self._pool.held
         return (
-            f"step {self._step}: {self._router.demand().trajectories} trajectories were not finished within "
+            f"step {self._pool.step}: {self._demand().trajectories} trajectories were not finished within "
             f"{timeout_s:g} s; replicas hold {held or 'no devices'}"
         )
 
 
-def _bundle(lease: Lease) -> int:
-    if lease.bundle is None:
-        raise ValueError(f"lease {lease.epoch} of {lease.cluster} is a gang, not a rollout bundle")
-    return lease.bundle
+def _hand_over_first(one: "Future[Trajectory]", batch: "Future[list[Trajectory]]") -> None:
+    if not one.set_running_or_notify_cancel():
+        return
+    if (error := batch.exception()) is not None:
+        one.set_exception(error)
+    else:
+        one.set_result(batch.result()[0])
+
+
+def _nothing() -> None:
+    """Handled when only a report is due."""

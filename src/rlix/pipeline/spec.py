@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
@@ -22,6 +20,19 @@ from pydantic_core import PydanticCustomError
 
 from rlix.pipeline.spec_checks import environment_problems, inconsistencies
 from rlix.pipeline.spec_file import Origin, Problem, nearest, problems_of, read_yaml
+from rlix.pipeline.spec_training import (
+    AlgorithmSpec,
+    AsynchronousSpec,
+    CheckpointSpec,
+    Count,
+    CriticSpec,
+    Index,
+    NonNegative,
+    OptimizerSpec,
+    Positive,
+    Section,
+    Share,
+)
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -29,19 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlix.pipeline.tasks import Task
-
-Count = Annotated[int, Field(gt=0)]
-Index = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class TaskSpec(Section):
@@ -63,6 +61,31 @@ class DataSpec(Section):
     """Column with the right answer; null when the reward needs none."""
     split: str = "train"
     """Which split, when the folder holds several."""
+
+
+class EnvironmentSpec(Section):
+    """What an agent acts in, turn by turn: a built-in environment or a user's, and what its failures cost."""
+
+    name: Literal["digit_lookup"] | None = None
+    factory: str | None = None
+    """`package.module:function`, called with an `Instance` and the options; returns an `Environment`."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    runner: Literal["in_process", "subprocess"] = "in_process"
+    """In the pipeline's event loop, or each in a process that is killed when it hangs."""
+    max_processes: Count = 8
+    """With `runner: subprocess`: how many environments run at a time."""
+    max_turns: Count = 8
+    max_tokens: Count | None = None
+    """Longest trajectory in tokens, observations included; null for the model's context."""
+    reset_timeout_s: Positive = 60.0
+    step_timeout_s: Positive = 30.0
+    attempts: Count = 2
+    """How often an environment is started for a trajectory before it counts as failed."""
+    backoff_s: NonNegative = 0.1
+    """Wait before the second attempt; it doubles with each further one."""
+    failure_reward: float | None = None
+    """Reward of a trajectory whose environment failed; null leaves it out of the update."""
 
 
 class RewardSpec(Section):
@@ -157,37 +180,6 @@ class RolloutSpec(Section):
     executor: Literal["transformers", "vllm"] = "transformers"
 
 
-class AlgorithmSpec(Section):
-    name: Literal["grpo"] = "grpo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Positive = 0.2
-    kl_coefficient: NonNegative = 0.0
-    """Weight of the KL to the reference model in the loss; above 0 it needs `clusters.reference`."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    normalize_by_std: bool = True
-    aggregation: Literal["token", "sequence"] = "token"
-    epochs: Count = 1
-    """Passes over each step's completions."""
-    minibatches: Count = 1
-    """Optimizer steps per pass."""
-
-
-class OptimizerSpec(Section):
-    """AdamW."""
-
-    learning_rate: Positive = 1e-6
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: Positive = 1.0
-
-
-class CheckpointSpec(Section):
-    every: Count = 50
-    """Steps between checkpoints."""
-    keep: Count = 2
-    """How many of the newest stay on disk."""
-
-
 class ClusterSpec(Section):
     """The devices one worker set may use, in rank order."""
 
@@ -209,6 +201,7 @@ class ClustersSpec(Section):
     actor_train: ClusterSpec
     actor_infer: ClusterSpec
     reference: ClusterSpec | None = None
+    critic: ClusterSpec | None = None
 
     def items(self) -> list[tuple[str, ClusterSpec]]:
         return [(name, getattr(self, name)) for name in type(self).model_fields if getattr(self, name) is not None]
@@ -225,11 +218,14 @@ class JobSpec(Section):
     task: TaskSpec | None = None
     data: DataSpec | None = None
     reward: RewardSpec | None = None
+    environment: EnvironmentSpec | None = None
     model: ModelSpec = TinyModel()
     warmup: WarmupSpec | None = None
     rollout: RolloutSpec
     algorithm: AlgorithmSpec = AlgorithmSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    critic: CriticSpec | None = None
+    asynchronous: AsynchronousSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
     clusters: ClustersSpec
 

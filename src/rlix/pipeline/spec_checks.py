@@ -13,7 +13,7 @@ from rlix.protocol.errors import SpecError
 if TYPE_CHECKING:
     from rlix.pipeline.spec import JobSpec
 
-PIPELINES = ("full_finetune",)
+PIPELINES = ("full_finetune", "agentic", "actor_critic", "asynchronous")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALLEST_VLLM_HEAD = 32
 
@@ -35,6 +35,8 @@ def inconsistencies(spec: "JobSpec") -> Iterator[Problem]:
             f"is {spec.algorithm.kl_coefficient:g}, which needs a reference model; under clusters add "
             f"'reference: {{devices: {devices}}}', or set it to 0",
         )
+    yield from _actor_critic(spec)
+    yield from _asynchronous(spec)
     for name, cluster in spec.clusters.items():
         count = len(cluster.devices)
         if count % cluster.tensor_parallel:
@@ -43,6 +45,44 @@ def inconsistencies(spec: "JobSpec") -> Iterator[Problem]:
                 f"{cluster.tensor_parallel} does not divide the {count} devices {list(cluster.devices)}; use "
                 f"a divisor of {count}, or list another number of devices",
             )
+
+
+def _actor_critic(spec: "JobSpec") -> Iterator[Problem]:
+    """A user's own pipeline may combine these as it likes."""
+    if spec.algorithm.name == "ppo" and spec.pipeline in PIPELINES and spec.pipeline != "actor_critic":
+        yield Problem("pipeline", f"is {spec.pipeline}, which has no critic; with ppo set 'pipeline: actor_critic'")
+    if spec.pipeline != "actor_critic":
+        return
+    if spec.algorithm.name != "ppo":
+        yield Problem("algorithm.name", f"must be ppo with 'pipeline: actor_critic', not {spec.algorithm.name!r}")
+    if spec.clusters.critic is None:
+        devices = list(spec.clusters.actor_train.devices)
+        yield Problem("clusters.critic", f"is missing; under clusters add e.g. 'critic: {{devices: {devices}}}'")
+
+
+def _asynchronous(spec: "JobSpec") -> Iterator[Problem]:
+    ahead = spec.asynchronous
+    if spec.pipeline in PIPELINES and (ahead is None) == (spec.pipeline == "asynchronous"):
+        fix = "add e.g. 'asynchronous: {max_staleness: 1}'" if ahead is None else "set 'pipeline: asynchronous'"
+        yield Problem("asynchronous", f"section and 'pipeline: asynchronous' belong together; {fix}")
+    if ahead is None:
+        return
+    if ahead.on_stale == "wait" and (ahead.ahead or 0) > ahead.max_staleness:
+        yield Problem(
+            "asynchronous.ahead",
+            f"{ahead.ahead} exceeds max_staleness {ahead.max_staleness}; lower it, or use 'on_stale: drop' or rescore",
+        )
+    if ahead.in_flight == "finish" and (ahead.ahead or ahead.max_staleness) > 1:
+        yield Problem("asynchronous.in_flight", "finish generates one step at a time; set 'ahead: 1'")
+    if spec.algorithm.resample_rounds:
+        yield Problem("algorithm.resample_rounds", "steps generated ahead are not sampled again; set it to 0")
+    sampling = (spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k)
+    if sampling != (1.0, 1.0, 0):
+        yield Problem(
+            "rollout.temperature",
+            "importance weights need the probabilities that tokens were sampled with: use temperature 1, top_p 1, "
+            "top_k 0",
+        )
 
 
 def _model(spec: "JobSpec") -> Iterator[Problem]:
@@ -70,6 +110,12 @@ def _model(spec: "JobSpec") -> Iterator[Problem]:
 
 
 def _source_of_prompts(spec: "JobSpec") -> Iterator[Problem]:
+    if spec.environment is not None:
+        yield from _environment(spec)
+        return
+    if spec.pipeline == "agentic":
+        yield Problem("environment", "is missing: what the agent acts in; add e.g. 'environment: {name: digit_lookup}'")
+        return
     if (spec.task is None) == (spec.data is None):
         found = "both are given" if spec.task else "neither is given"
         yield Problem("task", f"a job has either a task or data with a reward, and {found}; keep one")
@@ -83,6 +129,22 @@ def _source_of_prompts(spec: "JobSpec") -> Iterator[Problem]:
         )
     if spec.data and spec.data.answer is None and spec.warmup:
         yield Problem("data.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup")
+
+
+def _environment(spec: "JobSpec") -> Iterator[Problem]:
+    environment = spec.environment
+    assert environment is not None
+    if spec.pipeline in PIPELINES and spec.pipeline != "agentic":
+        yield Problem("pipeline", f"is {spec.pipeline}, which has no environment; set 'pipeline: agentic'")
+    if spec.pipeline == "agentic" and spec.algorithm.name != "grpo":
+        yield Problem("algorithm.name", f"is {spec.algorithm.name}; with 'pipeline: agentic' it must be grpo")
+    if spec.algorithm.resample_rounds or spec.algorithm.overlong_buffer:
+        yield Problem("algorithm", "resample_rounds and overlong_buffer do not apply to environments; leave them out")
+    for section in ("task", "data", "reward"):
+        if getattr(spec, section) is not None:
+            yield Problem(section, "an environment brings its own observations and rewards; remove this section")
+    if (environment.name is None) == (environment.factory is None):
+        yield Problem("environment", "give either 'name: digit_lookup' or 'factory: package.module:function'")
 
 
 def _lengths(spec: "JobSpec") -> Iterator[Problem]:
@@ -122,6 +184,12 @@ def _batches(spec: "JobSpec") -> Iterator[Problem]:
             "warmup.batch_size",
             f"{spec.warmup.batch_size} does not divide over {ranks} training devices; use a multiple of {ranks}",
         )
+    if spec.clusters.critic and total % (len(spec.clusters.critic.devices) * spec.algorithm.minibatches):
+        count = len(spec.clusters.critic.devices)
+        yield Problem(
+            "clusters.critic.devices",
+            f"{total} completions do not divide into {spec.algorithm.minibatches} minibatches × {count} devices",
+        )
     if spec.clusters.reference and total % len(spec.clusters.reference.devices):
         count = len(spec.clusters.reference.devices)
         yield Problem("clusters.reference.devices", f"{total} completions do not divide over {count} devices")
@@ -139,6 +207,8 @@ def environment_problems(spec: "JobSpec") -> Iterator[Problem]:
         yield from _importable("pipeline", spec.pipeline)
     if spec.reward and spec.reward.function:
         yield from _importable("reward.function", spec.reward.function)
+    if spec.environment and spec.environment.factory:
+        yield from _importable("environment.factory", spec.environment.factory)
     if spec.rollout.executor == "vllm" and find_spec("vllm") is None:
         yield Problem(
             "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"

@@ -3,11 +3,20 @@
 from rlix.pipeline.algorithms.advantages import (
     gae,
     group_relative_advantages,
+    groups_with_spread,
+    overlong_penalty,
     reinforce_plus_plus_advantages,
+    rewards_at_end,
     rloo_advantages,
+    whiten,
 )
 from rlix.pipeline.algorithms.kl import kl_estimate
-from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss, value_loss
+from rlix.pipeline.algorithms.losses import (
+    PolicyLoss,
+    clipped_policy_loss,
+    truncated_importance_weights,
+    value_loss,
+)
 from rlix.pipeline.algorithms.tensors import aggregate, entropy, masked_mean, token_log_probs
 
 __all__ = [
@@ -17,10 +26,15 @@ __all__ = [
     "entropy",
     "gae",
     "group_relative_advantages",
+    "groups_with_spread",
     "kl_estimate",
     "masked_mean",
+    "overlong_penalty",
     "reinforce_plus_plus_advantages",
+    "rewards_at_end",
     "rloo_advantages",
     "token_log_probs",
+    "truncated_importance_weights",
     "value_loss",
+    "whiten",
 ]

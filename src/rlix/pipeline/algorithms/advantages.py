@@ -47,19 +47,56 @@ def reinforce_plus_plus_advantages(
     Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3.
     """
     mask = mask.bool()
-    per_token = torch.zeros(mask.shape, dtype=rewards.dtype, device=rewards.device)
-    if kl is not None:
-        per_token = torch.where(mask, per_token - kl_coefficient * kl, per_token)
-    per_token = per_token + torch.where(_last_position(mask), rewards.unsqueeze(1), torch.zeros_like(per_token))
+    per_token = rewards_at_end(rewards, mask, kl, kl_coefficient)
     returns = torch.zeros_like(per_token)
     running = torch.zeros_like(rewards)
     for t in reversed(range(mask.shape[1])):
         running = torch.where(mask[:, t], per_token[:, t] + discount * running, running)
         returns[:, t] = running
-    mean = masked_mean(returns, mask)
-    std = masked_mean((returns - mean) ** 2, mask).sqrt()
-    normalised = (returns - mean) / std if std > _NO_SPREAD else returns - mean
+    return whiten(returns, mask)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Shifted and scaled to mean 0 and (biased) standard deviation 1 under `mask`; 0 outside: [batch, time].
+
+    Source: advantage normalisation, Andrychowicz et al. 2020, arXiv:2006.05990, section 3.5 and appendix B.9.
+    """
+    mask = mask.bool()
+    mean = masked_mean(values, mask)
+    std = masked_mean((values - mean) ** 2, mask).sqrt()
+    normalised = (values - mean) / std if std > _NO_SPREAD else values - mean
     return torch.where(mask, normalised, torch.zeros_like(normalised))
+
+
+def groups_with_spread(rewards: Tensor, group_size: int) -> Tensor:
+    """Which groups have rewards that differ: bool [groups]. A group without spread has no gradient.
+
+    Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2 (which filters by accuracy 0 or 1).
+    """
+    groups = _in_groups(rewards, group_size)
+    return groups.amax(dim=1) - groups.amin(dim=1) > _NO_SPREAD
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """0 up to max_length - buffer tokens, then falling linearly to -1 at max_length: [batch] for `lengths` [batch].
+
+    Source: soft overlong punishment of DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13.
+    """
+    if buffer <= 0:
+        return torch.zeros(lengths.shape)
+    return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
+
+
+def rewards_at_end(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
+    """Reward per token: `rewards` [batch] at each sequence's last token, minus the KL penalty: [batch, time].
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4 (the KL penalty as part of the reward).
+    """
+    mask = mask.bool()
+    per_token = torch.where(_last_position(mask), rewards.unsqueeze(1), rewards.new_zeros(mask.shape))
+    if kl is not None:
+        per_token = torch.where(mask, per_token - kl_coefficient * kl, per_token)
+    return per_token
 
 
 def gae(

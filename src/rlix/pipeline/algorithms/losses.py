@@ -28,11 +28,13 @@ def clipped_policy_loss(
     clip_high: float = 0.2,
     aggregation: Aggregation = "token",
     denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> PolicyLoss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), reduced to a scalar.
 
     `log_probs`, `old_log_probs` and `mask` are [batch, time] (mask: the tokens the policy generated); `advantages` is
-    [batch, time], or [batch] for one per sequence. `aggregation` and `denominator` are those of `aggregate`.
+    [batch, time], or [batch] for one per sequence. `aggregation` and `denominator` are those of `aggregate`. `weights`
+    [batch, time], without gradient, multiply each token's term: see `truncated_importance_weights`.
 
     Source: PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, Yu et al.
     2025, arXiv:2503.14476, section 3.1.
@@ -43,7 +45,8 @@ def clipped_policy_loss(
     difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
     ratio = difference.exp()
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = aggregate(-torch.minimum(free, clipped), mask, aggregation, denominator)
+    terms = -torch.minimum(free, clipped)
+    loss = aggregate(terms if weights is None else terms * weights, mask, aggregation, denominator)
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
@@ -51,6 +54,20 @@ def clipped_policy_loss(
             approx_kl=masked_mean(difference.expm1() - difference, mask),
             mean_ratio=masked_mean(ratio, mask),
         )
+
+
+def truncated_importance_weights(
+    log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    """min(exp(log_probs - behavior_log_probs), cap) under `mask`, 1 outside; all [batch, time], without gradient.
+
+    Corrects for tokens that another policy than `log_probs`' sampled; the cap bounds the variance at the price of bias.
+
+    Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X320456; as a factor of PPO's loss, with
+    the policy before the update in the ratio: Hilton et al. 2021, arXiv:2110.00641 (decoupled PPO).
+    """
+    difference = torch.where(mask.bool(), log_probs - behavior_log_probs, torch.zeros_like(log_probs))
+    return difference.detach().exp().clamp(max=cap)
 
 
 def value_loss(

@@ -1,0 +1,87 @@
+"""Writes docs/job-spec.md from the spec's own field descriptions: `python docs/job_spec.py`."""
+
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rlix.pipeline.spec import JobSpec, PretrainedModel, TinyModel
+
+TARGET = Path(__file__).with_name("job-spec.md")
+INTRODUCTION = """# Job spec reference
+
+A job is one YAML file, checked before anything starts. Unknown keys are errors. Paths are relative to the file. The
+jobs that ship with RLix can be named without a path (`rlix run sort_digits`).
+
+This page is written from the code by `python docs/job_spec.py`; a test keeps it current.
+"""
+
+
+def reference() -> str:
+    sections = [("", JobSpec)]
+    done: set[type[BaseModel]] = set()
+    parts = [INTRODUCTION]
+    while sections:
+        path, model = sections.pop(0)
+        if model in done:
+            continue
+        done.add(model)
+        children = [(f"{path}.{name}".lstrip("."), child) for name, child in nested(model)]
+        sections = [*children, *sections] if path else [*sections, *children]
+        parts.append(section(path, model))
+    return "\n".join(parts)
+
+
+def section(path: str, model: type[BaseModel]) -> str:
+    title = f"## `{path}`" if path else "## Top level"
+    if model in (TinyModel, PretrainedModel):
+        title += " (built in)" if model is TinyModel else " (Hugging Face)"
+    rows = [row(name, field) for name, field in model.model_fields.items()]
+    doc = model.__doc__ if model.__doc__ and not model.__doc__.startswith("!!!") else ""
+    intro = [" ".join(doc.split()), ""] if doc and model is not JobSpec else []
+    return "\n".join([title, "", *intro, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def row(name: str, field: FieldInfo) -> str:
+    if field.is_required():
+        default = "required"
+    elif isinstance(field.get_default(call_default_factory=True), BaseModel):
+        default = "see below"
+    else:
+        value = field.get_default(call_default_factory=True)
+        default = "–" if value is None else f"`{list(value) if isinstance(value, tuple) else value}`"
+    meaning = " ".join((field.description or "").split())
+    return f"| `{name}` | {type_name(field.annotation)} | {default} | {meaning} |"
+
+
+def nested(model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    return [(name, child) for name, field in model.model_fields.items() for child in models_in(field.annotation)]
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
+
+
+def type_name(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_name(arg) for arg in args if arg is not type(None)))
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin is tuple:
+        inner = [type_name(arg) for arg in args if arg is not ...]
+        return f"list of {inner[0]}" if ... in args else f"[{', '.join(inner)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(annotation, str(annotation))
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference())

@@ -1,0 +1,46 @@
+"""What one step sampled, and the rewards it got."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, tensor
+
+from rlix.pipeline.rewards import Reward
+from rlix.pipeline.router import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Trajectories with their rewards, in the same order; the samples of one prompt (a group) next to each other."""
+
+    trajectories: Sequence[Trajectory]
+    rewards: Sequence[Reward]
+
+    @property
+    def reward_tensor(self) -> Tensor:
+        """[trajectories], float32."""
+        return tensor([r.reward for r in self.rewards])
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the trajectories, and `trajectories_digest`: equal exactly when two runs sampled the same."""
+        count = len(self.rewards)
+        return {
+            "reward": sum(r.reward for r in self.rewards) / count,
+            "exact": sum(r.exact for r in self.rewards) / count,
+            "trajectories": count,
+            "trajectories_digest": digest(self.trajectories),
+        }
+
+    def groups(self, chosen: Iterable[int], size: int) -> "Samples":
+        """The groups with these numbers."""
+        rows = [group * size + k for group in chosen for k in range(size)]
+        return Samples([self.trajectories[i] for i in rows], [self.rewards[i] for i in rows])
+
+
+def digest(trajectories: Iterable[Trajectory]) -> int:
+    """48 bits of a hash of ids and tokens, in order: a number that JSON keeps exactly."""
+    state = hashlib.blake2b(digest_size=6)
+    for t in trajectories:
+        state.update(f"{t.id}\x1f{t.prompt_ids}\x1f{t.token_ids}\x1e".encode())
+    return int.from_bytes(state.digest(), "little")
