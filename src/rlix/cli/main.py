@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
 from rlix.protocol.errors import RlixError, SpecError
 
@@ -115,3 +116,6 @@ def report(
     console = make_console()
     console.print(render_text(built.tables))
     console.print(f"report: {target}", highlight=False, soft_wrap=True)
+
+
+app.command()(simulate)

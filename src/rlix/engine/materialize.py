@@ -100,6 +100,8 @@ class Checkpoint:
         adapted = {base: name for name, base in self._bases.items()}
         self._files = {}
         for stored, path in safetensors_index(folder).items():
+            if any(fnmatch(stored, pattern) for pattern in module.allow_unknown):
+                continue
             name = module.import_name(stored)
             self._files[adapted.get(name, name)] = (path, stored)
         named = named_weights(module)
