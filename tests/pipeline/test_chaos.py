@@ -81,13 +81,16 @@ def test_three_kinds_of_training_share_four_devices_while_replicas_die(
 ) -> None:
     specs = [small(), ppo(), ahead(asynchronous={"max_staleness": 1, "in_flight": "finish"})]
     handles = jobs.start(*specs, runs=tmp_path)
-    for number, handle in enumerate(handles):  # one replica of each, once it is at work
-        while handle.status().step < 1:
-            assert handle.status().state in ("starting", "running"), handle.status()
-        name = infer_actors(handle)[number]
-        ray.kill(ray.get_actor(name, namespace=f"pipeline_{handle.pipeline_id}_NS"))
-        if number == 0:
-            (guest,) = jobs.start(small("copy_digits", steps=1), runs=tmp_path)
+    untouched = list(handles)
+    while untouched:  # one replica of each, once it is at work
+        for handle in list(untouched):
+            status = handle.status()
+            assert status.state in ("starting", "running"), status
+            if status.step >= 1:
+                name = infer_actors(handle)[0]
+                ray.kill(ray.get_actor(name, namespace=f"pipeline_{handle.pipeline_id}_NS"))
+                untouched.remove(handle)
+    (guest,) = jobs.start(small("copy_digits", steps=1), runs=tmp_path)
     statuses = wait_all([*handles, guest], timeout_s=280)
     assert [s.state for s in statuses] == ["finished"] * 4, statuses
 

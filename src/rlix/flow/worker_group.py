@@ -306,13 +306,19 @@ def _actor_class(worker_cls: type[Worker]) -> type[Worker]:
     def bare(self: Any, context: WorkerContext) -> None:
         prepare_process(context)
         self.ctx = context
+        self._rlix_constructed = False
 
     def construct(self: Any, kwargs: Mapping[str, Any]) -> tuple[str, int]:
         worker_cls.__init__(self, **kwargs)
+        self._rlix_constructed = True
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    members: dict[str, Any] = {"__init__": bare, "_rlix_construct": construct}
-    members |= {name: getattr(worker_cls, name) for name in dir(worker_cls) if not name.startswith("__")}
+    def close(self: Any) -> None:
+        if self._rlix_constructed:  # a group may close while a rank of it is being started again
+            worker_cls.close(self)
+
+    members: dict[str, Any] = {name: getattr(worker_cls, name) for name in dir(worker_cls) if not name.startswith("__")}
+    members |= {"__init__": bare, "_rlix_construct": construct, "close": close}
     members = {name: _without_types(m) for name, m in members.items() if isinstance(m, FunctionType)}
     members["__module__"] = worker_cls.__module__
     return type(worker_cls.__name__, (worker_cls,), members)
