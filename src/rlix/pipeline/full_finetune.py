@@ -35,7 +35,7 @@ from rlix.protocol.messages import Lease
 from rlix.protocol.types import ClusterName, Phase
 
 _SLOTS_PER_REPLICA = 64
-_CHUNK = 16
+_CHUNK = 32
 
 
 class FullFinetunePipeline(Pipeline):
