@@ -21,10 +21,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         home=tmp_path_factory.mktemp("rlix_home"),
         ray_address="local",
         virtual_gpus=VIRTUAL_GPUS,
-        shrink_deadline_s=5.0,
+        shrink_deadline_s=10.0,
         grow_timeout_s=5.0,
         coordinator_wait_s=60.0,
-        abandon_after_s=5.0,
+        abandon_after_s=20.0,
     )
 
 
