@@ -172,9 +172,7 @@ def kill_a_replica(handle: JobHandle) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.xfail(
-    strict=False, reason="the other job may fail while both start on a busy machine; cause open"
-)
+@pytest.mark.xfail(strict=False, reason="the other job may fail while both start on a busy machine; cause open")
 def test_hanging_environments_sharing_and_a_killed_replica_change_nothing_else(run: Any, tmp_path: Path) -> None:
     spec = agentic_job("agent")
     shared, other = run([spec, other_job()], tmp_path / "shared")
