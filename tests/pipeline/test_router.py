@@ -5,30 +5,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlix.engine.requests import GenerationRequest, GenerationResult
-from rlix.pipeline.router import ReplicaState, Router, Sampling, Trajectory
+from rlix.engine.requests import GenerationRequest
+from rlix.pipeline.router import ReplicaState, Router, Trajectory
+from tests.pipeline.rollout_world import answer, trajectory
 
 SLOTS, CHUNK, REPLICAS = 4, 2, 3
-
-
-def trajectory(name: str, length: int) -> Trajectory:
-    return Trajectory(name, prompt_ids=(1, 2), seed=hash(name), sampling=Sampling(max_new_tokens=length))
-
-
-def answer(request: GenerationRequest, count: int, version: int = 0) -> GenerationResult:
-    """Token `p` of every trajectory is `p`, so a doubled or dropped token shows."""
-    start = len(request.generated_ids)
-    end = min(start + count, request.max_new_tokens)
-    finished = end == request.max_new_tokens
-    tokens = tuple(range(start, end))
-    return GenerationResult(
-        id=request.id,
-        token_ids=tokens,
-        logprobs=tuple(-0.5 for _ in tokens),
-        finished=finished,
-        finish_reason="length" if finished else "abort",
-        weight_version=version,
-    )
 
 
 class RouterMachine(RuleBasedStateMachine):
