@@ -1,7 +1,6 @@
 """Whole jobs on real Ray, real models and real leases."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rlix.pipeline.launch import JobHandle, launch, split_devices, wait_all
 from rlix.pipeline.run_folder import list_checkpoints
 from rlix.pipeline.spec import ClusterSpec, JobSpec, load_job
 from rlix.protocol.errors import SpecError
-from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
+from tests.pipeline.training_jobs import leases_left
 
 STEPS = 4
 
@@ -68,11 +67,7 @@ def test_two_jobs_share_four_devices(run: Any, tmp_path: Path) -> None:
     # rollouts of both jobs ran on some of the same devices
     assert held["sort_digits"] & held["copy_digits"]
 
-    orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
-    deadline = time.monotonic() + 20  # the control plane hears of a job's end a moment after its driver
-    while (leases_left := ray.get(orchestrator.status.remote(), timeout=10).leases) and time.monotonic() < deadline:
-        pass
-    assert leases_left == ()
+    assert leases_left() == ()
 
 
 @pytest.mark.ray

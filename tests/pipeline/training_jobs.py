@@ -1,8 +1,13 @@
 """Small jobs of every kind of training, on four devices."""
 
+import time
 from typing import Any
 
+import ray
+
 from rlix.pipeline.spec import JobSpec, load_job
+from rlix.protocol.messages import LeaseStatus
+from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
 STEPS = 4
 
@@ -35,3 +40,12 @@ def ahead(asynchronous: dict[str, Any] | None = None, **changes: Any) -> JobSpec
     """The next step's trajectories are generated while a step trains."""
     rule = asynchronous or {"max_staleness": 1}
     return small(name="ahead", pipeline="asynchronous", asynchronous=rule, **changes)
+
+
+def leases_left(timeout_s: float = 20.0) -> tuple[LeaseStatus, ...]:
+    """What is still held once all jobs ended: the control plane hears of a job's end a moment after its driver."""
+    orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
+    deadline = time.monotonic() + timeout_s
+    while (left := ray.get(orchestrator.status.remote(), timeout=10).leases) and time.monotonic() < deadline:
+        pass
+    return tuple(left)

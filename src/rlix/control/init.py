@@ -32,6 +32,7 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 _STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more at a time than there are cores is fine
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
+_NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence it for longer than its callers wait
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
 _MAX_CALLS = 10_000  # calls that wait inside one control actor at the same time
 
@@ -132,7 +133,10 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             include_dashboard=False,
             logging_level=logging.WARNING,
             _node_ip_address="127.0.0.1",
-            _system_config={"worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY},
+            _system_config={
+                "worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY,
+                "worker_niceness": _NICENESS,
+            },
             **devices,
         )
     _Session.started_ray = True

@@ -42,6 +42,7 @@ IMPORT_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 REQUEST_TIMEOUT_S = 10.0
+NICENESS = 10  # workers compute on every core; the control plane must be heard all the same
 ORPHAN_GRACE_S = 5.0  # workers end on their own when their raylet is gone; after this long they are killed
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 
@@ -64,6 +65,7 @@ def main() -> None:
         sys.path.pop(0)  # this script's own folder: a worker has its own script's there
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
     preload()
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     request = Server(listener, raylet).serve()
     if request is None:
         logging.shutdown()
