@@ -13,11 +13,15 @@ from rlix.control.core import Core
 from rlix.control.job import Job
 from rlix.control.journal import Journal, JournalError
 from rlix.control.settings import Settings
+from rlix.control.usage import Usage
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import DemandReported, DevicesDiscovered, LeaseReleased, PipelineRegistered
 from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Registration, ReleaseReason
 from rlix.protocol.types import Phase
+from rlix.scheduler.plan import Plan
 from rlix.scheduler.planner import plan
+from rlix.scheduler.policies import Policy
+from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
 
 DEVICES = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(4))
@@ -67,6 +71,40 @@ def coordinators_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def gang(core: Core, job_id: str) -> int:
     return (await core.request(job_id, TRAIN, Phase.ACTOR_TRAINING, 5.0).answer).epoch
+
+
+def test_gpu_seconds_count_from_grant_to_release() -> None:
+    usage = Usage(now=10.0)
+    usage.granted(1, devices=2, now=11.0)
+    usage.granted(2, devices=4, now=12.0)
+    assert usage.gpu_s(13.0) == 2 * 2 + 4 * 1
+    usage.released(1, now=13.0)
+    usage.released(9, now=13.0)  # granted, and given up before it was active
+    assert usage.gpu_s(15.0) == 2 * 2 + 4 * 3
+    assert usage.age_s(15.0) == 5.0
+
+
+def test_the_planner_sees_what_each_job_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Snapshot] = []
+
+    def spy(snapshot: Snapshot, policy: Policy) -> Plan:
+        seen.append(snapshot)
+        return plan(snapshot, policy)
+
+    monkeypatch.setattr(core_module, "plan", spy)
+
+    async def scenario(core: Core) -> None:
+        core.record(LeaseReleased(await gang(core, "ft_1"), ReleaseReason.RELEASED))
+        core.record(DemandReported("ft_1", "actor_infer", Demand(0)))
+        core.record(DemandReported("ft_2", "actor_infer", Demand(9, work_s=1.0)))
+        while len(seen[-1].rollouts) < 2:
+            await asyncio.sleep(0)
+
+    with_core(tmp_path, scenario)
+    first, second = (rollout.demand for rollout in seen[-1].rollouts)
+    assert first.used_gpu_s > 0
+    assert first.age_s > second.age_s > 0
+    assert (second.trajectories, second.work_s) == (9, 1.0)
 
 
 def test_the_state_is_a_fold_over_the_journal(tmp_path: Path) -> None:
@@ -163,7 +201,7 @@ def test_a_hung_job_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_pauses_after_failures_grow_to_a_minute_and_end_with_success() -> None:
-    job = Job(Registration("ft_1", "ns", (INFER,)))
+    job = Job(Registration("ft_1", "ns", (INFER,)), now=0.0)
     assert [job.failed(0.0) for _ in range(8)] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert job.muted(59.9)
     assert not job.muted(60.0)

@@ -11,6 +11,12 @@ def test_the_environment_is_read_and_defaults_hold() -> None:
     got = Settings.from_env({"RLIX_VIRTUAL_GPUS": "4", "RLIX_SHRINK_DEADLINE_S": "2.5", "RAY_ADDRESS": "local"})
     assert (got.virtual_gpus, got.shrink_deadline_s, got.ray_address) == (4, 2.5, "local")
     assert got.home == Path.home() / ".rlix"
+    assert Settings.from_env({"RLIX_POLICY": "proportional"}).policy == "proportional"
+
+
+def test_an_unknown_policy_is_named_with_those_there_are() -> None:
+    with pytest.raises(SpecError, match="RLIX_POLICY='fair' must be one of: rlix, proportional"):
+        Settings.from_env({"RLIX_POLICY": "fair"})
 
 
 @pytest.mark.parametrize(

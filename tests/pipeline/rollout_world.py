@@ -156,7 +156,7 @@ class World:
 
     # ---- the control plane's side ----------------------------------------------------------------------------
 
-    def report_demand(self, cluster: str, trajectories: int, tokens: int = 0) -> None:
+    def report_demand(self, cluster: str, trajectories: int, tokens: int = 0, **learnt: float) -> None:
         self.demands.append((trajectories, tokens))
 
     def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:

@@ -12,7 +12,7 @@ from rlix.control.gang_queue import GangQueue, Ticket
 from rlix.control.job import Job
 from rlix.control.journal import Journal, JournalError
 from rlix.control.lease_log import LeaseLog
-from rlix.control.settings import Settings
+from rlix.control.settings import POLICIES, Settings
 from rlix.protocol.errors import PipelineGoneError, PlanError, RlixError, WaitTimeoutError
 from rlix.protocol.events import (
     DemandReported,
@@ -55,6 +55,7 @@ class Core:
         self.log = LeaseLog(now=time.time)
         self.jobs: dict[str, Job] = {}
         self._settings = settings
+        self._policy = POLICIES[settings.policy]
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +114,7 @@ class Core:
     def admit(self, registration: Registration) -> None:
         pipeline_id = registration.pipeline_id
         self.record(PipelineAdmitted(pipeline_id))
-        job = self.jobs[pipeline_id] = Job(registration)
+        job = self.jobs[pipeline_id] = Job(registration, self._loop.time())
         job.watch = self._spawn(self._watch(pipeline_id, job), f"watch over {pipeline_id}")
 
     def request(self, pipeline_id: str, cluster: Cluster, phase: Phase, timeout_s: float | None) -> Ticket:
@@ -205,7 +206,7 @@ class Core:
             self._changed.clear()
             start = time.monotonic()
             snapshot = self._snapshot()
-            decided = plan(snapshot)
+            decided = plan(snapshot, self._policy)
             try:
                 check(snapshot, decided)
             except PlanError:
@@ -222,14 +223,18 @@ class Core:
             self._later = self._loop.call_later(_PAUSE_TURNS * self._turn_s, self._changed.set)
 
     def _snapshot(self) -> Snapshot:
-        """The state as the planner should see it: a job that is ending or failed a moment ago wants nothing."""
+        """The state as the planner should see it: demands with what each job has used so far; a job that is ending or
+        failed a moment ago wants nothing."""
         now = self._loop.time()
         snapshot = self.state.snapshot()
-        muted = {pipeline_id for pipeline_id, job in self.jobs.items() if job.muted(now)}
-        if not muted:
-            return snapshot
-        rollouts = (replace(r, demand=Demand(0)) if r.pipeline_id in muted else r for r in snapshot.rollouts)
+        rollouts = (replace(r, demand=self._demand(r.pipeline_id, r.demand, now)) for r in snapshot.rollouts)
         return replace(snapshot, rollouts=tuple(rollouts))
+
+    def _demand(self, pipeline_id: str, reported: Demand, now: float) -> Demand:
+        job = self.jobs[pipeline_id]
+        if job.muted(now):
+            return Demand(0)
+        return replace(reported, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now))
 
     def _carry_out(self, decided: Plan) -> None:
         if not decided:
@@ -263,6 +268,8 @@ class Core:
     def _note(self, event: Event, ended: Sequence[tuple[Lease, ReleaseReason]]) -> None:
         for lease, reason in ended:
             self.log.add("released", lease, reason=reason)
+            if lease.pipeline_id in self.jobs:
+                self.jobs[lease.pipeline_id].usage.released(lease.epoch, self._loop.time())
         if isinstance(event, ShrinkStarted):
             self.log.add("shrinking", self.state.leases[event.epoch].lease)
         if isinstance(event, LeaseGranted) and event.request_id is not None:
@@ -272,6 +279,7 @@ class Core:
         """Tells those who waited that their leases are active."""
         for lease in active:
             self.log.add("granted", lease, waited_s=self.gangs.answer(lease))
+            self.jobs[lease.pipeline_id].usage.granted(lease.epoch, len(lease.devices), self._loop.time())
         for pipeline_id, leases in _by_pipeline([lease for lease in active if lease.phase is Phase.ROLLOUT]):
             self._spawn(self._grow(self.jobs[pipeline_id], leases), f"growth of {pipeline_id}")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlix.control.coordinator_link import CoordinatorLink
+from rlix.control.usage import Usage
 from rlix.protocol.messages import Lease, Registration
 
 _FIRST_PAUSE_S = 1.0
@@ -13,10 +14,14 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Job:
-    """The line to the job's coordinator, the workers that may be killed, and how often it failed lately."""
+    """The line to the job's coordinator, what it used, the workers that may be killed, and how often it failed lately.
 
-    def __init__(self, registration: Registration) -> None:
+    `now` is the event loop's time when the pipeline was admitted.
+    """
+
+    def __init__(self, registration: Registration, now: float) -> None:
         self.registration = registration
+        self.usage = Usage(now)
         self.link = CoordinatorLink(registration)
         self.watch: asyncio.Task[None] | None = None
         self.closing: asyncio.Task[None] | None = None

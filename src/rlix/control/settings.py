@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.protocol.errors import SpecError
+from rlix.scheduler.policies import Policy, proportional, rlix
 
 DEFAULT_VIRTUAL_GPUS = 8
+POLICIES: dict[str, Policy] = {"rlix": rlix, "proportional": proportional}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +20,13 @@ class Settings:
     `virtual_gpus` is how many virtual GPUs a machine without real ones gets. A rollout that has not acknowledged a
     shrink within `shrink_deadline_s` loses its workers. A coordinator has `grow_timeout_s` to note new bundles. A
     pipeline without a coordinator ends when it has held nothing and said nothing for `coordinator_wait_s`. A waiting
-    gang request whose caller has not asked again for `abandon_after_s` is dropped.
+    gang request whose caller has not asked again for `abandon_after_s` is dropped. `policy` is one of `POLICIES`.
     """
 
     home: Path
     ray_address: str = "auto"
     virtual_gpus: int = DEFAULT_VIRTUAL_GPUS
+    policy: str = "rlix"
     shrink_deadline_s: float = 30.0
     grow_timeout_s: float = 10.0
     coordinator_wait_s: float = 300.0
@@ -31,16 +34,20 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
-        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_VIRTUAL_GPUS and RLIX_SHRINK_DEADLINE_S.
+        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_VIRTUAL_GPUS, RLIX_SHRINK_DEADLINE_S and RLIX_POLICY.
 
         Raises:
-            SpecError: a variable does not hold a positive number.
+            SpecError: a variable does not hold a positive number, or no policy's name.
         """
         env = os.environ if env is None else env
+        policy = env.get("RLIX_POLICY") or "rlix"
+        if policy not in POLICIES:
+            raise SpecError(f"environment variable RLIX_POLICY={policy!r} must be one of: {', '.join(POLICIES)}")
         return cls(
             home=Path(env.get("RLIX_HOME") or "~/.rlix").expanduser().absolute(),
             ray_address=env.get("RAY_ADDRESS") or "auto",
             virtual_gpus=int(_positive(env, "RLIX_VIRTUAL_GPUS", DEFAULT_VIRTUAL_GPUS, integer=True)),
+            policy=policy,
             shrink_deadline_s=_positive(env, "RLIX_SHRINK_DEADLINE_S", 30.0),
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlix.control.client import JobClient
+from rlix.control.usage import Usage
 from rlix.pipeline.run_folder import RunFolder, Span
 from rlix.pipeline.spec import JobSpec
 from rlix.protocol.errors import RlixError
@@ -97,6 +98,7 @@ class Pipeline(ABC):
         self._rewards: list[float] = []
         self._exacts: list[float] = []
         self._lease_records = 0
+        self._usage = Usage(time.time())
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -130,6 +132,9 @@ class Pipeline(ABC):
     def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
         """The control plane killed the replicas of `leases` because they missed their deadline."""
 
+    def expect_gpu_s(self, left: float) -> None:
+        """After each step: the GPU-seconds the job will use until its last one, if the next are like those so far."""
+
     # ---- called through Ray ----------------------------------------------------------------------------------
 
     def run(self) -> JobSummary:
@@ -138,7 +143,7 @@ class Pipeline(ABC):
         try:
             first = self._prepare()
             state = self._train(first)
-        except BaseException as error:
+        except BaseException as error:  # noted, and raised again
             detail = f"{type(error).__name__}: {error}"
             self._update(state="failed", phase="failed", error=detail)
             if self.folder.path.is_dir():
@@ -217,6 +222,8 @@ class Pipeline(ABC):
     def _train(self, first: int) -> str:
         every = self.spec.checkpoint.every
         saved = done = first
+        self._write_lease_events()
+        spent_gpu_s = self._usage.gpu_s(time.time())  # on what is not done again at every step
         for step in range(first, self.spec.steps):
             if self.stop_requested.is_set():
                 break
@@ -228,6 +235,8 @@ class Pipeline(ABC):
             except InterruptedError:
                 break
             done = step + 1
+            per_step = (self._usage.gpu_s(time.time()) - spent_gpu_s) / (done - first)
+            self.expect_gpu_s(per_step * (self.spec.steps - done))
             if every and done % every == 0:
                 self._checkpoint(done)
                 saved = done
@@ -264,6 +273,10 @@ class Pipeline(ABC):
         for record in self.client.lease_log(self._lease_records):
             self._lease_records = record.number
             lease = record.lease
+            if record.event == "granted":
+                self._usage.granted(lease.epoch, len(lease.devices), record.time)
+            elif record.event == "released":
+                self._usage.released(lease.epoch, record.time)
             self.folder.event(
                 {
                     "type": "lease",

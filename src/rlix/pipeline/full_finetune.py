@@ -271,6 +271,9 @@ class FullFinetunePipeline(Pipeline):
     def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
         self.rollouts.lost(leases)
 
+    def expect_gpu_s(self, left: float) -> None:
+        self.rollouts.expect_gpu_s(left)
+
     @property
     def uses_reference(self) -> bool:
         return self.spec.algorithm.kl_coefficient > 0

@@ -1,4 +1,6 @@
-"""What moving trajectories between replicas costs and gains: pure functions, in units of one decoding step.
+"""What a rollout learns of its own speed, and what moving trajectories between replicas costs and gains.
+
+Pure functions, in units of one decoding step.
 
 The model is a roofline. One step over a batch of b trajectories takes 1 + b / knee (in units of a step over an empty
 batch): up to the knee the step is bound by reading the weights, beyond it by arithmetic. Arithmetic is all that
@@ -6,9 +8,11 @@ prefilling a token costs, so a token of prefill takes 1 / knee of the same unit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _WEIGHT = 0.2  # of a new observation in a running mean
+_LINE_WEIGHT = 0.02  # of a new observation in a line: it has seen many batch sizes, and forgets them slowly
+_SPREAD = 0.1  # of the mean batch size: with less than that, a line through the observations means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +31,59 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class StepLine:
+    """Least squares through the seconds of one step over its batch size, recent calls counting most."""
+
+    weight: float = 0.0
+    batch: float = 0.0
+    seconds: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+    def saw(self, batch: float, seconds: float) -> None:
+        """Weighted moments, updated as in West, "Updating mean and variance estimates", CACM 1979."""
+        self.weight = self.weight * (1 - _LINE_WEIGHT) + 1
+        share = 1 / self.weight
+        off, late = batch - self.batch, seconds - self.seconds
+        self.batch += share * off
+        self.seconds += share * late
+        self.variance = (1 - share) * (self.variance + share * off * off)
+        self.covariance = (1 - share) * (self.covariance + share * off * late)
+
+    def knee(self) -> float | None:
+        """The batch size at which a step takes twice as long as one over nothing; None where that cannot be told."""
+        if self.variance <= (_SPREAD * self.batch) ** 2 or self.covariance <= 0:
+            return None
+        slope = self.covariance / self.variance
+        empty = self.seconds - slope * self.batch
+        return empty / slope if empty > 0 else None
+
+
+@dataclass(slots=True)
 class Estimates:
-    """What a rollout has learnt from finished calls. `knee`: batch size at which a step takes twice its least time.
+    """What a rollout has learnt from finished calls. `knee`: batch size at which a step takes twice its least time,
+    at most `slots`, the trajectories that one replica decodes at a time.
 
     `move_s`: seconds between an abort and the first step elsewhere.
     """
 
-    knee: float
+    slots: int
+    knee: float = 0.0
     move_s: float = 0.05
     step_s: float | None = None
     length: float | None = None  # tokens of a finished trajectory
+    line: StepLine = field(default_factory=StepLine)
+
+    def __post_init__(self) -> None:
+        self.knee = self.knee or float(self.slots)
 
     def saw_call(self, seconds: float, steps: int, batch: int) -> None:
         """A call of `steps` decoding steps, beside `batch` trajectories in all, took `seconds`."""
         if steps > 0 and seconds > 0:
+            self.line.saw(batch, seconds / steps)
+            knee = self.line.knee()
+            if knee is not None:
+                self.knee = min(max(knee, 1.0), float(self.slots))
             self.step_s = _running_mean(self.step_s, seconds / steps / (1 + batch / self.knee))
 
     def saw_end(self, length: int) -> None:
@@ -56,6 +99,20 @@ class Estimates:
     def steps_since(self, seconds: float, batch: int) -> float:
         """Decoding steps that fit into `seconds` beside `batch` trajectories."""
         return 0.0 if self.step_s is None else seconds / (self.step_s * (1 + batch / self.knee))
+
+
+def rollout_s(lefts: Sequence[float], estimates: Estimates) -> tuple[float, float]:
+    """Work and floor of a rollout whose trajectories have these numbers of tokens to go: on k bundles, it ends in
+    `floor + work / k` seconds, as far as is known. (0, 0) while no step was measured.
+
+    The longest trajectory needs its steps however many bundles there are; the arithmetic of all tokens is divided, and
+    so are the rounds it takes when more trajectories are open than fit into one replica's slots.
+    """
+    if estimates.step_s is None or not lefts:
+        return 0.0, 0.0
+    tokens, longest = sum(lefts), max(lefts)
+    rounds = max(0.0, tokens / estimates.slots - longest)
+    return estimates.step_s * (tokens / estimates.knee + rounds), estimates.step_s * longest
 
 
 def decode_steps(chunks: Sequence[Chunk], knee: float) -> float:

@@ -43,7 +43,17 @@ class Replicas(Protocol):
 class RolloutClient(Protocol):
     """What rollouts need of the control plane; `JobClient` fits."""
 
-    def report_demand(self, cluster: str, trajectories: int, tokens: int = 0) -> None: ...
+    def report_demand(
+        self,
+        cluster: str,
+        trajectories: int,
+        tokens: int = 0,
+        *,
+        knee: float = 0.0,
+        work_s: float = 0.0,
+        floor_s: float = 0.0,
+        left_gpu_s: float = 0.0,
+    ) -> None: ...
 
     def release(self, lease: Lease) -> None: ...
 

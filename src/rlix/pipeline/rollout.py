@@ -74,7 +74,8 @@ class RolloutManager:
         self._closed = False
         self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
         self._expected = Demand(0)
-        self._reported = Demand(0)
+        self._left_gpu_s = 0.0
+        self._reported = (0, 0)
         self._reported_at = 0.0
         self._reporting = False
         self._pool = ReplicaPool(
@@ -145,6 +146,10 @@ class RolloutManager:
     def expect(self, demand: Demand) -> None:
         """Work that is not submitted now and will be (it waits for something else): heartbeats count it too."""
         self._post(partial(setattr, self, "_expected", demand))
+
+    def expect_gpu_s(self, left: float) -> None:
+        """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
+        self._post(partial(setattr, self, "_left_gpu_s", left))
 
     def abandon(self) -> None:
         """Drop every open trajectory and expect none."""
@@ -217,7 +222,7 @@ class RolloutManager:
 
     def _loop(self) -> None:
         while True:
-            unreported = self._demand() != self._reported
+            unreported = self._outstanding() != self._reported
             try:
                 action = self._inbox.get(timeout=_REPORT_INTERVAL_S if unreported else None)
             except queue.Empty:
@@ -296,19 +301,30 @@ class RolloutManager:
 
     # ---- reports ---------------------------------------------------------------------------------------------
 
-    def _demand(self) -> Demand:
-        routed, expected = self._router.demand(), self._expected
-        return Demand(routed.trajectories + expected.trajectories, routed.tokens + expected.tokens)
+    def _outstanding(self) -> tuple[int, int]:
+        """Trajectories that are open or expected, and the tokens they may still add."""
+        trajectories, tokens = self._router.outstanding()
+        return trajectories + self._expected.trajectories, tokens + self._expected.tokens
 
     def _report(self) -> None:
         """Tell the scheduler when demand has changed: at once when it begins or ends, else at most every interval."""
-        demand, now = self._demand(), self._clock()
-        if self._reporting or demand == self._reported:
+        outstanding, now = self._outstanding(), self._clock()
+        if self._reporting or outstanding == self._reported:
             return
-        edge = (demand.trajectories == 0) != (self._reported.trajectories == 0)
+        edge = (outstanding[0] == 0) != (self._reported[0] == 0)
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
-            self._reporting, self._reported, self._reported_at = True, demand, now
-            report = partial(self._client.report_demand, self._cluster.name, demand.trajectories, demand.tokens)
+            self._reporting, self._reported, self._reported_at = True, outstanding, now
+            open_ = self._router.demand(now)
+            report = partial(
+                self._client.report_demand,
+                self._cluster.name,
+                outstanding[0],
+                open_.tokens + self._expected.tokens,
+                knee=open_.knee,
+                work_s=open_.work_s,
+                floor_s=open_.floor_s,
+                left_gpu_s=self._left_gpu_s,
+            )
             self._in_background(report, self._report_ended)
 
     def _report_ended(self, answer: "Future[None]") -> None:
@@ -322,7 +338,7 @@ class RolloutManager:
     def _describe(self, timeout_s: float) -> str:
         held = self._pool.held
         return (
-            f"step {self._pool.step}: {self._demand().trajectories} trajectories were not finished within "
+            f"step {self._pool.step}: {self._outstanding()[0]} trajectories were not finished within "
             f"{timeout_s:g} s; replicas hold {held or 'no devices'}"
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlix.engine.requests import GenerationRequest, GenerationResult
-from rlix.pipeline.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached
+from rlix.pipeline.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached, rollout_s
 from rlix.protocol.messages import Demand
 
 
@@ -109,7 +109,7 @@ class Router:
         self._prefix_cache = prefix_cache
         self._queue: deque[str] = deque()
         self._open: dict[str, Trajectory] = {}
-        self._estimates = Estimates(knee=float(slots))
+        self._estimates = Estimates(slots)
 
     # ---- trajectories ----------------------------------------------------------------------------------------
 
@@ -156,9 +156,19 @@ class Router:
         for id in ids:
             self._open.pop(id, None)
 
-    def demand(self) -> Demand:
-        open_ = self._open.values()
-        return Demand(trajectories=len(open_), tokens=sum(t.tokens_left for t in open_))
+    def outstanding(self) -> tuple[int, int]:
+        """Open trajectories, and the tokens they may still add."""
+        return len(self._open), sum(t.tokens_left for t in self._open.values())
+
+    def demand(self, now: float = 0.0) -> Demand:
+        """What is open, as the scheduler wants to know it: tokens and times are expected ones."""
+        since: dict[str, float] = {}
+        for replica in self._replicas:
+            for call in replica.calls:
+                since |= dict.fromkeys(call.ids, self._estimates.steps_since(now - call.time, len(replica.in_flight)))
+        lefts = [self._expected_left(t, since.get(id, 0.0)) for id, t in self._open.items()]
+        work_s, floor_s = rollout_s(lefts, self._estimates)
+        return Demand(len(lefts), round(sum(lefts)), knee=self._estimates.knee, work_s=work_s, floor_s=floor_s)
 
     # ---- replicas --------------------------------------------------------------------------------------------
 
@@ -244,7 +254,7 @@ class Router:
         if replica.state is not ReplicaState.READY or replica.life != life or len(replica.in_flight) >= self._slots:
             return least
         extra = len(replica.in_flight) - self.in_flight(least)
-        left = self._estimates.expected_left(len(trajectory.token_ids), trajectory.sampling.max_new_tokens)
+        left = self._expected_left(trajectory)
         return bundle if prefers_cached(trajectory.tokens_held, left, extra) else least
 
     def _calls(
@@ -260,10 +270,14 @@ class Router:
         for call in replica.calls:
             open_ = [self._open[id] for id in call.ids if id in self._open]
             since = self._estimates.steps_since(now - call.time, len(replica.in_flight))
-            lefts = [self._estimates.expected_left(len(t.token_ids) + since, t.sampling.max_new_tokens) for t in open_]
+            lefts = [self._expected_left(t, since) for t in open_]
             held = sum(t.tokens_held for t in open_) + int(since * len(open_))
             chunks.append(Chunk(len(open_), held, max(lefts, default=0.0)))
         return chunks
+
+    def _expected_left(self, trajectory: Trajectory, since: float = 0.0) -> float:
+        """Tokens to go, when `since` tokens were added that were not heard of yet."""
+        return self._estimates.expected_left(len(trajectory.token_ids) + since, trajectory.sampling.max_new_tokens)
 
     def _learn(self, replica: _Replica, results: Sequence[GenerationResult], now: float) -> None:
         if not results:
