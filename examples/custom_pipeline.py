@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import rlix
-from rlix.pipeline import FullFinetunePipeline, launch
+from rlix.pipeline import FullFinetunePipeline
 from rlix.pipeline.algorithms import groups_with_spread
 
 
@@ -35,7 +35,7 @@ class BestOfGroup(FullFinetunePipeline):
 if __name__ == "__main__":
     spec = rlix.load_job(Path(__file__).with_suffix(".yaml"))
     rlix.init(virtual_gpus=4)
-    (job,) = launch([spec], Path(sys.argv[1] if len(sys.argv) > 1 else "runs"))
+    (job,) = rlix.launch([spec], Path(sys.argv[1] if len(sys.argv) > 1 else "runs"))
     print(job.wait(timeout_s=600))
     job.close()
     rlix.shutdown()

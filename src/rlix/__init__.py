@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlix.engine.inference_engine import InferenceEngine
     from rlix.engine.parallel import NeedParallel
     from rlix.engine.train_engine import TrainEngine
+    from rlix.pipeline.launch import launch
     from rlix.pipeline.spec import JobSpec, load_job
     from rlix.protocol.types import Phase
 
@@ -34,6 +35,7 @@ _LAZY = {
     "TrainEngine": "rlix.engine.train_engine",
     "device": "torch",
     "JobSpec": "rlix.pipeline.spec",
+    "launch": "rlix.pipeline.launch",
     "load_job": "rlix.pipeline.spec",
     "Phase": "rlix.protocol.types",
 }
@@ -55,6 +57,7 @@ __all__ = [
     "__version__",
     "device",
     "init",
+    "launch",
     "load_job",
     "nn",
     "pipeline",

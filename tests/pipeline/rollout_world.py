@@ -76,6 +76,7 @@ class World:
         self.acks: dict[int, Future[None]] = {}
         self.epochs = itertools.count(1)
         self.demands: list[tuple[int, int]] = []
+        self.learnt: dict[str, float] = {}  # what the last report said besides
         self.spans_written = 0
         self.now = 0.0
         self.background = ManualExecutor()
@@ -158,6 +159,7 @@ class World:
 
     def report_demand(self, cluster: str, trajectories: int, tokens: int = 0, **learnt: float) -> None:
         self.demands.append((trajectories, tokens))
+        self.learnt = learnt
 
     def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:
         assert set(workers) <= set(range(len(self.alive)))

@@ -2,25 +2,24 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlix.pipeline.agentic import collate_turns, environment_metrics, group_advantages, mean_of
+from rlix.pipeline.agentic import AgenticPipeline, collate_turns, environment_metrics, group_advantages, mean_of
 from rlix.pipeline.algorithms import group_relative_advantages
+from rlix.pipeline.environments.base import EnvironmentFailedError
 from rlix.pipeline.environments.episode import Answer, End, Episode, Turn
 from rlix.pipeline.environments.guard import Tally
-from rlix.pipeline.launch import JobHandle, launch, wait_all
 from rlix.pipeline.spec import JobSpec, load_job
 from rlix.protocol.errors import SpecError
-from rlix.protocol.types import pipeline_namespace
-from tests.pipeline.training_jobs import leases_left
+from tests.pipeline.training_jobs import Jobs, agent, closing_jobs, learnt, on_two_devices, rows
 
 rewards = st.integers(0, 8).map(lambda eighths: eighths / 8)
 
@@ -86,6 +85,18 @@ def test_metrics_count_failures_and_leave_them_out_of_means() -> None:
     assert mean_of([1.0], [False]) == 0.0
 
 
+def test_a_job_whose_environments_all_fail_gives_up_and_says_why() -> None:
+    pipeline = AgenticPipeline.__new__(AgenticPipeline)  # nothing of a whole pipeline is needed
+    pipeline.spec, pipeline._failed_steps = load_job("agentic_lookup"), 0
+    failed = replace(episode((), end=End.FAILED), error="no such sandbox")
+    for step in (0, 1, 3, 4):
+        pipeline._check_environments(step, [failed, failed])
+        if step == 1:
+            pipeline._check_environments(2, [failed, episode(())])
+    with pytest.raises(EnvironmentFailedError, match="of 3 steps in a row failed, the last one: no such sandbox"):
+        pipeline._check_environments(5, [failed, failed])
+
+
 def answer(*ids: int) -> Answer:
     return Answer(ids, (-0.5,) * len(ids), (0,) * len(ids))
 
@@ -105,6 +116,7 @@ def episode(turns: tuple[Turn, ...], end: End = End.DONE, tally: Tally | None = 
         (lambda d: d.update(task={"name": "sort_digits"}), "task: an environment brings its own"),
         (lambda d: d["environment"].pop("name"), r"environment: give either 'name: digit_lookup' or 'factory"),
         (lambda d: d["environment"].update(nme="x"), "did you mean 'name'"),
+        (lambda d: d["environment"]["options"].update(hop=3), r"environment.options: do not fit .*'hop'"),
         (lambda d: d["algorithm"].update(name="rloo"), r"algorithm.name: is rloo; .*must be grpo"),
     ],
 )
@@ -120,90 +132,52 @@ def test_mistakes_in_an_agentic_spec(change: Callable[[dict[str, Any]], Any], me
 
 # ---- whole jobs ------------------------------------------------------------------------------------------------------
 
-STEPS = 3
+
+@pytest.fixture
+def jobs(ray_session: Any) -> Iterator[Jobs]:
+    with closing_jobs() as made:
+        yield made
 
 
-def agentic_job(name: str, **environment: Any) -> JobSpec:
-    """The shipped job, cut down; a third of its environments hang, so that some trajectories fail."""
-    spec = load_job("agentic_lookup")
-    options = {"hops": 2, "latency_scale": 0.02, "failure_rate": 0.35, "hang_share": 1.0}
-    quick = {"options": options, "reset_timeout_s": 1.5, "step_timeout_s": 1.5, "max_turns": 3, **environment}
-    assert spec.warmup is not None
-    assert spec.environment is not None
-    return spec.model_copy(
-        update={
-            "name": name,
-            "steps": STEPS,
-            "warmup": spec.warmup.model_copy(update={"steps": 40}),
-            "rollout": spec.rollout.model_copy(update={"prompts_per_step": 4, "samples_per_prompt": 4}),
-            "environment": spec.environment.model_copy(update=quick),
-        }
+def lake() -> JobSpec:
+    """An environment of Gymnasium, one digit a turn; what is no action ends the episode."""
+    return agent(
+        name="lake",
+        environment={
+            "name": None,
+            "factory": "rlix.pipeline.environments.gym:GymnasiumEnvironment",
+            "options": {"id": "FrozenLake-v1", "is_slippery": False},
+            "runner": "subprocess",
+            "max_turns": 6,
+        },
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 1},
+        pipeline="agentic",
+        asynchronous=None,
+        warmup=None,
+        steps=2,
+        clusters=on_two_devices(4),
     )
 
 
-def other_job() -> JobSpec:
-    spec = load_job("copy_digits")
-    rollout = spec.rollout.model_copy(update={"prompts_per_step": 8, "samples_per_prompt": 4})
-    return spec.model_copy(update={"steps": 12, "warmup": None, "rollout": rollout})
-
-
-@pytest.fixture
-def run(ray_session: Any) -> Iterator[Any]:
-    """Launch jobs; whatever happens, they are closed afterwards."""
-    handles: list[JobHandle] = []
-
-    def start(specs: list[JobSpec], runs_dir: Path) -> list[JobHandle]:
-        handles.extend(launch(specs, runs_dir))
-        return handles[-len(specs) :]
-
-    yield start
-    for handle in handles:
-        handle.close()
-
-
-def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def kill_a_replica(handle: JobHandle) -> None:
-    namespace = pipeline_namespace(handle.pipeline_id)
-    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace]
-    ray.kill(ray.get_actor(sorted(name for name in names if "infer" in name)[-1], namespace=namespace))
-
-
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_hanging_environments_sharing_and_a_killed_replica_change_nothing_else(run: Any, tmp_path: Path) -> None:
-    spec = agentic_job("agent")
-    shared, other = run([spec, other_job()], tmp_path / "shared")
-    while shared.status().step < 1:
-        assert shared.status().state in ("starting", "running"), shared.status()
-    kill_a_replica(shared)
-    assert [s.state for s in wait_all([shared, other], timeout_s=140)] == ["finished"] * 2
-    (alone,) = wait_all(run([spec], tmp_path / "alone"), timeout_s=140)
-    assert alone.state == "finished"
-
-    metrics = rows(tmp_path / "shared" / "agent")
-    assert [row["step"] for row in metrics] == list(range(STEPS))
-    assert sum(row["env_timeouts"] for row in metrics) >= 5, "environments must have hung"
-    assert 1 <= sum(row["env_failed"] for row in metrics) <= 16, "some of the trajectories must have been given up"
-    same = ("reward", "exact", "tokens", "turns", "env_failed", "env_faults", "env_timeouts", "env_retries", "loss")
-    assert [[row[k] for k in same] for row in metrics] == [
-        [row[k] for k in same] for row in rows(tmp_path / "alone" / "agent")
-    ]
-    leases = [e for e in rows(tmp_path / "shared" / "agent", "events.jsonl") if e["type"] == "lease"]
-    assert any(e["event"] == "shrinking" for e in leases), "devices must have been taken away meanwhile"
-    assert leases_left() == ()
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-def test_environments_in_processes_give_the_same_job(run: Any, tmp_path: Path) -> None:
-    options = {"hops": 2, "latency_scale": 0.0, "failure_rate": 0.0}
-    jobs = [agentic_job(name, options=options, runner=name) for name in ("in_process", "subprocess")]
-    jobs = [job.model_copy(update={"steps": 2}) for job in jobs]
-    statuses = wait_all(run(jobs, tmp_path), timeout_s=140)
-    assert [s.state for s in statuses] == ["finished"] * 2, statuses
-    same = ("reward", "exact", "tokens", "turns", "env_failed")
-    inside, outside = ([[row[k] for k in same] for row in rows(tmp_path / job.name)] for job in jobs)
-    assert inside == outside
+def test_hanging_environments_in_processes_give_the_same_job_and_so_does_gymnasium(jobs: Jobs, tmp_path: Path) -> None:
+    inside, outside = (
+        agent(
+            name=runner,
+            environment={"runner": runner},
+            pipeline="agentic",
+            asynchronous=None,
+            steps=2,
+            clusters=on_two_devices(first),
+        )
+        for first, runner in ((0, "in_process"), (2, "subprocess"))
+    )
+    jobs.finish(*jobs.start(inside, outside, lake(), runs=tmp_path))
+    assert learnt(tmp_path / "in_process") == learnt(tmp_path / "subprocess")
+    hung = rows(tmp_path / "subprocess" / "metrics.jsonl")
+    assert sum(m["env_timeouts"] for m in hung) >= 3, "environments must have hung"
+    assert all(m["trajectories"] == inside.trajectories_per_step for m in hung)
+    on_ice = rows(tmp_path / "lake" / "metrics.jsonl")
+    assert [m["env_failed"] for m in on_ice] == [0, 0]
+    assert all(1 < m["turns"] <= 6 for m in on_ice)

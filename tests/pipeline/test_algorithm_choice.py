@@ -1,12 +1,12 @@
-"""What the pipelines put together from the algorithms: by hand where TRL, if installed, has the same formula."""
+"""What the pipelines put together from the algorithms, by hand."""
 
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from rlix.pipeline.ahead import StalenessError, correct_staleness
 from rlix.pipeline.algorithms import (
     clipped_policy_loss,
     groups_with_spread,
@@ -16,12 +16,14 @@ from rlix.pipeline.algorithms import (
     whiten,
 )
 from rlix.pipeline.batch import align
+from rlix.pipeline.policy import PolicyBatch
 from rlix.pipeline.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached
 from rlix.pipeline.rewards import Reward
 from rlix.pipeline.router import Sampling, Trajectory
 from rlix.pipeline.samples import Samples, digest
+from rlix.pipeline.spec_training import AlgorithmSpec, AsynchronousSpec
 from rlix.protocol.errors import SpecError
-from tests.pipeline.training_jobs import ahead, ppo, small
+from tests.pipeline.training_jobs import agent, ahead, ppo, small
 
 
 def test_groups_whose_rewards_are_all_equal_have_no_spread() -> None:
@@ -62,15 +64,35 @@ def test_importance_weights_never_read_what_is_masked_out() -> None:
     assert truncated_importance_weights(now, torch.zeros(1, 2), torch.tensor([[1, 0]])).tolist() == [[1.0, 1.0]]
 
 
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
-def test_gae_advantages_whiten_as_in_trl() -> None:
-    from trl.trainer.utils import masked_whiten
+class TestStaleness:
+    """Step 5; three answers: of version 4, of versions 3 and 4, and one that is masked out."""
 
-    values, mask = torch.randn(3, 5), torch.rand(3, 5) > 0.3
-    # TRL takes the unbiased variance; the two differ by the usual factor.
-    n = int(mask.sum())
-    expected = torch.where(mask, masked_whiten(values, mask), torch.zeros(3, 5)) * math.sqrt(n / (n - 1))
-    assert_close(whiten(values, mask), expected, rtol=1e-4, atol=1e-4)
+    def batch(self) -> PolicyBatch:
+        return PolicyBatch(
+            input_ids=torch.zeros(3, 3, dtype=torch.long),
+            mask=torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]),
+            old_log_probs=torch.log(torch.tensor([[0.5, 0.5], [0.8, 0.1], [0.5, 0.5]])),
+            behavior_log_probs=torch.log(torch.tensor([[0.5, 0.25], [0.1, 0.2], [0.1, 0.1]])),
+            versions=torch.tensor([[4.0, 4.0], [3.0, 4.0], [0.0, 0.0]]),
+        )
+
+    def test_within_the_bound_tokens_are_weighted(self) -> None:
+        batch = self.batch()
+        metrics = correct_staleness(5, batch, AsynchronousSpec(max_staleness=2, importance_cap=3.0))
+        assert_close(batch["importance"], torch.tensor([[1.0, 2.0], [3.0, 0.5], [1.0, 1.0]]))
+        expected = {"staleness": 1.25, "staleness_max": 2, "mixed": 1, "importance": 6.5 / 4, "dropped": 0}
+        assert metrics == pytest.approx(expected)
+        assert batch.keys() == {"input_ids", "mask", "old_log_probs", "importance"}
+
+    def test_what_is_too_old_is_an_error_dropped_or_scored_again(self) -> None:
+        with pytest.raises(StalenessError, match="step 5: a token is 2 steps old, the bound is 1"):
+            correct_staleness(5, self.batch(), AsynchronousSpec(max_staleness=1))
+        batch = self.batch()
+        assert correct_staleness(5, batch, AsynchronousSpec(on_stale="drop"))["dropped"] == 1
+        assert batch["mask"].tolist() == [[1, 1], [0, 0], [0, 0]]
+        batch = self.batch()
+        assert correct_staleness(5, batch, AsynchronousSpec(on_stale="rescore", importance_cap=3.0))["dropped"] == 0
+        assert_close(batch["importance"], torch.tensor([[1.0, 2.0], [1.0, 0.5], [1.0, 1.0]]))
 
 
 def test_values_are_put_where_their_tokens_are() -> None:
@@ -89,11 +111,10 @@ class TestSamples:
         assert (metrics["reward"], metrics["exact"], metrics["trajectories"]) == (0.5, 1 / 3, 3)
 
     def test_the_digest_tells_every_token_and_order_apart(self) -> None:
-        one = self.samples().trajectories
-        assert digest(one) == digest(self.samples().trajectories)
-        assert digest(one) != digest(self.samples(last=5).trajectories)
-        assert digest(one) != digest(one[::-1])
-        assert float(digest(one)) == digest(one)
+        one = self.samples().metrics()["trajectories_digest"]
+        assert one == self.samples().metrics()["trajectories_digest"] == int(float(one))
+        assert one != self.samples(last=5).metrics()["trajectories_digest"]
+        assert digest([("a", 1), ("b", 2)]) != digest([("b", 2), ("a", 1)])
 
 
 class TestRebalance:
@@ -132,8 +153,6 @@ class TestSpec:
     def test_dapo_brings_its_own_defaults(self) -> None:
         spec = small(algorithm={"name": "dapo", "clip_high": 0.3})
         assert spec.algorithm.clip_high == 0.3
-        from rlix.pipeline.spec_training import AlgorithmSpec
-
         dapo = AlgorithmSpec.model_validate({"name": "dapo"})
         assert (dapo.clip_low, dapo.clip_high, dapo.resample_rounds, dapo.aggregation) == (0.2, 0.28, 3, "token")
 
@@ -148,6 +167,14 @@ class TestSpec:
             (small, {"pipeline": "actor_critic"}, "algorithm.name: must be ppo"),
             (small, {"pipeline": "asynchronous"}, "add e.g. 'asynchronous: {max_staleness: 1}'"),
             (small, {"asynchronous": {"ahead": 1}}, "set 'pipeline: asynchronous'"),
+            (
+                agent,
+                {"asynchronous": None},
+                "section and 'pipeline: asynchronous_agentic' belong together",
+            ),
+            (agent, {"pipeline": "agentic"}, "set 'pipeline: asynchronous_agentic'"),
+            (agent, {"pipeline": "asynchronous"}, "no environment; set 'pipeline: asynchronous_agentic'"),
+            (ahead, {"pipeline": "asynchronous_agentic"}, "environment: is missing"),
             (ahead, {"rollout": {"temperature": 0.5}}, "rollout.temperature: importance weights need"),
             (ahead, {"algorithm": {"name": "dapo", "resample_rounds": 1}}, "algorithm.resample_rounds"),
         ],

@@ -106,6 +106,16 @@ def test_as_many_instances_fail_as_asked_for() -> None:
     assert 15 <= ends.count(End.FAILED) <= 45
 
 
+def test_an_episode_that_begins_with_nothing_has_failed() -> None:
+    class Silent(DigitLookup):
+        async def reset(self, seed: int) -> str:
+            return ""
+
+    played = episode(Silent)
+    assert (played.end, played.turns) == (End.FAILED, ())
+    assert "began with no tokens" in str(played.error)
+
+
 # ---- failing and retrying --------------------------------------------------------------------------------------------
 
 

@@ -1,55 +1,33 @@
 """Whole jobs on real Ray, real models and real leases."""
 
-import json
+import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
-from rlix.pipeline.launch import JobHandle, launch, split_devices, wait_all
+import rlix
+from rlix.pipeline.launch import split_devices, wait_all
 from rlix.pipeline.run_folder import list_checkpoints
-from rlix.pipeline.spec import ClusterSpec, JobSpec, load_job
+from rlix.pipeline.spec import ClusterSpec, load_job
 from rlix.protocol.errors import SpecError
-from tests.pipeline.training_jobs import leases_left
+from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, leases_left, rows, small
 
-STEPS = 4
-
-
-def small_job(example: str, **changes: Any) -> JobSpec:
-    """A shipped example, cut down to a few small steps."""
-    spec = load_job(example)
-    warmup = spec.warmup.model_copy(update={"steps": 5}) if spec.warmup else None
-    rollout = spec.rollout.model_copy(update={"prompts_per_step": 8, "samples_per_prompt": 4})
-    checkpoint = spec.checkpoint.model_copy(update={"every": 2})
-    update = {"steps": STEPS, "warmup": warmup, "rollout": rollout, "checkpoint": checkpoint, **changes}
-    return spec.model_copy(update=update)
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_pipeline.py"
 
 
 @pytest.fixture
-def run(ray_session: Any) -> Iterator[Any]:
-    """Launch jobs; whatever happens, they are closed afterwards."""
-    handles: list[JobHandle] = []
-
-    def start(specs: list[JobSpec], runs_dir: Path, **options: Any) -> list[JobHandle]:
-        handles.extend(launch(specs, runs_dir, **options))
-        return handles[-len(specs) :]
-
-    yield start
-    for handle in handles:
-        handle.close()
+def jobs(ray_session: Any) -> Iterator[Jobs]:
+    with closing_jobs() as made:
+        yield made
 
 
 @pytest.mark.ray
-def test_two_jobs_share_four_devices(run: Any, tmp_path: Path) -> None:
-    specs = [small_job("sort_digits"), small_job("copy_digits")]
-    statuses = wait_all(run(specs, tmp_path), timeout_s=120)
-    assert [(s.state, s.step) for s in statuses] == [("finished", STEPS)] * 2, statuses
+def test_two_jobs_share_four_devices(jobs: Jobs, tmp_path: Path) -> None:
+    specs = [small("sort_digits"), small("copy_digits")]
+    jobs.finish(*jobs.start(*specs, runs=tmp_path))
 
     held: dict[str, set[int]] = {}
     for spec in specs:
@@ -71,24 +49,8 @@ def test_two_jobs_share_four_devices(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_a_resumed_job_does_the_steps_an_unbroken_one_does(run: Any, tmp_path: Path) -> None:
-    spec = small_job("sort_digits")
-    wait_all(run([spec], tmp_path / "whole"), timeout_s=120)
-    wait_all(run([spec.model_copy(update={"steps": 2})], tmp_path / "parts"), timeout_s=120)
-    (status,) = wait_all(run([spec], tmp_path / "parts", resume=True), timeout_s=120)
-    assert status.state == "finished"
-
-    names = ("step", "reward", "exact", "tokens")
-    whole, parts = (
-        [[row[name] for name in names] for row in rows(tmp_path / run_dir / spec.name / "metrics.jsonl")]
-        for run_dir in ("whole", "parts")
-    )
-    assert parts == whole
-
-
-@pytest.mark.ray
-def test_a_stopped_job_keeps_a_checkpoint_and_frees_its_devices(run: Any, tmp_path: Path) -> None:
-    (handle,) = run([small_job("copy_digits", steps=100_000)], tmp_path)
+def test_a_stopped_job_keeps_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    (handle,) = jobs.start(small("copy_digits", steps=100_000), runs=tmp_path)
     while handle.status().step < 1:
         assert handle.status().state in ("starting", "running"), handle.status()
     handle.stop()
@@ -99,25 +61,29 @@ def test_a_stopped_job_keeps_a_checkpoint_and_frees_its_devices(run: Any, tmp_pa
 
 
 @pytest.mark.ray
-def test_a_killed_replica_costs_no_trajectory(run: Any, tmp_path: Path) -> None:
-    (handle,) = run([small_job("sort_digits", steps=6)], tmp_path)
-    while handle.status().step < 2:
-        assert handle.status().state in ("starting", "running"), handle.status()
-    namespace = f"pipeline_{handle.pipeline_id}_NS"
-    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace]
-    replica = sorted(name for name in names if "infer" in name)[-1]
-    ray.kill(ray.get_actor(replica, namespace=namespace))
-    status = handle.wait(timeout_s=120)
-    assert status.state == "finished", status
-    assert [row["step"] for row in rows(tmp_path / "sort_digits" / "metrics.jsonl")] == list(range(6))
-
-
-@pytest.mark.ray
-def test_a_failing_job_reports_why_and_leaves_the_other_alone(run: Any, tmp_path: Path) -> None:
-    broken = small_job("sort_digits", name="broken", pipeline="tests.pipeline.broken_pipeline:BrokenPipeline")
-    failed, fine = wait_all(run([broken, small_job("copy_digits")], tmp_path), timeout_s=120)
+def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_beside_it(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = small("sort_digits", name="broken", pipeline="tests.pipeline.broken_pipeline:BrokenPipeline")
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))  # as it is for whoever runs the file
+    custom = small(str(EXAMPLE.with_suffix(".yaml")), pipeline="examples.custom_pipeline:BestOfGroup")
+    failed, fine = wait_all(jobs.start(broken, custom, runs=tmp_path), timeout_s=280)
     assert (failed.state, failed.error) == ("failed", "RuntimeError: no luck today")
-    assert fine.state == "finished"
+    assert fine.state == "finished", fine
+    metrics = rows(tmp_path / "best_of_group" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(STEPS))
+    assert all(m["trajectories"] == custom.trajectories_per_step and m["grad_norm"] > 0 for m in metrics)
+
+
+def test_the_example_of_a_custom_pipeline_is_short_and_uses_public_names_only() -> None:
+    text = EXAMPLE.read_text()
+    assert len(text.splitlines()) < 80
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlix"):
+            public = importlib.import_module(node.module).__all__
+            assert {alias.name for alias in node.names} <= set(public), f"{node.module} does not export all of these"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rlix":
+            assert node.attr in rlix.__all__
 
 
 def test_split_gives_each_job_a_part_of_its_own() -> None:

@@ -290,18 +290,34 @@ def test_growth_takes_work_over_when_that_pays(world: World) -> None:
     assert sorted((call.rank, len(call.args[0])) for call in world.calls) == [(0, 2), (1, 2)]
 
 
-def test_demand_counts_what_is_open_and_what_is_expected(world: World) -> None:
+def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> None:
     world.manager.expect(Demand(2, 20))
     done = world.manager.submit_all(0, [trajectory("a", 5)])
     world.settle()
     ready(world, 0)
     world.settle()
     assert done.done()
+    assert world.demands == [(2, 20)]
+    world.manager.submit_all(0, [trajectory(id, 5) for id in "bcd"])
     world.now = 1.0
+    world.manager.handle_posted()
+    world.settle()
+    assert world.demands[1] == (3, 20)
+    world.now = 2.0
     world.manager.expect(Demand(0))
     world.settle()
     assert world.demands[0] == (2, 20)
     assert world.demands[-1] == (0, 0)
+
+
+def test_heartbeats_tell_what_a_load_takes_and_what_the_job_still_needs(world: World) -> None:
+    world.grant(0)
+    world.settle(calls=False)
+    world.now = 3.0
+    world.manager.expect_gpu_s(70.0)
+    world.manager.submit(0, trajectory("a", 5))
+    world.settle()
+    assert (world.learnt["load_s"], world.learnt["left_gpu_s"]) == (3.0, 70.0)
 
 
 def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -> None:

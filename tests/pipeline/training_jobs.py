@@ -1,15 +1,22 @@
-"""Small jobs of every kind of training, on four devices."""
+"""Small jobs of every kind of training, on four devices or fewer, and what their runs leave behind."""
 
+import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from rlix.pipeline.launch import JobHandle, launch, wait_all
 from rlix.pipeline.spec import JobSpec, load_job
+from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import LeaseStatus
-from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
+from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_namespace
 
 STEPS = 4
+_TIMED = ("time", "_s", "env_faults", "env_timeouts", "env_retries")
 
 
 def small(example: str = "sort_digits", **changes: Any) -> JobSpec:
@@ -39,7 +46,86 @@ def ppo(**changes: Any) -> JobSpec:
 def ahead(asynchronous: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
     """The next step's trajectories are generated while a step trains."""
     rule = asynchronous or {"max_staleness": 1}
-    return small(name="ahead", pipeline="asynchronous", asynchronous=rule, **changes)
+    return small(**{"name": "ahead", "pipeline": "asynchronous", "asynchronous": rule, **changes})
+
+
+def agent(environment: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
+    """The next step's episodes are played while a step trains; a third of the environments hang."""
+    options = {"hops": 2, "latency_scale": 0.02, "failure_rate": 0.35, "hang_share": 1.0}
+    return small(
+        "agentic_lookup",
+        **{
+            "name": "agent",
+            "pipeline": "asynchronous_agentic",
+            "asynchronous": {"max_staleness": 1, "in_flight": "finish"},
+            "environment": {
+                "options": options,
+                "reset_timeout_s": 1.5,
+                "step_timeout_s": 1.5,
+                "max_turns": 3,
+                **(environment or {}),
+            },
+            "warmup": {"steps": 40},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4},
+            **changes,
+        },
+    )
+
+
+def on_two_devices(first: int) -> dict[str, Any]:
+    """The clusters of a job that gets on with few processes."""
+    return {"actor_train": {"devices": (first,)}, "actor_infer": {"devices": (first, first + 1)}}
+
+
+def moved(spec: JobSpec, by: int) -> JobSpec:
+    """The same job on other devices."""
+    clusters = spec.clusters.model_dump()
+    for cluster in clusters.values():
+        if cluster is not None:
+            cluster["devices"] = tuple(device + by for device in cluster["devices"])
+    return JobSpec.model_validate(spec.model_dump() | {"clusters": clusters})
+
+
+class Jobs:
+    """Launches jobs, and closes them whatever happens."""
+
+    def __init__(self) -> None:
+        self.handles: list[JobHandle] = []
+
+    def start(self, *specs: JobSpec, runs: Path, resume: bool = False) -> list[JobHandle]:
+        self.handles += launch(specs, runs, resume=resume)
+        return self.handles[-len(specs) :]
+
+    def finish(self, *handles: JobHandle) -> None:
+        statuses = wait_all(handles, timeout_s=280)
+        assert [s.state for s in statuses] == ["finished"] * len(handles), statuses
+
+    def close(self, handle: JobHandle) -> None:
+        self.handles.remove(handle)
+        handle.close()
+
+
+@contextmanager
+def closing_jobs() -> Iterator[Jobs]:
+    jobs = Jobs()
+    try:
+        yield jobs
+    finally:
+        for handle in jobs.handles:
+            handle.close()
+
+
+def still_runs(handle: JobHandle) -> None:
+    """Wait a moment; fail if the job ends in it."""
+    with suppress(WaitTimeoutError):
+        raise AssertionError(f"ended too soon: {handle.wait(timeout_s=0.05)}")
+
+
+def replicas(handle: JobHandle) -> list[Any]:
+    """The job's rollout actors that exist by now."""
+    namespace = pipeline_namespace(handle.pipeline_id)
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace]
+    return [ray.get_actor(name, namespace=namespace) for name in sorted(names) if "infer" in name]
 
 
 def leases_left(timeout_s: float = 20.0) -> tuple[LeaseStatus, ...]:
@@ -49,3 +135,12 @@ def leases_left(timeout_s: float = 20.0) -> tuple[LeaseStatus, ...]:
     while (left := ray.get(orchestrator.status.remote(), timeout=10).leases) and time.monotonic() < deadline:
         pass
     return tuple(left)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def learnt(folder: Path) -> list[dict[str, Any]]:
+    """What a run sampled and learnt: its metrics without those that time has to do with."""
+    return [{k: v for k, v in row.items() if not k.endswith(_TIMED)} for row in rows(folder / "metrics.jsonl")]

@@ -82,12 +82,21 @@ class JobClient:
         work_s: float = 0.0,
         floor_s: float = 0.0,
         left_gpu_s: float = 0.0,
+        load_s: float = 0.0,
     ) -> None:
         """What the rollout still has to do; the scheduler grows and shrinks it accordingly.
 
         The keywords say what the job has learnt of itself, see `rlix.protocol.messages.Demand`; 0 is "not known".
         """
-        demand = Demand(trajectories, tokens, knee=knee, work_s=work_s, floor_s=floor_s, left_gpu_s=left_gpu_s)
+        demand = Demand(
+            trajectories,
+            tokens,
+            knee=knee,
+            work_s=work_s,
+            floor_s=floor_s,
+            left_gpu_s=left_gpu_s,
+            load_s=load_s,
+        )
         self._ask("report_demand", self.pipeline_id, cluster, demand)
 
     def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:

@@ -7,16 +7,14 @@ if TYPE_CHECKING:
     from rlix.pipeline.base import Pipeline
     from rlix.pipeline.coordinator import PipelineCoordinator
     from rlix.pipeline.full_finetune import FullFinetunePipeline
-    from rlix.pipeline.launch import launch
 
 _LAZY = {
     "Pipeline": "rlix.pipeline.base",
     "PipelineCoordinator": "rlix.pipeline.coordinator",
     "FullFinetunePipeline": "rlix.pipeline.full_finetune",
-    "launch": "rlix.pipeline.launch",
 }
 
-__all__ = ["FullFinetunePipeline", "Pipeline", "PipelineCoordinator", "launch"]
+__all__ = ["FullFinetunePipeline", "Pipeline", "PipelineCoordinator"]
 
 
 def __getattr__(name: str) -> Any:

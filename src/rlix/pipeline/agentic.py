@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,23 +13,32 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.environments.base import Demonstration, EnvironmentFactory, Instance, Observation
+from rlix.pipeline.environments.base import (
+    Demonstration,
+    EnvironmentFactory,
+    EnvironmentFailedError,
+    Instance,
+    Observation,
+)
 from rlix.pipeline.environments.episode import Answer, Episode, Outstanding, Room, play
 from rlix.pipeline.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
+from rlix.pipeline.environments.loop import LoopThread
 from rlix.pipeline.environments.process import SubprocessRunner
 from rlix.pipeline.full_finetune import FullFinetunePipeline
 from rlix.pipeline.policy import PolicyBatch
 from rlix.pipeline.rewards import import_object
 from rlix.pipeline.router import Sampling, Trajectory
+from rlix.pipeline.samples import digest
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.spec import EnvironmentSpec
+from rlix.pipeline.spec_checks import BUILT_IN_ENVIRONMENTS
 from rlix.protocol.errors import SpecError, WaitTimeoutError
-from rlix.protocol.messages import Demand
 
 logger = logging.getLogger(__name__)
 
-_BUILT_IN = {"digit_lookup": "rlix.pipeline.environments.lookup:DigitLookup"}
 _POLL_S = 0.2
+_GRACE_S = 60.0
+_HOPELESS_STEPS = 3
 _NO_SPREAD = 1e-6  # rewards that differ by less than rounding error carry no signal
 
 
@@ -45,20 +55,39 @@ class AgenticPipeline(FullFinetunePipeline):
 
     def step(self, step: int) -> Mapping[str, float]:
         episodes = self.play(step)
+        self._check_environments(step, episodes)
         counts = [not e.failed or self.environment.failure_reward is not None for e in episodes]
         rewards = [self.reward(episode) for episode in episodes]
-        batch = self.collate_episodes(episodes, counts, self.episode_advantages(rewards, counts))
-        metrics = {"reward": mean_of(rewards, counts), "exact": mean_of([float(e.exact) for e in episodes], counts)}
-        if not batch["mask"].any():
-            logger.warning(
-                "%s: step %d has no trajectory to learn from: every environment failed", self.spec.name, step
-            )
-            return metrics | {"loss": 0.0, "train_s": 0.0} | self.rollout_metrics
-        if self.takes_several_steps:
+        batch = self.collate_episodes(episodes, counts)
+        batch["advantages"] = self.episode_advantages(rewards, counts)
+        metrics: dict[str, float] = {
+            "reward": mean_of(rewards, counts),
+            "exact": mean_of([float(e.exact) for e in episodes], counts),
+            "trajectories": len(episodes),
+            "trajectories_digest": digest((e.id, e.token_ids, e.end) for e in episodes),
+        }
+        if self.keeps_old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
         if self.reference is not None:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
         return self.train(step, batch) | metrics | self.rollout_metrics
+
+    def _check_environments(self, step: int, episodes: Sequence[Episode]) -> None:
+        """A step in which every environment failed teaches nothing; several in a row will not get better by themselves.
+
+        Raises:
+            EnvironmentFailedError: the last of `_HOPELESS_STEPS` such steps in a row.
+        """
+        if not all(episode.failed for episode in episodes):
+            self._failed_steps = 0
+            return
+        self._failed_steps += 1
+        reason = episodes[-1].error
+        logger.warning("%s: every environment of step %d failed, the last one: %s", self.spec.name, step, reason)
+        if self._failed_steps == _HOPELESS_STEPS:
+            raise EnvironmentFailedError(
+                f"every environment of {_HOPELESS_STEPS} steps in a row failed, the last one: {reason}"
+            )
 
     def reward(self, episode: Episode) -> float:
         declared = self.environment.failure_reward
@@ -73,34 +102,45 @@ class AgenticPipeline(FullFinetunePipeline):
             normalize_by_std=self.spec.algorithm.normalize_by_std,
         )
 
-    def minibatches(self, batch: PolicyBatch, step: int, epoch: int) -> list[PolicyBatch]:
-        """Those of the parts in which there is something to learn from."""
-        return [part for part in super().minibatches(batch, step, epoch) if part["mask"].any()]
-
     # ---- episodes --------------------------------------------------------------------------------------------
 
     def play(self, step: int) -> list[Episode]:
         """A group of episodes for each of the step's tasks, next to each other."""
         start = time.time()
         self.note_phase("rollout")
-        episodes = self._loop.run_until_complete(self._play(step))
-        seconds, tokens = time.time() - start, sum(episode.generated for episode in episodes)
+        episodes = self.finished(self.begin(step))
+        self.note_episodes(episodes, time.time() - start)
+        return episodes
+
+    def begin(self, step: int) -> "Future[list[Episode]]":
+        """Start to play the step's episodes, beside whatever else runs."""
+        return self._loop.submit(self._play(step))
+
+    def finished(self, playing: "Future[list[Episode]]") -> list[Episode]:
+        """Wait for what `begin` started: it ends in time by itself, unless an environment blocks the thread of all."""
+        limit = self.lease_timeout_s + _GRACE_S
+        if not wait([playing], timeout=limit).done:
+            raise WaitTimeoutError(
+                f"the thread of the environments did not answer within {limit:g} s: one of them blocks it; use "
+                "'runner: subprocess'"
+            )
+        return playing.result()
+
+    def note_episodes(self, episodes: Sequence[Episode], seconds: float) -> None:
+        tokens = sum(episode.generated for episode in episodes)
         self.rollout_metrics = {
             "rollout_s": seconds,
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
             **environment_metrics(episodes),
         }
-        return episodes
 
     async def _play(self, step: int) -> list[Episode]:
         samples = range(self.spec.rollout.samples_per_prompt)
         tasks = [f"episodes/{step}/{i}" for i in range(self.spec.rollout.prompts_per_step)]
-        outstanding = Outstanding()
-        open_ = [asyncio.ensure_future(self._episode(step, t, f"{t}/{k}", outstanding)) for t in tasks for k in samples]
+        open_ = [asyncio.ensure_future(self._episode(step, t, f"{t}/{k}")) for t in tasks for k in samples]
         try:
-            await self._until_done(step, open_, outstanding)
-            self.rollouts.expect(Demand(0))
+            await self._until_done(step, open_)
             return [task.result() for task in open_]
         finally:
             if any(not task.done() or task.cancelled() or task.exception() for task in open_):
@@ -109,9 +149,7 @@ class AgenticPipeline(FullFinetunePipeline):
                 self.rollouts.abandon()
                 await asyncio.gather(*open_, return_exceptions=True)
 
-    async def _until_done(
-        self, step: int, open_: Sequence["asyncio.Future[Episode]"], outstanding: Outstanding
-    ) -> None:
+    async def _until_done(self, step: int, open_: Sequence["asyncio.Future[Episode]"]) -> None:
         deadline = time.monotonic() + self.lease_timeout_s
         pending = set(open_)
         while pending:
@@ -121,19 +159,19 @@ class AgenticPipeline(FullFinetunePipeline):
             if self.stop_requested.is_set():
                 raise InterruptedError("the job was asked to stop")
             if time.monotonic() > deadline:
-                names = ", ".join(sorted(outstanding.tokens)[:8])
+                names = ", ".join(sorted(self._outstanding.tokens)[:8])
                 raise WaitTimeoutError(
                     f"step {step}: {len(pending)} episodes were not finished within {self.lease_timeout_s:g} s: {names}"
                 )
-            self.rollouts.expect(outstanding.demand())
+            self.rollouts.expect(self._outstanding.demand())
 
-    async def _episode(self, step: int, task: str, id: str, outstanding: Outstanding) -> Episode:
+    async def _episode(self, step: int, task: str, id: str) -> Episode:
         instance = Instance(id, stream_seed(self.spec.seed, id, "instance"))
         environment = GuardedEnvironment(self.runner, instance, self.limits, time.monotonic)
         room = Room(self.environment.max_turns, self.sampling.max_new_tokens, self.max_tokens)
         seed = stream_seed(self.spec.seed, task)
         policy = partial(self._answer, step, _Conversation())
-        return await play(id, seed, environment, policy, self, room, outstanding)
+        return await play(id, seed, environment, policy, self, room, self._outstanding)
 
     async def _answer(
         self, step: int, conversation: "_Conversation", id: str, tokens: tuple[int, ...], limit: int
@@ -162,12 +200,10 @@ class AgenticPipeline(FullFinetunePipeline):
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def collate_episodes(
-        self, episodes: Sequence[Episode], counts: Sequence[bool], advantages: torch.Tensor
-    ) -> PolicyBatch:
+    def collate_episodes(self, episodes: Sequence[Episode], counts: Sequence[bool]) -> PolicyBatch:
         rows = [(e.token_ids, e.from_policy if count else ()) for e, count in zip(episodes, counts, strict=True)]
         tokens = collate_turns(rows, self.pad_id)
-        return PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"], advantages=advantages)
+        return PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"])
 
     def supervised_batch(self, step: int, size: int) -> TokenBatch:
         """Demonstrations of the environment: the model learns the actions, not the observations."""
@@ -199,7 +235,9 @@ class AgenticPipeline(FullFinetunePipeline):
         assert self.spec.environment is not None  # a spec for this pipeline is refused without
         self.environment = self.spec.environment
         self.tokenizer = tokenizer
-        self._loop = asyncio.new_event_loop()
+        self._loop = LoopThread()
+        self._outstanding = Outstanding()
+        self._failed_steps = 0
         self.runner = make_runner(self.environment)
         self.factory = import_object(factory_name(self.environment))
         self.limits = Limits(
@@ -214,9 +252,7 @@ class AgenticPipeline(FullFinetunePipeline):
     def teardown(self) -> None:
         try:
             if (loop := getattr(self, "_loop", None)) is not None:
-                if isinstance(self.runner, SubprocessRunner):
-                    loop.run_until_complete(self.runner.close())
-                loop.close()  # without asking what was given up to end: it may be hanging
+                loop.close(self.runner.close() if isinstance(self.runner, SubprocessRunner) else None)
         finally:
             super().teardown()
 
@@ -229,7 +265,7 @@ class _Conversation:
 
 
 def factory_name(environment: EnvironmentSpec) -> str:
-    return environment.factory or _BUILT_IN[environment.name or ""]
+    return environment.factory or BUILT_IN_ENVIRONMENTS[environment.name or ""]
 
 
 def make_runner(environment: EnvironmentSpec) -> Runner:

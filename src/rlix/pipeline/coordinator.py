@@ -24,6 +24,7 @@ _BUILT_IN = {
     "agentic": "rlix.pipeline.agentic:AgenticPipeline",
     "actor_critic": "rlix.pipeline.actor_critic:ActorCriticPipeline",
     "asynchronous": "rlix.pipeline.asynchronous:AsynchronousPipeline",
+    "asynchronous_agentic": "rlix.pipeline.asynchronous:AsynchronousAgenticPipeline",
 }
 _PIPELINE_FORMS = f"use {', '.join(_BUILT_IN)} or 'package.module:Class'"
 _PIPELINE_THREADS = 16

@@ -49,7 +49,7 @@ class FullFinetunePipeline(Pipeline):
     def step(self, step: int) -> Mapping[str, float]:
         samples = self.sample(step)
         batch = self.collate(samples.trajectories)
-        if self.takes_several_steps:
+        if self.keeps_old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
         if self.reference is not None:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
@@ -60,6 +60,7 @@ class FullFinetunePipeline(Pipeline):
         """The step's groups. Those without spread are replaced by groups of new prompts, `resample_rounds` times."""
         samples = self.sample_round(step)
         size, rounds = self.spec.rollout.samples_per_prompt, self.spec.algorithm.resample_rounds
+        resampled = 0
         for extra in range(1, rounds + 1):
             flat = (~groups_with_spread(samples.reward_tensor, size)).nonzero().flatten().tolist()
             if not flat:
@@ -69,6 +70,9 @@ class FullFinetunePipeline(Pipeline):
             self.rollout_metrics = _both_rounds(first, self.rollout_metrics)
             useful = groups_with_spread(more.reward_tensor, size).nonzero().flatten().tolist()
             samples = _replaced(samples, flat, more, useful, size)
+            resampled += len(useful)
+        if rounds:
+            self.rollout_metrics["resampled"] = resampled
         return samples
 
     def sample_round(self, step: int, count: int | None = None) -> Samples:
@@ -170,7 +174,7 @@ class FullFinetunePipeline(Pipeline):
     # ---- data ------------------------------------------------------------------------------------------------
 
     @property
-    def takes_several_steps(self) -> bool:
+    def keeps_old_log_probs(self) -> bool:
         """After the first optimizer step the policy is no longer the one that sampled: its log-probs are kept."""
         return self.spec.algorithm.epochs * self.spec.algorithm.minibatches > 1
 

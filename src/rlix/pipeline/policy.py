@@ -17,7 +17,8 @@ from rlix.pipeline.spec_training import AlgorithmSpec, OptimizerSpec
 class PolicyBatch(TokenBatch):
     """Sequences with what the policy loss needs, each [batch, length - 1]; `advantages` may be [batch].
 
-    `behavior_log_probs`: of the policy that sampled the tokens; `importance`: the weight of each token in the loss.
+    `behavior_log_probs` and `versions`: of the policy that sampled the tokens; `importance`: each token's weight in the
+    loss.
     """
 
     advantages: NotRequired[Tensor]
@@ -25,6 +26,7 @@ class PolicyBatch(TokenBatch):
     importance: NotRequired[Tensor]
     old_log_probs: NotRequired[Tensor]
     reference_log_probs: NotRequired[Tensor]
+    versions: NotRequired[Tensor]
 
 
 class OptimizedModule(HuggingFaceFsdp2TrainModule):

@@ -84,11 +84,11 @@ class Estimates:
             knee = self.line.knee()
             if knee is not None:
                 self.knee = min(max(knee, 1.0), float(self.slots))
-            self.step_s = _running_mean(self.step_s, seconds / steps / (1 + batch / self.knee))
+            self.step_s = running_mean(self.step_s, seconds / steps / (1 + batch / self.knee))
 
     def saw_end(self, length: int) -> None:
         """A trajectory ended after `length` tokens."""
-        self.length = _running_mean(self.length, float(length))
+        self.length = running_mean(self.length, float(length))
 
     def expected_left(self, generated: float, limit: int) -> float:
         """Tokens a trajectory is expected to add: up to the mean length, or half a mean when it is already beyond."""
@@ -152,5 +152,6 @@ def prefers_cached(held: int, left: float, extra_load: int) -> bool:
     return left * extra_load <= held
 
 
-def _running_mean(mean: float | None, value: float) -> float:
+def running_mean(mean: float | None, value: float) -> float:
+    """Exponentially weighted; `mean` is None before the first value."""
     return value if mean is None else mean + _WEIGHT * (value - mean)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rlix.engine.weights import PublishedWeights
+from rlix.pipeline.rebalance import running_mean
 from rlix.pipeline.router import ReplicaState, Router
 from rlix.pipeline.run_folder import RunFolder, Span
 from rlix.protocol.errors import RlixError, StaleEpochError
@@ -53,6 +54,7 @@ class RolloutClient(Protocol):
         work_s: float = 0.0,
         floor_s: float = 0.0,
         left_gpu_s: float = 0.0,
+        load_s: float = 0.0,
     ) -> None: ...
 
     def release(self, lease: Lease) -> None: ...
@@ -109,6 +111,7 @@ class ReplicaPool:
         self.weights: PublishedWeights | None = None
         self.grown = False  # a replica became ready since the caller last cleared this
         self.step = 0  # that spans belong to
+        self.load_s: float | None = None  # what a load took lately
         client.attach_workers(cluster.name, dict(enumerate(replicas.handles)))
 
     # ---- the manager's requests ------------------------------------------------------------------------------
@@ -236,6 +239,8 @@ class ReplicaPool:
 
         def handle(answer: "Future[Any]") -> None:
             self._span(number, kind, start)
+            if kind == "load" and answer.exception() is None:
+                self.load_s = running_mean(self.load_s, self._clock() - start)
             # Else the lease ended meanwhile; whoever ended it has dealt with its trajectories.
             if lease is not None and self._bundles[number].lease == lease:
                 then(number, answer)

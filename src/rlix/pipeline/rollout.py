@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -144,7 +144,8 @@ class RolloutManager:
                     raise WaitTimeoutError(message) from None
 
     def expect(self, demand: Demand) -> None:
-        """Work that is not submitted now and will be (it waits for something else): heartbeats count it too."""
+        """All that is open, submitted now or later (it waits for something else); heartbeats tell the larger of this
+        and what is submitted."""
         self._post(partial(setattr, self, "_expected", demand))
 
     def expect_gpu_s(self, left: float) -> None:
@@ -304,7 +305,7 @@ class RolloutManager:
     def _outstanding(self) -> tuple[int, int]:
         """Trajectories that are open or expected, and the tokens they may still add."""
         trajectories, tokens = self._router.outstanding()
-        return trajectories + self._expected.trajectories, tokens + self._expected.tokens
+        return max(trajectories, self._expected.trajectories), max(tokens, self._expected.tokens)
 
     def _report(self) -> None:
         """Tell the scheduler when demand has changed: at once when it begins or ends, else at most every interval."""
@@ -315,15 +316,18 @@ class RolloutManager:
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
             self._reporting, self._reported, self._reported_at = True, outstanding, now
             open_ = self._router.demand(now)
+            if outstanding[0] > open_.trajectories:  # when it ends depends on more than decoding
+                open_ = replace(open_, work_s=0.0, floor_s=0.0)
             report = partial(
                 self._client.report_demand,
                 self._cluster.name,
                 outstanding[0],
-                open_.tokens + self._expected.tokens,
+                max(open_.tokens, self._expected.tokens),
                 knee=open_.knee,
                 work_s=open_.work_s,
                 floor_s=open_.floor_s,
                 left_gpu_s=self._left_gpu_s,
+                load_s=self._pool.load_s or 0.0,
             )
             self._in_background(report, self._report_ended)
 

@@ -29,7 +29,7 @@ class Samples:
             "reward": sum(r.reward for r in self.rewards) / count,
             "exact": sum(r.exact for r in self.rewards) / count,
             "trajectories": count,
-            "trajectories_digest": digest(self.trajectories),
+            "trajectories_digest": digest((t.id, t.prompt_ids, t.token_ids) for t in self.trajectories),
         }
 
     def groups(self, chosen: Iterable[int], size: int) -> "Samples":
@@ -38,9 +38,9 @@ class Samples:
         return Samples([self.trajectories[i] for i in rows], [self.rewards[i] for i in rows])
 
 
-def digest(trajectories: Iterable[Trajectory]) -> int:
-    """48 bits of a hash of ids and tokens, in order: a number that JSON keeps exactly."""
+def digest(trajectories: Iterable[tuple[object, ...]]) -> int:
+    """48 bits of a hash of what makes each trajectory up, in order: a number that JSON keeps exactly."""
     state = hashlib.blake2b(digest_size=6)
-    for t in trajectories:
-        state.update(f"{t.id}\x1f{t.prompt_ids}\x1f{t.token_ids}\x1e".encode())
+    for parts in trajectories:
+        state.update("\x1f".join(map(str, parts)).encode() + b"\x1e")
     return int.from_bytes(state.digest(), "little")

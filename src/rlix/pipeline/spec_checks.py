@@ -1,7 +1,8 @@
 """What must hold between the sections of a job, and between a job and the machine it is submitted from."""
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,10 @@ from rlix.protocol.errors import SpecError
 if TYPE_CHECKING:
     from rlix.pipeline.spec import JobSpec
 
-PIPELINES = ("full_finetune", "agentic", "actor_critic", "asynchronous")
+PIPELINES = ("full_finetune", "agentic", "actor_critic", "asynchronous", "asynchronous_agentic")
+_AGENTIC = ("agentic", "asynchronous_agentic")
+_ASYNCHRONOUS = ("asynchronous", "asynchronous_agentic")
+BUILT_IN_ENVIRONMENTS = {"digit_lookup": "rlix.pipeline.environments.lookup:DigitLookup"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALLEST_VLLM_HEAD = 32
 
@@ -62,9 +66,10 @@ def _actor_critic(spec: "JobSpec") -> Iterator[Problem]:
 
 def _asynchronous(spec: "JobSpec") -> Iterator[Problem]:
     ahead = spec.asynchronous
-    if spec.pipeline in PIPELINES and (ahead is None) == (spec.pipeline == "asynchronous"):
-        fix = "add e.g. 'asynchronous: {max_staleness: 1}'" if ahead is None else "set 'pipeline: asynchronous'"
-        yield Problem("asynchronous", f"section and 'pipeline: asynchronous' belong together; {fix}")
+    if spec.pipeline in PIPELINES and (ahead is None) == (spec.pipeline in _ASYNCHRONOUS):
+        wanted = "asynchronous_agentic" if spec.environment is not None else "asynchronous"
+        fix = "add e.g. 'asynchronous: {max_staleness: 1}'" if ahead is None else f"set 'pipeline: {wanted}'"
+        yield Problem("asynchronous", f"section and 'pipeline: {wanted}' belong together; {fix}")
     if ahead is None:
         return
     if ahead.on_stale == "wait" and (ahead.ahead or 0) > ahead.max_staleness:
@@ -113,7 +118,7 @@ def _source_of_prompts(spec: "JobSpec") -> Iterator[Problem]:
     if spec.environment is not None:
         yield from _environment(spec)
         return
-    if spec.pipeline == "agentic":
+    if spec.pipeline in _AGENTIC:
         yield Problem("environment", "is missing: what the agent acts in; add e.g. 'environment: {name: digit_lookup}'")
         return
     if (spec.task is None) == (spec.data is None):
@@ -134,10 +139,11 @@ def _source_of_prompts(spec: "JobSpec") -> Iterator[Problem]:
 def _environment(spec: "JobSpec") -> Iterator[Problem]:
     environment = spec.environment
     assert environment is not None
-    if spec.pipeline in PIPELINES and spec.pipeline != "agentic":
-        yield Problem("pipeline", f"is {spec.pipeline}, which has no environment; set 'pipeline: agentic'")
-    if spec.pipeline == "agentic" and spec.algorithm.name != "grpo":
-        yield Problem("algorithm.name", f"is {spec.algorithm.name}; with 'pipeline: agentic' it must be grpo")
+    if spec.pipeline in PIPELINES and spec.pipeline not in _AGENTIC:
+        wanted = "agentic" if spec.asynchronous is None else "asynchronous_agentic"
+        yield Problem("pipeline", f"is {spec.pipeline}, which has no environment; set 'pipeline: {wanted}'")
+    if spec.pipeline in _AGENTIC and spec.algorithm.name != "grpo":
+        yield Problem("algorithm.name", f"is {spec.algorithm.name}; with 'pipeline: {spec.pipeline}' it must be grpo")
     if spec.algorithm.resample_rounds or spec.algorithm.overlong_buffer:
         yield Problem("algorithm", "resample_rounds and overlong_buffer do not apply to environments; leave them out")
     for section in ("task", "data", "reward"):
@@ -207,8 +213,11 @@ def environment_problems(spec: "JobSpec") -> Iterator[Problem]:
         yield from _importable("pipeline", spec.pipeline)
     if spec.reward and spec.reward.function:
         yield from _importable("reward.function", spec.reward.function)
-    if spec.environment and spec.environment.factory:
-        yield from _importable("environment.factory", spec.environment.factory)
+    if spec.environment:
+        if spec.environment.factory:
+            yield from _importable("environment.factory", spec.environment.factory)
+        factory = spec.environment.factory or BUILT_IN_ENVIRONMENTS[spec.environment.name or ""]
+        yield from _options(factory, spec.environment.options)
     if spec.rollout.executor == "vllm" and find_spec("vllm") is None:
         yield Problem(
             "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
@@ -236,3 +245,15 @@ def _importable(field: str, name: str) -> Iterator[Problem]:
         return
     if not callable(found):
         yield Problem(field, f"{name} is a {type(found).__name__}, not something that can be called")
+
+
+def _options(factory: str, options: Mapping[str, object]) -> Iterator[Problem]:
+    """Options the environment's factory does not take; they would fail every environment, one by one."""
+    try:
+        found = import_object(factory)
+        if callable(found):
+            inspect.signature(found).bind(None, **options)
+    except TypeError as error:
+        yield Problem("environment.options", f"do not fit {factory}: {error}")
+    except (SpecError, ValueError):
+        return  # it cannot be imported, which is reported, or says nothing of what it takes

@@ -60,7 +60,8 @@ class Demand:
 
     The rest is what a job has learnt of itself, zero where it has not: how many trajectories one bundle decodes in
     little more time than one (`knee`); that on k bundles this rollout ends in `floor_s + work_s / k` seconds; the
-    GPU-seconds it expects to use until its last step; those it has used, and the seconds since it was admitted.
+    GPU-seconds it expects to use until its last step; those it has used, and the seconds since it was admitted; the
+    seconds from the grant of a bundle until it decodes.
     """
 
     trajectories: int
@@ -71,6 +72,7 @@ class Demand:
     left_gpu_s: float = 0.0
     used_gpu_s: float = 0.0
     age_s: float = 0.0
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ async def play(
     outstanding.update(id, room.outstanding(0, 0))
     try:
         end = End.TURNS
-        observation_ids = codec.encode(await environment.reset(seed), first=True)
+        observation_ids = _something(id, codec.encode(await environment.reset(seed), first=True))
         while True:
             tokens += observation_ids
             limit = room.answer(len(turns), len(tokens))
@@ -157,3 +157,9 @@ async def play(
         outstanding.close(id)
         await environment.close(failed=failed)
     return Episode(id, tuple(turns), reward, exact, end, environment.tally, error)
+
+
+def _something(id: str, observation_ids: tuple[int, ...]) -> tuple[int, ...]:
+    if not observation_ids:
+        raise EnvironmentFailedError(f"the environment of {id} began with no tokens: there is nothing to answer")
+    return observation_ids

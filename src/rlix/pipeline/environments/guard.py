@@ -64,7 +64,7 @@ class InProcessRunner:
     async def start(self, instance: Instance) -> Environment:
         try:
             return self._factory(instance)
-        except Exception as error:
+        except Exception as error:  # a user's code may raise anything; it costs this trajectory only
             raise EnvironmentFailedError(f"could not be built: {_describe(error)}") from error
 
     async def stop(self, environment: Environment, *, failed: bool) -> None:
@@ -179,7 +179,7 @@ async def bounded(what: str, call: Coroutine[Any, Any, T], timeout_s: float) -> 
         return task.result()
     except EnvironmentFailedError:
         raise
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything; it costs this trajectory only
         raise EnvironmentFailedError(f"{what} raised {_describe(error)}") from error
 
 

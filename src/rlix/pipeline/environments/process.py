@@ -65,7 +65,7 @@ class SubprocessRunner:
                 raise EnvironmentFailedError(
                     f"its process {child.process.pid} did not build it within {self._start_timeout_s:g} s"
                 ) from None
-        except BaseException:
+        except BaseException:  # cancelled ones too: cleans up and raises again
             if child is not None:
                 await self._end(child)
             self._slots.release()

@@ -1,0 +1,162 @@
+"""The algorithms against TRL's own code, run on one process with the built-in model, random numbers and a fixed seed.
+
+TRL 1.16 has no PPO trainer and no GAE; the clipped loss of its GRPO is PPO's, and stands for both here.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from rlix.pipeline.algorithms import (
+    aggregate,
+    clipped_policy_loss,
+    group_relative_advantages,
+    kl_estimate,
+    rloo_advantages,
+    token_log_probs,
+    truncated_importance_weights,
+)
+from rlix.pipeline.models import write_tiny_model
+from rlix.pipeline.spec import TinyModel
+from rlix.pipeline.tokenizer import load_tokenizer
+
+datasets = pytest.importorskip("datasets")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, "vllm", None)  # which TRL would import, for seconds and for nothing
+    trl = pytest.importorskip("trl")
+    TRAINERS = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}
+
+GROUP, ROWS = 4, 8
+REWARDS = [0.0, 1.0, 0.25, 0.5, 1.0, 1.0, 1.0, 1.0]  # the second group has no spread
+TRL_EPSILON = 1e-4  # which TRL adds to the standard deviation; ours leaves it out
+
+
+def make_trainer(name: str, folder: Path, **options: Any) -> Any:
+    """A trainer of TRL with one batch behind it: its samples are those of `inputs_of`."""
+    torch.manual_seed(0)
+    config, trainer = TRAINERS[name]
+    made = trainer(
+        model=str(folder),
+        reward_funcs=lambda completions, **_: REWARDS,
+        args=config(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=ROWS,
+            num_generations=GROUP,
+            max_completion_length=6,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            disable_dropout=True,
+            **options,
+        ),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["12>", "34>"]}),
+        processing_class=load_tokenizer(folder),
+    )
+    made.current_gradient_accumulation_steps = 1
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(TinyModel(), tmp_path_factory.mktemp("model"), seed=0)
+
+
+def sampled(trainer: Any) -> dict[str, Any]:
+    """A batch that TRL generated and scored, with the log-probs of policies that differ at random."""
+    batch: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": p} for p in ["12>"] * 4 + ["34>"] * 4])
+    source = torch.Generator().manual_seed(1)
+    now = log_probs(trainer.model, batch).detach()
+    noise = [torch.randn(now.shape, generator=source) for _ in range(3)]
+    batch["old_per_token_logps"] = now + 0.3 * noise[0]
+    batch["ref_per_token_logps"] = now + 0.3 * noise[1]
+    batch["sampling_per_token_logps"] = batch["old_per_token_logps"] + 0.5 * noise[2]
+    batch["completion_mask"][0, 2:] = 0  # sequences of different lengths
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    return batch
+
+
+def log_probs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Ours, of the completions under `model`."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    logits = model(input_ids=ids, attention_mask=attended).logits[:, :-1]
+    return token_log_probs(logits, ids[:, 1:])[:, -batch["completion_ids"].shape[1] :]
+
+
+def gradients(model: Any, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def close(ours: Any, theirs: Any) -> None:
+    assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation", "options"),
+    [
+        ("grpo", "sequence", {}),
+        ("bnpo", "token", {"epsilon_high": 0.28}),
+        ("dapo", "token", {"epsilon_high": 0.28, "beta": 0.05, "use_bias_correction_kl": False}),
+        ("dr_grpo", "token", {"beta": 0.05, "use_bias_correction_kl": False, "scale_rewards": "none"}),
+    ],
+)
+def test_losses_gradients_and_advantages(
+    loss_type: str, aggregation: Any, options: dict[str, Any], folder: Path
+) -> None:
+    trainer = make_trainer("GRPO", folder, loss_type=loss_type, **options)
+    batch = sampled(trainer)
+    scaled = options.get("scale_rewards") != "none"
+    advantages = group_relative_advantages(torch.tensor(REWARDS), GROUP, normalize_by_std=scaled)
+    spread = torch.tensor(REWARDS).view(-1, GROUP).std(dim=1).repeat_interleave(GROUP) if scaled else torch.ones(ROWS)
+    smaller = spread / (spread + TRL_EPSILON) if scaled else torch.ones(ROWS)
+    close(advantages * smaller, batch["advantages"])
+
+    now, mask = log_probs(trainer.model, batch), batch["completion_mask"]
+    denominator = float(ROWS * 6) if loss_type == "dr_grpo" else None
+    loss = clipped_policy_loss(
+        now,
+        batch["old_per_token_logps"],
+        batch["advantages"],
+        mask,
+        clip_high=options.get("epsilon_high", 0.2),
+        aggregation=aggregation,
+        denominator=denominator,
+    ).loss
+    kl = aggregate(kl_estimate(now, batch["ref_per_token_logps"], "k3"), mask, aggregation, denominator)
+    ours = loss + options.get("beta", 0.0) * kl
+    theirs = trainer._compute_loss(trainer.model, batch)
+    close(ours, theirs)
+    close(gradients(trainer.model, ours), gradients(trainer.model, theirs))
+
+
+def test_importance_weights(folder: Path) -> None:
+    trainer = make_trainer("GRPO", folder, loss_type="bnpo")
+    batch = sampled(trainer)
+    now, old, mask = log_probs(trainer.model, batch), batch["old_per_token_logps"], batch["completion_mask"]
+    weights = truncated_importance_weights(old, batch["sampling_per_token_logps"], mask, cap=1.5)
+    assert float(weights.max()) == 1.5
+    # TRL's lines for `token_truncate`, which only run with vLLM
+    ratio = torch.exp((old - batch["sampling_per_token_logps"]) * mask).clamp(max=1.5)
+    close(weights, ratio)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    theirs = trainer._compute_loss(trainer.model, batch | {"importance_sampling_ratio": ratio})
+    close(clipped_policy_loss(now, old, batch["advantages"], mask, weights=weights).loss, theirs)
+
+
+def test_leave_one_out(folder: Path) -> None:
+    """TRL's loss has one ratio for a sequence, ours one for a token: where old and new are equal the gradients are."""
+    trainer = make_trainer("RLOO", folder, beta=0.0)
+    batch = trainer._generate_and_score_completions([{"prompt": p} for p in ["12>"] * 4 + ["34>"] * 4])
+    close(rloo_advantages(torch.tensor(REWARDS), GROUP), batch["advantages"])
+    now, mask = log_probs(trainer.model, batch), batch["completion_mask"]
+    batch["old_logps"] = (now * mask).sum(1).detach()
+    ours = clipped_policy_loss(now, now.detach(), batch["advantages"], mask, denominator=float(ROWS)).loss
+    close(gradients(trainer.model, ours), gradients(trainer.model, trainer._compute_loss(trainer.model, batch)))
