@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+import torch
 from transformers import AutoTokenizer
 
 import rlix
@@ -71,6 +73,13 @@ def test_texts_and_parameters_of_each_prompt(engine: InferenceEngine, path: Path
     assert long.text == reference.decode(long.token_ids, skip_special_tokens=True) != ""
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_token_ids_may_be_arrays_and_tensors(engine: InferenceEngine, make: Any) -> None:
+    for prompts in (make([[3, 4], [5, 6]]), [make([3, 4]), make([5, 6])]):
+        assert [output.prompt_token_ids for output in engine.generate(prompts, GREEDY)] == [(3, 4), (5, 6)]
+    assert [output.prompt_token_ids for output in engine.generate(make([7, 8, 9]), GREEDY)] == [(7, 8, 9)]
+
+
 def test_prompts_without_a_seed_have_streams_of_their_own(engine: InferenceEngine) -> None:
     outputs = engine.generate([[5, 6]] * 8, {"max_new_tokens": 12})
     assert len({o.outputs[0].token_ids for o in outputs}) > 4
@@ -86,6 +95,13 @@ def test_prompts_without_a_seed_have_streams_of_their_own(engine: InferenceEngin
         ([[3], [4]], [GREEDY], "1 sampling_params for 2 prompts"),
         ([[3]], {"max_tokens": 1, "max_new_tokens": 2}, "both max_tokens and max_new_tokens"),
         ([[3]], {"max_tokens": 999}, "prompt 0.*max_model_len=256"),
+        ([[3], None], GREEDY, "prompt 1: a prompt is a text or token ids, not NoneType"),
+        ([[3], {"prompt_token_ids": [3]}], GREEDY, "prompt 1.*not dict"),
+        ([[3], [4]], [GREEDY, {"seed": "x"}], "prompt 1: seed is 'x'"),
+        ([[3]], {"seed": 2**64}, "prompt 0: seed is 18446744073709551616"),
+        ([[3]], {"max_tokens": 2.5}, r"prompt 0: max_new_tokens is 2\.5"),
+        ([[3]], {"temperature": "hot"}, "prompt 0: temperature is 'hot'"),
+        ([[3]], {"stop_token_ids": ["x"]}, "prompt 0.*stop_token_ids is 'x'"),
         ([], GREEDY, "no prompts"),
     ],
 )

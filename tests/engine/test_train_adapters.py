@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlix.engine import checkpoint, weights
-from rlix.engine.materialize import ModuleSpec, build_module
+from rlix.engine.materialize import Checkpoint, ModuleSpec, build_module
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train_adapters import exported, tensors_of
 from rlix.engine.train_engine import TrainEngine
@@ -59,6 +59,10 @@ def test_adapters_begin_as_nothing_on_base_weights_and_saving_merges_them(tmp_pa
     ids = torch.tensor(batch(9))
     assert torch.allclose(plain(ids).logits, module(ids).logits, atol=1e-5)
     assert not torch.allclose(plain(ids).logits, base(ids).logits, atol=1e-2)
+    # Into the trained module: its adapters, which are merged by now, begin as nothing again.
+    Checkpoint(tmp_path / "merged", module).refill(seed=0)
+    shown = dict(tensors_of(exported(module)))
+    assert all(torch.equal(shown[name], tensor) for name, tensor in plain.state_dict().items())
 
 
 def test_adapters_that_change_more_than_the_weight_are_refused() -> None:

@@ -16,7 +16,7 @@ from rlix.engine.train_engine import TrainEngine
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from tests.engine.models import qwen
-from tests.engine.training_models import Policy, batch, policy
+from tests.engine.training_models import OneBatch, Policy, batch, policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]  # the first test waits for five workers to start
 STEPS = 20
@@ -91,6 +91,10 @@ def gathered(published: weights.PublishedWeights) -> dict[str, torch.Tensor]:
     return {entry.name: tensor for entry, tensor in weights.stream(published)}
 
 
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def test_training_equals_plain_pytorch_on_every_layout(engine: TrainEngine, reference: list[float]) -> None:
     tolerance = 1e-6 if len(engine.devices) == 1 else 1e-5  # sums over ranks are ordered differently
     assert train(engine, range(STEPS)) == pytest.approx(reference, rel=tolerance)
@@ -116,6 +120,7 @@ def test_a_split_batch_comes_back_in_order(engine: TrainEngine, one: TrainEngine
     ranks = len(engine.devices)
     assert engine.where() == [(rank, ranks) for rank in range(ranks)]
     assert engine.count(NeedParallel(ids)) == 9
+    assert engine.numbers() == [0, 1, 2]
     uneven = [[0] * length for length in (1, 2, 3, 4, 5)]
     assert engine.mean_length(NeedParallel(uneven)) == pytest.approx({"length": 3.0})
     assert engine.score(NeedParallel(ids[:1], pad=True)).shape == (1,)
@@ -182,6 +187,26 @@ def test_saved_weights_load_in_plain_transformers(engine: TrainEngine, tmp_path:
     published = gathered(engine.publish())
     assert published.keys() == plain.keys()
     assert all(torch.equal(plain[name], tensor) for name, tensor in published.items())
+    train(engine, range(1, 2))
+    assert not same(engine.state_dict(), plain)
+    engine.load(tmp_path / "model")
+    assert same(engine.state_dict(), plain)
+    engine.meta()
+    engine.load(tmp_path / "model")  # optimizers begin anew
+    assert same(engine.state_dict(), plain)
+    assert train(engine, range(1))
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_save(engine: TrainEngine, tmp_path: Path) -> None:
+    """One rank writes for all; the others are told instead of waiting for it."""
+    (tmp_path / "file").write_text("in the way")
+    for save in (engine.save, engine.save_state):
+        with pytest.raises(RlixError, match="NotADirectoryError"):
+            save(tmp_path / "file" / "folder")
+    for load in (engine.load, engine.load_state):
+        with pytest.raises(FileNotFoundError):
+            load(tmp_path)
+    assert train(engine, range(1))
 
 
 def test_leases_move_the_bytes_and_stale_epochs_are_refused(engine: TrainEngine) -> None:
@@ -223,13 +248,17 @@ def test_moves_do_not_change_training(engine: TrainEngine, initial: Path) -> Non
     assert train(engine, range(4)) == expected
 
 
-def test_weights_from_a_folder(engines: dict[str, TrainEngine], initial: Path, tmp_path: Path) -> None:
+def test_weights_from_a_folder_and_an_executor_whose_ranks_share_a_batch(
+    engines: dict[str, TrainEngine], initial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engines["one"].load_state(initial)
     train(engines["one"], range(1))
     engines["one"].save(tmp_path / "model")
-    with TrainEngine((Policy, qwen())) as other:
+    monkeypatch.setitem(train_engine.EXECUTORS, "one batch", OneBatch)
+    with TrainEngine((Policy, qwen()), executor="one batch") as other:
         other.build(tensor_parallel_size=2, weights_path=tmp_path / "model")
         found = gathered(other.publish())
+        assert (other.where(), other.count(NeedParallel([1, 2, 3]))) == ([(0, 1)], 3)
     expected = gathered(engines["one"].publish())
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

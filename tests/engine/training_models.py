@@ -1,11 +1,13 @@
 """A small policy that trains, for the training engine's tests."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import Qwen2ForCausalLM
 
 import rlix.nn
+from rlix.engine.train_worker import TrainWorker
 from tests.engine.models import qwen
 
 
@@ -44,6 +46,9 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def where(self) -> tuple[int, int]:
         return self.dp_rank, self.dp_size
 
+    def numbers(self) -> Iterator[int]:
+        yield from range(3)
+
     def draw(self) -> list[float]:
         return torch.rand(3).tolist()
 
@@ -74,6 +79,13 @@ def batch(seed: int, size: int = 9, length: int = 12) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[list[int]] = torch.randint(0, 97, (size, length), generator=generator).tolist()
     return ids
+
+
+class OneBatch(TrainWorker):
+    """As of an executor whose ranks compute on one batch together."""
+
+    def _data_part(self, shards: int) -> tuple[int, int]:
+        return self.ctx.rank // shards, self.ctx.world_size // shards
 
 
 class LoraPolicy(Policy):

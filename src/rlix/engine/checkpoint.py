@@ -13,6 +13,8 @@ import os
 import random
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -34,6 +37,7 @@ from rlix.engine.materialize import INDEX_FILE, WEIGHTS_FILE
 from rlix.engine.train_adapters import exported, tensors_of
 from rlix.engine.weights import named_weights
 from rlix.nn import BaseTrainModule
+from rlix.protocol.errors import RlixError
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,11 @@ def schedulers(module: BaseTrainModule) -> dict[str, LRScheduler]:
 def temporary(folder: Path) -> Path:
     """Where the contents of `folder` are written before they are complete; the same on every rank."""
     return folder.with_name(f".{folder.name}.partial")
+
+
+def _clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def publish_folder(folder: Path) -> None:
@@ -90,18 +99,24 @@ def _sync(path: Path) -> None:
 def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | None) -> None:
     """Gather the weights and write safetensors, config and tokenizer. All ranks call it; rank 0 writes."""
     partial = temporary(folder)
-    writer = _ShardWriter(partial) if module.rank == 0 else None
-    if writer is not None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    writer, failed = None, None
+    with _agreed():
+        if module.rank == 0:
+            _clear(partial)
+            writer = _ShardWriter(partial)
     for name, tensor in whole_tensors(tensors_of(exported(module)), GATHER_BYTES):
+        if writer is not None and failed is None:
+            try:
+                writer.add(name, tensor.cpu().contiguous())
+            except (OSError, SafetensorError) as error:  # raised below: the other ranks still hand in their shards
+                failed = error
+    with _agreed():
+        if failed is not None:
+            raise failed
         if writer is not None:
-            writer.add(name, tensor.cpu().contiguous())
-    if writer is not None:
-        writer.close()
-        _save_config(module, partial, tokenizer_path)
-        publish_folder(folder)
-    _barrier()
+            writer.close()
+            _save_config(module, partial, tokenizer_path)
+            publish_folder(folder)
 
 
 class _ShardWriter:
@@ -202,10 +217,9 @@ def capture(module: BaseTrainModule, *, copy: bool) -> Snapshot:
 def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write what `capture` took. All ranks call it; in a background thread with a `group` of its own."""
     partial = temporary(folder)
-    if snapshot.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier(group)
+    with _agreed(group):
+        if snapshot.rank == 0:
+            _clear(partial)
     with _quiet_dcp():
         save(
             snapshot.tensors,
@@ -213,13 +227,13 @@ def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | Non
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-    (partial / f"rng_{snapshot.rank}.json").write_text(snapshot.random_state)
-    if snapshot.rank == 0:
-        (partial / STATE_FILE).write_text(snapshot.shared)
-    _barrier(group)
-    if snapshot.rank == 0:
-        publish_folder(folder)
-    _barrier(group)
+    with _agreed(group):
+        (partial / f"rng_{snapshot.rank}.json").write_text(snapshot.random_state)
+        if snapshot.rank == 0:
+            (partial / STATE_FILE).write_text(snapshot.shared)
+    with _agreed(group):
+        if snapshot.rank == 0:
+            publish_folder(folder)
 
 
 def save_state(module: BaseTrainModule, folder: Path) -> None:
@@ -345,9 +359,25 @@ def _decode(text: str) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
 
 
-def _barrier(group: dist.ProcessGroup | None = None) -> None:
-    if dist.is_initialized():
-        dist.barrier(group)
+@contextmanager
+def _agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Leave together. What the body raises on one rank is raised on all, none of which then waits for that one.
+
+    Raises:
+        RlixError: with several ranks; names those that failed, and how.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    problem = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised below, once all ranks know
+        problem = f"{type(error).__name__}: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group)
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]:
+        raise RlixError("; ".join(failed))
 
 
 def _quiet_dcp() -> warnings.catch_warnings:

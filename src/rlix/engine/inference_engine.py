@@ -3,17 +3,16 @@
 import asyncio
 import itertools
 import logging
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from ray.exceptions import RayError
 from transformers import PretrainedConfig
 
 from rlix.engine import placement
+from rlix.engine.base import Engine, merged
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
 from rlix.engine.executors.environment import replica_environment
 from rlix.engine.model_source import ModelSource
@@ -25,7 +24,7 @@ from rlix.engine.residency import MoveReport, Residency
 from rlix.engine.turns import OnTurn, all_or_first_error, converse, run_here
 from rlix.engine.weights import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
-from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ EXECUTORS = ("transformers", "vllm")
 _CONCURRENT_CALLS = 1024  # of one replica; they are coroutines and cost no thread
 
 
-class InferenceEngine:
+class InferenceEngine(Engine):
     """A handle on replicas of a causal LM, each on the devices of one bundle.
 
     Args:
@@ -53,18 +52,14 @@ class InferenceEngine:
         *,
         name: str = "infer",
     ) -> None:
+        super().__init__(name)
         if executor not in EXECUTORS:
             raise ValueError(f"unknown executor {executor!r} for InferenceEngine; known: {', '.join(EXECUTORS)}")
         self.source = ModelSource.of(source)
         self.executor = executor
-        self.name = f"{name}-{uuid.uuid4().hex[:8]}"
-        self.devices: tuple[Device, ...] = ()
-        self._group: WorkerGroup | None = None
         self._reader: PromptReader | None = None
         self._epoch = 0
-        self._residency = Residency.META
         self._parts: set[Part] = set()
-        self._timeout_s = 0.0
         self._turn = itertools.count()  # of replicas to take the next stream
 
     def build(
@@ -108,18 +103,17 @@ class InferenceEngine:
             ValueError: sizes and devices do not agree, no devices fit, or the model is not supported.
             WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
         """
-        if self._group is not None:
-            raise RlixError(f"{self.name} is built already; close() it first")
-        count = _device_count(tensor_parallel_size, data_parallel_size, devices)
-        self.devices = placement.choose(
-            count,
-            devices=devices,
+        self.devices = self._choose_devices(
+            tensor_parallel_size,
+            data_parallel_size,
+            devices,
             colocate_with=colocate_with,
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
         )
+        size = tensor_parallel_size
         options = ExecutorOptions(
-            tensor_parallel_size=tensor_parallel_size,
+            tensor_parallel_size=size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -132,7 +126,7 @@ class InferenceEngine:
         self._group = WorkerGroup(
             Replica,
             name=self.name,
-            placements=[self.devices[i : i + tensor_parallel_size] for i in range(0, count, tensor_parallel_size)],
+            placements=[self.devices[i : i + size] for i in range(0, len(self.devices), size)],
             kwargs={"source": self.source, "executor": self.executor, "options": options},
             namespace=namespace,
             env=replica_environment(self.executor, self.devices[0].kind, cpu_threads, local=self.source.is_local),
@@ -144,7 +138,7 @@ class InferenceEngine:
         try:
             if load and self.source.has_weights:
                 self.cuda()
-        except BaseException:
+        except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
             self.close()
             raise
         placement.occupy(self, self.devices)
@@ -153,17 +147,7 @@ class InferenceEngine:
     @property
     def replicas(self) -> WorkerGroup:
         """The replica actors, one rank per bundle; see `Replica` for what they can be asked."""
-        if self._group is None:
-            raise RlixError(f"{self.name} is not built (any more): call build() first")
-        return self._group
-
-    def close(self) -> None:
-        """End the replicas. Calling it twice is fine."""
-        placement.vacate(self)
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        self._residency, self._parts = Residency.META, set()
+        return self._workers()
 
     # ---- generation ------------------------------------------------------------------------------------------
 
@@ -284,10 +268,9 @@ class InferenceEngine:
         sampling_params: Params | Sequence[Params],
         request_ids: Sequence[str] | None,
     ) -> list[GenerationRequest]:
-        missing = set(ALL_PARTS) - self._parts
-        if self._reader is None or self._group is None:
-            raise RlixError(f"{self.name} is not built (any more): call build() first")
-        if missing:
+        self._workers()
+        assert self._reader is not None
+        if missing := set(ALL_PARTS) - self._parts:
             raise NotResidentError(
                 f"{self.name} was asked to generate while its {' and '.join(sorted(missing))} are not on its devices: "
                 "call cuda() first"
@@ -311,17 +294,6 @@ class InferenceEngine:
         """
         return tuple(self.replicas.run("update", published, timeout_s=self._timeout_s))
 
-    @property
-    def residency(self) -> Residency:
-        return self._residency
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
-        if self._residency is Residency.DEVICE and self.devices:
-            return torch.device(self.devices[0].kind.value)
-        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
-
     def cuda(
         self, what: Literal["weights", "kv_cache"] | None = None, *, weights: PublishedWeights | None = None
     ) -> MoveReport:
@@ -337,7 +309,7 @@ class InferenceEngine:
         reports = self.replicas.run("load", weights, self._epoch, parts, timeout_s=self._timeout_s)
         self._residency = Residency.DEVICE
         self._parts.update(parts)
-        return _merged(reports)
+        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
 
     def cpu(self) -> MoveReport:
         """Release the devices' memory; the weights wait in host memory, the KV cache is dropped."""
@@ -349,35 +321,15 @@ class InferenceEngine:
         """Drop every byte on devices and host."""
         return self._release(Residency.META)
 
-    def to(self, where: str | torch.device) -> MoveReport:
-        """`cuda`, `cpu` or `meta`, as in PyTorch."""
-        kind = torch.device(where).type
-        if kind == "cuda":
-            return self.cuda()
-        if kind not in ("cpu", "meta"):
-            raise ValueError(f"cannot move an engine to {where!s}; known: cuda, cpu, meta")
-        return self.cpu() if kind == "cpu" else self.meta()
-
     def _release(self, to: Residency) -> MoveReport:
         reports = self.replicas.run("offload", self._epoch, to is Residency.HOST, timeout_s=self._timeout_s)
         self._epoch += 1
         self._residency, self._parts = to, set()
-        return _merged(reports)
+        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
 
-
-def _device_count(tensor_parallel: int, data_parallel: int | None, devices: Sequence[Device] | None) -> int:
-    if tensor_parallel < 1 or (data_parallel is not None and data_parallel < 1):
-        raise ValueError(f"tensor_parallel_size={tensor_parallel}, data_parallel_size={data_parallel}: at least 1 each")
-    if devices is None:
-        return tensor_parallel * (data_parallel or 1)
-    if not devices or len(devices) % tensor_parallel:
-        raise ValueError(f"{len(devices)} device(s) do not divide into bundles of {tensor_parallel}")
-    if data_parallel is not None and tensor_parallel * data_parallel != len(devices):
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel} x data_parallel_size={data_parallel} needs "
-            f"{tensor_parallel * data_parallel} devices, but {len(devices)} were given"
-        )
-    return len(devices)
+    def _end(self, *, graceful: bool) -> None:
+        self._parts = set()
+        super()._end(graceful=graceful)
 
 
 def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:
@@ -389,7 +341,3 @@ def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[in
         first += size
     ranks = [rank for rank, share in enumerate(shares) if share]
     return ranks, [shares[rank] for rank in ranks]
-
-
-def _merged(reports: Sequence[ReplicaReport]) -> MoveReport:
-    return MoveReport(sum(report.bytes for report in reports), max(report.seconds for report in reports))

@@ -19,7 +19,9 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlix.engine.residency import local_tensor
 from rlix.engine.train_adapters import base_names
 from rlix.engine.weights import named_weights, tied_names
 from rlix.nn import BaseTrainModule
@@ -112,7 +114,7 @@ class Checkpoint:
         self._check(folder, named, tied)
         self._names = {id(named[owner]): owner for owner in tied}
         self._filled: dict[int, nn.Parameter] = {}
-        self._keep = list(named.values())  # ids stay unique only while the tensors live
+        self._named = named  # ids stay unique only while the tensors live
 
     def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Give the unit's parameters that are still on meta their values, and its persistent buffers theirs."""
@@ -127,6 +129,22 @@ class Checkpoint:
                 source = self._source.get(name) if name else None
                 if buffer is not None and source is not None:
                     buffer.copy_(self._read(source))
+
+    @torch.no_grad()
+    def refill(self, seed: int) -> None:
+        """Give a module that was filled and sharded before the values a newly built one with this seed would have."""
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            for owner, source in self._source.items():
+                target = self._named[owner]
+                if source is not None:
+                    whole = self._read(source)
+                else:
+                    _init_new(whole := torch.empty(target.shape), owner)
+                whole = whole.to(device=target.device, dtype=target.dtype)
+                if isinstance(target, DTensor):  # every rank has read the whole and keeps its shard
+                    whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+                local_tensor(target).copy_(local_tensor(whole))
 
     def _load(self, param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
         name = self._names[id(param)]
@@ -228,5 +246,7 @@ def _cast(unit: nn.Module, dtype: torch.dtype) -> None:
 
 def _shard(unit: nn.Module, mesh: DeviceMesh, spec: ModuleSpec, dtype: torch.dtype) -> None:
     compute = getattr(torch, spec.compute_dtype) if spec.compute_dtype else dtype
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # Named only where it differs: FSDP would cast every block's inputs to the dtype they have.
+    param_dtype = None if compute == dtype else compute
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     fully_shard(unit, mesh=mesh, mp_policy=policy)

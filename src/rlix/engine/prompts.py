@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlix.engine.model_source import ModelSource
@@ -99,12 +99,14 @@ class PromptReader:
         )
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Raises ValueError for text where there is no tokenizer, and for tokens outside the vocabulary."""
+        """Raises TypeError for what is no prompt, ValueError for text without a tokenizer and for unknown tokens."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("it is text, but the model has no tokenizer: give token ids")
             prompt = self._tokenizer(prompt)["input_ids"]
-        token_ids: tuple[Any, ...] = tuple(prompt)
+        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+            raise TypeError(f"a prompt is a text or token ids, not {type(prompt).__name__}")
+        token_ids: tuple[Any, ...] = tuple(_plain(prompt))
         for token in token_ids:
             if not isinstance(token, int) or not 0 <= token < self._vocabulary:
                 raise ValueError(f"token {token!r} is not an id in 0..{self._vocabulary - 1}")
@@ -115,10 +117,17 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is a text or a sequence of ints; anything else is a sequence of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    each: list[Any] = list(prompts)
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts are texts or token ids, one or several, not {type(prompts).__name__}")
+    each: list[Any] = [_plain(prompt) for prompt in prompts]
     if not each:
         raise ValueError("no prompts")
     return [each] if all(isinstance(token, int) for token in each) else each
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays of token ids as lists of ints."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _as_params(params: Params | Sequence[Params], count: int) -> list[Params]:

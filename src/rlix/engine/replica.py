@@ -146,7 +146,7 @@ class Replica(Worker):
             if self._state.phase is ReplicaPhase.DRAINING:
                 await self._end_generating()
             moved = await asyncio.to_thread(move)
-        except BaseException:
+        except BaseException:  # re-raised; a cancelled move has left undefined bytes as well
             self._state = self._state.dead()
             raise
         return self._report(moved, time.perf_counter() - start)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -28,7 +29,7 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+        check_sampling(self)
 
     @classmethod
     def of(cls, params: "SamplingParams | Mapping[str, Any] | None") -> "SamplingParams":
@@ -45,7 +46,8 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"sampling_params has unknown keys {unknown}; known: {sorted(known | {'max_tokens'})}")
-        values["top_k"] = max(0, int(values.get("top_k", 0)))
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
         values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
         return cls(**values)
 
@@ -73,7 +75,7 @@ class GenerationRequest:
         if not self.prompt_ids:
             raise ValueError(f"request {self.id!r}: the prompt has no tokens")
         try:
-            check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
+            check_sampling(self)
         except ValueError as error:
             raise ValueError(f"request {self.id!r}: {error}") from None
 
@@ -150,16 +152,25 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
-    """Raises ValueError naming the first parameter that is out of range."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or more")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must be in (0, 1]")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or more")
+def check_sampling(params: "SamplingParams | GenerationRequest") -> None:
+    """Raises ValueError naming the first parameter that is out of range or of another type."""
+    _check_whole("max_new_tokens", params.max_new_tokens, 1)
+    _check_whole("top_k", params.top_k, 0)
+    if params.seed is not None:
+        _check_whole("seed", params.seed, -(2**63))
+    for token in params.stop_token_ids:
+        _check_whole("an element of stop_token_ids", token, 0)
+    temperature: Any = params.temperature
+    if not isinstance(temperature, Real) or not float(temperature) >= 0:  # also for a NaN
+        raise ValueError(f"temperature is {temperature!r}; it must be 0 (greedy) or more")
+    top_p: Any = params.top_p
+    if not isinstance(top_p, Real) or not 0 < float(top_p) <= 1:
+        raise ValueError(f"top_p is {top_p!r}; it must be in (0, 1]")
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, Integral) or not least <= int(value) < 2**63:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least} and less than 2**63")
 
 
 def continued(request: GenerationRequest, result: GenerationResult) -> GenerationRequest:

@@ -2,21 +2,23 @@
 
 import difflib
 import logging
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, overload
 
 import torch
 
 from rlix.engine import placement
+from rlix.engine.base import Engine, merged
+from rlix.engine.checkpoint import STATE_FILE
 from rlix.engine.materialize import ModuleSpec, module_description, safetensors_index
 from rlix.engine.parallel import combine, scatter
 from rlix.engine.residency import MoveReport, Residency
 from rlix.engine.train_saving import SaveHandle
 from rlix.engine.train_worker import TrainStatus, TrainWorker
-from rlix.engine.weights import DEFAULT_BUCKET_BYTES, PublishedWeights
+from rlix.engine.weights import DEFAULT_BUCKET_BYTES, PublishedWeights, stream
 from rlix.flow.worker_group import PerRank, WorkerGroup
 from rlix.nn import BaseTrainModule, reduction_of
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
@@ -24,7 +26,7 @@ from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
 
-EXECUTORS = ("fsdp2",)
+EXECUTORS: dict[str, type[TrainWorker]] = {"fsdp2": TrainWorker}
 SETTLE_TIMEOUT_S = 15.0
 """After one rank failed: how long the others may take to end the same call before the engine is given up."""
 
@@ -35,7 +37,7 @@ class WeightReceiver(Protocol):
     def update_weights(self, published: PublishedWeights) -> Any: ...
 
 
-class TrainEngine:
+class TrainEngine(Engine):
     """A handle on a module that trains on one or more devices.
 
     Args:
@@ -56,16 +58,14 @@ class TrainEngine:
         *,
         name: str = "train",
     ) -> None:
-        self._group: WorkerGroup | None = None
+        super().__init__(name)
         if executor not in EXECUTORS:
             raise ValueError(f"unknown executor {executor!r} for TrainEngine; known: {', '.join(EXECUTORS)}")
+        self.executor = executor
         self._class, self._args, self._kwargs = module_description(module)
-        self.name = f"{name}-{uuid.uuid4().hex[:8]}"
-        self.devices: tuple[Device, ...] = ()
+        self._data_parts: list[int] = []  # of each rank: which part of a split batch it computes on
         self.version = 0
         self._epoch: int | None = None
-        self._residency = Residency.META
-        self._timeout_s = 0.0
 
     def build(
         self,
@@ -104,20 +104,18 @@ class TrainEngine:
             FileNotFoundError: no weights at `weights_path`.
             WorkerError, WaitTimeoutError: a worker failed to start, or did not in time.
         """
-        if self._group is not None:
-            raise RlixError(f"{self.name} is built already; close() it first")
         if sequence_parallel_size != 1:
             raise ValueError(
-                f"sequence_parallel_size={sequence_parallel_size}: executor {EXECUTORS[0]!r} does not split sequences; "
-                "for long ones use more shards (tensor_parallel_size), smaller micro-batches, "
+                f"sequence_parallel_size={sequence_parallel_size}: executor {self.executor!r} does not split "
+                "sequences; for long ones use more shards (tensor_parallel_size), smaller micro-batches, "
                 "compute_dtype='bfloat16' and module.gradient_checkpointing_enable()"
             )
         if weights_path is not None:
             safetensors_index(Path(weights_path))
-        world = _world_size(tensor_parallel_size, data_parallel_size, devices)
-        self.devices = placement.choose(
-            world,
-            devices=devices,
+        self.devices = self._choose_devices(
+            tensor_parallel_size,
+            data_parallel_size,
+            devices,
             colocate_with=colocate_with,
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
@@ -133,7 +131,7 @@ class TrainEngine:
         )
         self._timeout_s = call_timeout_s
         self._group = WorkerGroup(
-            TrainWorker,
+            EXECUTORS[self.executor],
             name=self.name,
             placements=[(device,) for device in self.devices],
             namespace=namespace,
@@ -142,10 +140,11 @@ class TrainEngine:
             start_timeout_s=build_timeout_s,
         )
         try:
-            self._run("setup", spec, tensor_parallel_size, collective_timeout_s, timeout_s=build_timeout_s)
-        except BaseException:
+            ranks = self._run("setup", spec, tensor_parallel_size, collective_timeout_s, timeout_s=build_timeout_s)
+        except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
             self.close()
             raise
+        self._data_parts = [status.data_part for status in ranks]
         placement.occupy(self, self.devices)
         self._residency = Residency.DEVICE
         return self
@@ -165,26 +164,15 @@ class TrainEngine:
 
     def _call_module(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check_resident()
-        group = self._built()
-        scattered = scatter(args, kwargs, group.world_size)
-        results = self._run(
-            "call", name, PerRank(scattered.args), PerRank(scattered.kwargs), self._epoch, timeout_s=self._timeout_s
-        )
+        parts = self._data_parts
+        scattered = scatter(args, kwargs, max(parts) + 1)
         chosen = reduction_of(getattr(self._class, name)) or ("first" if scattered.sizes is None else "gather")
+        mine = (PerRank([scattered.args[part] for part in parts]), PerRank([scattered.kwargs[part] for part in parts]))
+        of_ranks = self._run("call", name, *mine, self._epoch, chosen == "first", timeout_s=self._timeout_s)
+        results = [of_ranks[parts.index(part)] for part in range(max(parts) + 1)]
         return combine(results, chosen, scattered.sizes, scattered.length)
 
     # ---- residency ---------------------------------------------------------------------------------------------
-
-    @property
-    def residency(self) -> Residency:
-        return self._residency
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
-        if self._residency is Residency.DEVICE and self.devices:
-            return torch.device(self.devices[0].kind.value)
-        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
 
     def acquire(self, epoch: int) -> MoveReport:
         """Bring the bytes on the devices under a lease's epoch; later calls run under it.
@@ -213,16 +201,8 @@ class TrainEngine:
         return self._move("to_host", Residency.HOST)
 
     def meta(self) -> MoveReport:
-        """Drop every byte; only `load_state` brings the engine back."""
+        """Drop every byte; only `load_state`, or `load`, brings the engine back."""
         return self._move("to_meta", Residency.META)
-
-    def to(self, where: str | torch.device) -> MoveReport:
-        """`cuda`, `cpu` or `meta`, as in PyTorch."""
-        kind = torch.device(where).type
-        moves: dict[str, Callable[[], MoveReport]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
-        if kind not in moves:
-            raise ValueError(f"cannot move an engine to {where!s}; known: {', '.join(moves)}")
-        return moves[kind]()
 
     def status(self) -> tuple[TrainStatus, ...]:
         """Of every rank."""
@@ -231,12 +211,7 @@ class TrainEngine:
     def _move(self, method: str, state: Residency, *args: int) -> MoveReport:
         reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
         self._residency = state
-        return MoveReport(
-            bytes=sum(report.bytes for report in reports),
-            seconds=max(report.seconds for report in reports),
-            fragmentation_before=max(report.fragmentation_before for report in reports),
-            fragmentation_after=max(report.fragmentation_after for report in reports),
-        )
+        return merged(reports)
 
     # ---- weights and checkpoints -------------------------------------------------------------------------------
 
@@ -259,6 +234,13 @@ class TrainEngine:
         inference_engine.update_weights(published)
         return published
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole weights in host memory, as `save` writes them; tied ones under each of their names."""
+        self._check_resident()
+        published = self._run("publish", self.version, DEFAULT_BUCKET_BYTES, self._epoch, timeout_s=self._timeout_s)[0]
+        copies = ((entry.names, tensor.clone()) for entry, tensor in stream(published))
+        return {name: tensor for names, tensor in copies for name in names}
+
     def save(self, folder: str | Path) -> None:
         """Write safetensors, config and tokenizer (where known): loads in plain transformers.
 
@@ -267,6 +249,19 @@ class TrainEngine:
         if self._residency is not Residency.HOST:
             self._check_resident()
         self._run("save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+
+    def load(self, folder: str | Path) -> None:
+        """Take weights, and nothing else, from a Hugging Face folder of safetensors, as `build(weights_path=...)` does.
+
+        Optimizers keep their state, except after `meta()`, which dropped it: then they begin anew.
+
+        Raises:
+            FileNotFoundError: no weights in `folder`.
+            WeightSyncError: they do not fit the module; nothing was changed.
+        """
+        safetensors_index(Path(folder))
+        self._run("load", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
+        self._residency = Residency.DEVICE
 
     @overload
     def save_state(self, folder: str | Path, *, asynchronous: Literal[False] = False) -> None: ...
@@ -292,44 +287,26 @@ class TrainEngine:
         Raises:
             FileNotFoundError: there is no complete state in `folder`.
         """
-        if not Path(folder).is_dir():
-            raise FileNotFoundError(f"no training state: {folder} is not a folder")
+        if not (Path(folder) / STATE_FILE).is_file():
+            raise FileNotFoundError(f"no training state in {folder}: {STATE_FILE} is missing")
         self._run("load_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
         self._residency = Residency.DEVICE
 
-    def close(self) -> None:
-        """End the workers. The engine can be built again."""
-        self._end(graceful=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _end(self, *, graceful: bool) -> None:
-        group, self._group = self._group, None
-        placement.vacate(self)
-        self._residency, self._epoch = Residency.META, None
-        if group is not None:
-            group.close(graceful=graceful)
-
     # ---- below -------------------------------------------------------------------------------------------------
 
-    def _built(self) -> WorkerGroup:
-        if self._group is None:
-            raise RlixError(f"{self.name} has no workers (not built, closed, or given up after an error): build()")
-        return self._group
+    def _end(self, *, graceful: bool) -> None:
+        self._epoch = None
+        super()._end(graceful=graceful)
 
     def _check_resident(self) -> None:
-        self._built()
+        self._workers()
         if self._residency is not Residency.DEVICE:
             raise NotResidentError(
                 f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
             )
 
     def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        group = self._built()
+        group = self._workers()
         try:
             return group.run(method, *args, timeout_s=timeout_s)
         except WorkerError as error:
@@ -350,20 +327,6 @@ class TrainEngine:
             self._end(graceful=False)
 
 
-def _world_size(shards: int, replicas: int | None, devices: Sequence[Device] | None) -> int:
-    if shards < 1 or (replicas is not None and replicas < 1):
-        raise ValueError(f"parallel sizes must be at least 1: tensor {shards}, data {replicas}")
-    if devices is None:
-        return shards * (replicas or 1)
-    world = shards * replicas if replicas else len(devices)
-    if len(devices) != world or world % shards:
-        raise ValueError(
-            f"{len(devices)} device(s) do not fit tensor_parallel_size={shards} "
-            f"x data_parallel_size={replicas or 'any'}"
-        )
-    return world
-
-
 def _dtype_name(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if not isinstance(getattr(torch, name, None), torch.dtype):
@@ -381,4 +344,4 @@ def _public(cls: type) -> list[str]:
 
 def _own(cls: type) -> str:
     """The methods a user's class defines itself."""
-    return ", ".join(name for name, value in vars(cls).items() if callable(value) and not name.startswith("_"))
+    return ", ".join(name for name, value in vars(cls).items() if isfunction(value) and not name.startswith("_"))

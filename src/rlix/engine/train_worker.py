@@ -1,6 +1,8 @@
 """One rank of a `TrainEngine`: owns a module, its shards and where their bytes are."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlix.engine import checkpoint, weights
 from rlix.engine.gather import whole_tensors
-from rlix.engine.materialize import ModuleSpec, build_module, fsdp_modules
+from rlix.engine.materialize import Checkpoint, ModuleSpec, build_module, fsdp_modules
 from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
 from rlix.engine.train_adapters import exported, tensors_of
 from rlix.engine.train_saving import BackgroundSaver
@@ -28,9 +30,10 @@ _CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
 
 @dataclass(frozen=True, slots=True)
 class TrainStatus:
-    """Bytes are this rank's own."""
+    """Bytes are this rank's own; `data_part` is the one of a split batch that it computes on, from 0."""
 
     rank: int
+    data_part: int
     residency: Residency
     device_bytes: int
     host_bytes: int
@@ -39,7 +42,13 @@ class TrainStatus:
 
 
 class TrainWorker(Worker):
-    """Methods run one at a time, in the order they were called: ranks must meet in the same collectives."""
+    """The executor "fsdp2". Another one has the same public methods, and nothing above it changes.
+
+    Methods run one at a time, in the order they were called: ranks must meet in the same collectives.
+    """
+
+    def __init__(self) -> None:
+        self._saver: BackgroundSaver | None = None
 
     def setup(self, spec: ModuleSpec, shards: int, collective_timeout_s: float) -> TrainStatus:
         """Join the process group, build the module, fill and shard it.
@@ -54,14 +63,13 @@ class TrainWorker(Worker):
         mesh = self._mesh(spec, shards, collective_timeout_s)
         module = build_module(spec, device, mesh)
         world = self.ctx.world_size
-        module.context = TrainContext(self.ctx.rank, world, self.ctx.rank, world, device)
+        module.context = TrainContext(self.ctx.rank, world, *self._data_part(shards), device)
         torch.manual_seed(spec.seed + self.ctx.rank)
         self._module = module
-        self._weights_path = spec.weights_path
+        self._weights_path, self._seed = spec.weights_path, spec.seed
         self._epoch: int | None = None
         self._fence = -1
         self._collective_timeout_s = collective_timeout_s
-        self._saver = BackgroundSaver(collective_timeout_s)
         self._resident = ResidentSet(
             f"rank {self.ctx.rank} of {self.ctx.group}",
             lambda: module_tensors(module, *checkpoint.optimizers(module).values()),
@@ -70,12 +78,24 @@ class TrainWorker(Worker):
         module.on_weights_materialized()
         return self.status()
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int | None) -> Any:
-        """Run a method of the module; the result's tensors come back whole, detached and on the host."""
+    def _data_part(self, shards: int) -> tuple[int, int]:
+        """Which part of a split batch this rank computes on, and of how many: with FSDP every rank has its own."""
+        return self.ctx.rank, self.ctx.world_size
+
+    def call(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int | None, only_first: bool
+    ) -> Any:
+        """Run a method of the module; the result's tensors come back whole, detached and on the host.
+
+        With `only_first` the results of other ranks than 0 are not wanted.
+        """
         self._guard(epoch)
         try:
             result = getattr(self._module, method)(*args, **kwargs)
-            return None if result is self._module else _to_host(result)
+            if isinstance(result, Iterator):
+                result = list(result)
+            result = None if result is self._module else _to_host(result)
+            return None if only_first and self.ctx.rank else result
         finally:
             self._reshard()
 
@@ -123,13 +143,14 @@ class TrainWorker(Worker):
         return self._resident.to_host()
 
     def to_meta(self) -> MoveReport:
-        """Drop weights, gradients and optimizer state; `load_state` brings the engine back."""
+        """Drop weights, gradients and optimizer state; `load_state`, or `load`, brings the engine back."""
         self._reshard()
         return self._resident.to_meta()
 
     def status(self) -> TrainStatus:
         return TrainStatus(
             rank=self.ctx.rank,
+            data_part=self._module.dp_rank,
             residency=self._resident.state,
             device_bytes=self._resident.device_bytes,
             host_bytes=self._resident.host_bytes,
@@ -150,26 +171,52 @@ class TrainWorker(Worker):
 
     def save_state(self, folder: str, epoch: int | None) -> None:
         self._guard(epoch)
-        self._saver.drain(self._collective_timeout_s)
+        self._background().drain(self._collective_timeout_s)
         checkpoint.save_state(self._module, Path(folder))
 
     def start_save(self, folder: str, epoch: int | None) -> int:
         """Begin to save in the background; the number is what `save_result` is asked by."""
         self._guard(epoch)
-        return self._saver.start(self._module, Path(folder))
+        return self._background().start(self._module, Path(folder))
 
     def save_result(self, number: int) -> tuple[bool, str | None]:
-        return self._saver.result(number)
+        return self._background().result(number)
+
+    def _background(self) -> BackgroundSaver:
+        if self._saver is None:
+            self._saver = BackgroundSaver(self._collective_timeout_s)
+        return self._saver
+
+    def load(self, folder: str, epoch: int | None) -> None:
+        source = Checkpoint(Path(folder), self._module)
+        with self._filling(epoch):
+            source.refill(self._seed)
 
     def load_state(self, folder: str, epoch: int | None) -> None:
-        if self._resident.state is Residency.META:
+        with self._filling(epoch):
+            checkpoint.load_state(self._module, Path(folder))
+
+    @contextmanager
+    def _filling(self, epoch: int | None) -> Iterator[None]:
+        """After `to_meta`: room to load into, with nothing in optimizers; when loading fails, there is none again."""
+        empty = self._resident.state is Residency.META
+        if empty:
             self._resident.allocate()
-        self._guard(epoch)
-        checkpoint.load_state(self._module, Path(folder))
+            self._module.zero_grad(set_to_none=True)
+            for optimizer in checkpoint.optimizers(self._module).values():
+                optimizer.state.clear()
+        try:
+            self._guard(epoch)
+            yield
+        except BaseException:  # re-raised
+            if empty:
+                self._resident.to_meta()
+            raise
 
     def close(self) -> None:
         try:
-            self._saver.drain(_CLOSE_TIMEOUT_S)
+            if self._saver is not None:
+                self._saver.drain(_CLOSE_TIMEOUT_S)
         except WaitTimeoutError:
             logger.warning("rank %d of %s: closed while a save was being written", self.ctx.rank, self.ctx.group)
         if dist.is_initialized():

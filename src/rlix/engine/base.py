@@ -1,0 +1,118 @@
+"""What every engine is: a handle on a group of workers whose bytes are on devices, in host memory or nowhere."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import torch
+
+from rlix.engine import placement
+from rlix.engine.residency import MoveReport, Residency
+from rlix.flow.worker_group import WorkerGroup
+from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import Device
+
+
+class Engine(ABC):
+    """`name` is that of the workers, in logs and errors; a unique end is added."""
+
+    devices: tuple[Device, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._group: WorkerGroup | None = None
+        self._residency = Residency.META
+        self._timeout_s = 0.0  # longest a call may take
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
+        if self._residency is Residency.DEVICE and self.devices:
+            return torch.device(self.devices[0].kind.value)
+        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
+
+    @abstractmethod
+    def cuda(self) -> MoveReport:
+        """Bring the bytes on the devices (virtual ones too)."""
+
+    @abstractmethod
+    def cpu(self) -> MoveReport:
+        """Free the devices' memory; what is worth keeping waits in host memory."""
+
+    @abstractmethod
+    def meta(self) -> MoveReport:
+        """Drop every byte."""
+
+    def to(self, where: str | torch.device) -> MoveReport:
+        """`cuda`, `cpu` or `meta`, as in PyTorch."""
+        kind = torch.device(where).type
+        moves: dict[str, Callable[[], MoveReport]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
+        if kind not in moves:
+            raise ValueError(f"cannot move an engine to {where!s}; known: {', '.join(moves)}")
+        return moves[kind]()
+
+    def close(self) -> None:
+        """End the workers. Calling it twice is fine; the engine can be built again."""
+        self._end(graceful=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- for subclasses ----------------------------------------------------------------------------------------
+
+    def _choose_devices(
+        self, size: int, replicas: int | None, devices: Sequence[Device] | None, **where: Any
+    ) -> tuple[Device, ...]:
+        """Devices for `replicas` of `size` devices each; see `placement.choose` for `where`.
+
+        Raises:
+            RlixError: there are workers already.
+            ValueError: sizes and devices do not agree, or no devices fit.
+        """
+        if self._group is not None:
+            raise RlixError(f"{self.name} is built already; close() it first")
+        count = _device_count(size, replicas, devices)
+        return placement.choose(count, devices=devices, **where)
+
+    def _workers(self) -> WorkerGroup:
+        if self._group is None:
+            raise RlixError(f"{self.name} has no workers (not built, closed, or given up after an error): build() it")
+        return self._group
+
+    def _end(self, *, graceful: bool) -> None:
+        group, self._group = self._group, None
+        placement.vacate(self)
+        self._residency = Residency.META
+        if group is not None:
+            group.close(graceful=graceful)
+
+
+def merged(reports: Iterable[MoveReport]) -> MoveReport:
+    """One report of a move in which all workers took part at the same time."""
+    each = list(reports)
+    return MoveReport(
+        bytes=sum(report.bytes for report in each),
+        seconds=max(report.seconds for report in each),
+        fragmentation_before=max(report.fragmentation_before for report in each),
+        fragmentation_after=max(report.fragmentation_after for report in each),
+    )
+
+
+def _device_count(size: int, replicas: int | None, devices: Sequence[Device] | None) -> int:
+    if size < 1 or (replicas is not None and replicas < 1):
+        raise ValueError(f"tensor_parallel_size={size}, data_parallel_size={replicas}: at least 1 each")
+    if devices is None:
+        return size * (replicas or 1)
+    if not devices or len(devices) % size or (replicas is not None and size * replicas != len(devices)):
+        raise ValueError(
+            f"{len(devices)} device(s) do not fit tensor_parallel_size={size} x data_parallel_size={replicas or 'any'}"
+        )
+    return len(devices)
