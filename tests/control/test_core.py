@@ -107,6 +107,28 @@ def test_the_planner_sees_what_each_job_has_used(tmp_path: Path, monkeypatch: py
     assert (second.trajectories, second.work_s) == (9, 1.0)
 
 
+def test_a_gang_is_expected_for_a_moment_after_a_phase_of_a_job_has_ended(tmp_path: Path) -> None:
+    async def scenario(core: Core) -> None:
+        def expected() -> bool:
+            return core._snapshot().rollouts[0].gang_expected
+
+        core.record(DemandReported("ft_1", "actor_infer", Demand(9)))
+        assert not expected()
+        core.record(DemandReported("ft_1", "actor_infer", Demand(0)))
+        assert expected()
+        epoch = await gang(core, "ft_1")
+        while expected():
+            await asyncio.sleep(0.01)
+        core.record(DemandReported("ft_1", "actor_infer", Demand(0)))  # a heartbeat ends nothing
+        assert not expected()
+        core.record(LeaseReleased(epoch, ReleaseReason.RELEASED))
+        assert expected()
+        core.record(DemandReported("ft_1", "actor_infer", Demand(5)))  # the next step's rollout
+        assert not expected()
+
+    with_core(tmp_path, scenario)
+
+
 def test_the_state_is_a_fold_over_the_journal(tmp_path: Path) -> None:
     async def scenario(core: Core) -> None:
         core.record(DemandReported("ft_1", "actor_infer", Demand(9, 900)))

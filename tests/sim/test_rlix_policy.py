@@ -1,5 +1,7 @@
 """The default policy: hand-made cases for each of its rules, and random pools under the validator."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,7 +10,7 @@ from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Plan
 from rlix.scheduler.planner import plan
 from rlix.scheduler.policies.rlix import Rlix, rlix
-from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
 from rlix.scheduler.validate import check
 
 INFER = "actor_infer"
@@ -91,6 +93,46 @@ def test_a_rollout_sits_where_its_own_gang_will_come() -> None:
     assert [expand.bundle for expand in decided.expands] == [2]
 
 
+def about_to_train(trajectories: int = 4) -> RolloutState:
+    """A rollout on device 0 that ends in ten seconds; its job then trains on devices 1 and 2."""
+    return rollout("a", 1, Demand(trajectories, knee=64.0, floor_s=8.0, work_s=2.0, load_s=2.0), gang_devices=(1, 2))
+
+
+def test_nothing_is_loaded_where_a_gang_comes_before_that_pays() -> None:
+    slow = rollout("b", 4, demand(1000, load_s=3.0))  # 4 times 3 s of loading are more than the 10 s that remain
+    quick = rollout("b", 4, demand(1000, load_s=2.0))
+    holder = (held(1, "a", 0),)
+    assert [e.bundle for e in decide(4, [about_to_train(), slow], holder).expands] == [3]
+    assert [e.bundle for e in decide(4, [about_to_train(), quick], holder).expands] == [3, 1, 2]
+
+
+def test_a_first_bundle_waits_for_a_gang_that_comes_only_so_long() -> None:
+    def late(waited: int) -> RolloutState:
+        return RolloutState("b", INFER, ((1,), (2,)), demand(1000, load_s=3.0), waited)
+
+    holder = (held(1, "a", 0),)
+    assert not decide(3, [about_to_train(), late(waited=2 * rlix.patience - 1)], holder)
+    assert widths(decide(3, [about_to_train(), late(waited=2 * rlix.patience)], holder)) == {"b": 1}
+
+
+def test_nothing_is_loaded_between_two_gangs_of_a_job() -> None:
+    between = rollout("a", 2, Demand(0), gang_devices=(0,), gang_expected=True)
+    starving = rollout("b", 2, demand(1000), waited=10_000)
+    assert [expand.bundle for expand in decide(2, [between, starving]).expands] == [1]
+    silent = rollout("a", 2, Demand(0), gang_devices=(0,))
+    assert len(decide(2, [silent, starving]).expands) == 2
+
+
+def test_nothing_is_loaded_where_a_gang_waits_only_for_rollouts_to_drain() -> None:
+    devices = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(3))
+    request = GangRequest(1, "a", "actor_train", Phase.ACTOR_TRAINING, (0, 1))
+    draining = LeaseStatus(Lease(1, "c", INFER, Phase.ROLLOUT, (0,), 0), LeaseState.DRAINING)
+    working = LeaseStatus(Lease(1, "c", "actor_train", Phase.ACTOR_TRAINING, (0,)), LeaseState.ACTIVE)
+    for lease, bundles in ((draining, [2]), (working, [2, 1])):
+        decided = plan(Snapshot(devices, (request,), (rollout("b", 3, demand(1000)),), (lease,)), rlix)
+        assert [expand.bundle for expand in decided.expands] == bundles
+
+
 def test_nobody_waits_for_ever() -> None:
     holders = (held(1, "a", 0), held(2, "b", 1))
     rollouts = [rollout("a", 2, demand(100)), rollout("b", 2, demand(100))]
@@ -112,9 +154,11 @@ def pools(draw: st.DrawFn) -> Snapshot:
             left_gpu_s=draw(st.floats(0, 1e5)),
             used_gpu_s=draw(st.floats(0, 1e4)),
             age_s=draw(st.floats(0, 1e4)),
+            load_s=draw(st.sampled_from([0.0, 6.0])),
         )
         gang = tuple(range(4)) if draw(st.booleans()) else tuple(range(4, 8))
-        one = rollout(f"p{index}", gpus, wants, width=width, waited=draw(st.integers(0, 900)), gang_devices=gang)
+        waited, expected = draw(st.integers(0, 900)), draw(st.sampled_from([False, False, True]))
+        one = rollout(f"p{index}", gpus, wants, width=width, waited=waited, gang_devices=gang, gang_expected=expected)
         rollouts.append(one)
         for number, devices in enumerate(one.bundles):
             if draw(st.booleans()) and taken.isdisjoint(devices):
@@ -137,10 +181,14 @@ def test_every_plan_is_valid_repeatable_and_leaves_no_free_bundle_to_the_idle(sn
     assert plan(snapshot, rlix) == decided
     shuffled = Snapshot(snapshot.devices, snapshot.requests, snapshot.rollouts[::-1], snapshot.leases[::-1])
     assert plan(shuffled, rlix) == decided
+    derived = tuple(replace(r, bundles=Bundles(r.bundles)) for r in snapshot.rollouts)
+    assert plan(replace(snapshot, rollouts=derived), rlix) == decided
     after = {d for s in snapshot.leases for d in s.lease.devices}
     after |= {d for g in decided.grants for d in g.devices}
     bundles = {r.pipeline_id: r.bundles for r in snapshot.rollouts}
     after |= {d for e in decided.expands for d in bundles[e.pipeline_id][e.bundle]}
+    after |= {d for r in snapshot.requests for d in r.devices}  # kept for a gang, as are those where one will come
+    after |= {d for r in snapshot.rollouts if r.gang_expected or r.demand.floor_s for d in r.gang_devices}
     served = {s.lease.pipeline_id for s in snapshot.leases} | {e.pipeline_id for e in decided.expands}
     for one in snapshot.rollouts:
         if one.demand.trajectories and one.pipeline_id not in served:

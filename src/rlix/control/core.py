@@ -9,10 +9,11 @@ from itertools import groupby
 
 from rlix.control.coordinator_link import CoordinatorError, kill_workers
 from rlix.control.gang_queue import GangQueue, Ticket
-from rlix.control.job import Job
+from rlix.control.job import GANG_GAP_S, Job
 from rlix.control.journal import Journal, JournalError
 from rlix.control.lease_log import LeaseLog
 from rlix.control.settings import POLICIES, Settings
+from rlix.control.uncollected import uncollected
 from rlix.protocol.errors import PipelineGoneError, PlanError, RlixError, WaitTimeoutError
 from rlix.protocol.events import (
     DemandReported,
@@ -30,7 +31,7 @@ from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registrat
 from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Plan
 from rlix.scheduler.planner import plan
-from rlix.scheduler.snapshot import Snapshot
+from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
 from rlix.scheduler.validate import check
 
@@ -206,7 +207,8 @@ class Core:
             self._changed.clear()
             start = time.monotonic()
             snapshot = self._snapshot()
-            decided = plan(snapshot, self._policy)
+            with uncollected():
+                decided = plan(snapshot, self._policy)
             try:
                 check(snapshot, decided)
             except PlanError:
@@ -224,17 +226,18 @@ class Core:
 
     def _snapshot(self) -> Snapshot:
         """The state as the planner should see it: demands with what each job has used so far; a job that is ending or
-        failed a moment ago wants nothing."""
+        failed a moment ago wants nothing; one that has just ended a phase may ask for a gang any moment."""
         now = self._loop.time()
         snapshot = self.state.snapshot()
-        rollouts = (replace(r, demand=self._demand(r.pipeline_id, r.demand, now)) for r in snapshot.rollouts)
+        rollouts = (self._as_seen(rollout, self.jobs[rollout.pipeline_id], now) for rollout in snapshot.rollouts)
         return replace(snapshot, rollouts=tuple(rollouts))
 
-    def _demand(self, pipeline_id: str, reported: Demand, now: float) -> Demand:
-        job = self.jobs[pipeline_id]
+    def _as_seen(self, rollout: RolloutState, job: Job, now: float) -> RolloutState:
         if job.muted(now):
-            return Demand(0)
-        return replace(reported, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now))
+            return replace(rollout, demand=Demand(0))
+        demand = replace(rollout.demand, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now))
+        expected = demand.trajectories == 0 and job.expects_gang(now)
+        return replace(rollout, demand=demand, gang_expected=expected)
 
     def _carry_out(self, decided: Plan) -> None:
         if not decided:
@@ -270,10 +273,22 @@ class Core:
             self.log.add("released", lease, reason=reason)
             if lease.pipeline_id in self.jobs:
                 self.jobs[lease.pipeline_id].usage.released(lease.epoch, self._loop.time())
+            if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
+                self._phase_ended(lease.pipeline_id)
+        if isinstance(event, DemandReported):
+            job = self.jobs.get(event.pipeline_id)
+            if job is not None and job.rollout_ended(event.demand.trajectories):
+                self._phase_ended(event.pipeline_id)
         if isinstance(event, ShrinkStarted):
             self.log.add("shrinking", self.state.leases[event.epoch].lease)
         if isinstance(event, LeaseGranted) and event.request_id is not None:
             self.gangs.grant(event.request_id, event.lease.epoch)
+
+    def _phase_ended(self, pipeline_id: str) -> None:
+        """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
+        if pipeline_id in self.jobs:
+            self.jobs[pipeline_id].phase_ended(self._loop.time())
+            self._loop.call_later(GANG_GAP_S, self._changed.set)
 
     def _hand_out(self, active: Sequence[Lease]) -> None:
         """Tells those who waited that their leases are active."""

@@ -11,6 +11,7 @@ from rlix.protocol.messages import Lease, Registration
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
+GANG_GAP_S = 0.2  # between two phases of a job: until its next gang request is in
 
 
 class Job:
@@ -29,6 +30,8 @@ class Job:
         self._workers: dict[tuple[str, int], Any] = {}
         self._failures = 0
         self._muted_until = 0.0
+        self._rolling = False
+        self._gang_until = 0.0
 
     def attach(self, cluster: str, workers: Mapping[int, Any]) -> None:
         for rank, handle in workers.items():
@@ -51,6 +54,19 @@ class Job:
 
     def succeeded(self) -> None:
         self._failures = 0
+
+    def rollout_ended(self, trajectories: int) -> bool:
+        """Takes a report of what is outstanding; True when that has just become nothing."""
+        ended = self._rolling and not trajectories
+        self._rolling = trajectories > 0
+        return ended
+
+    def phase_ended(self, now: float) -> None:
+        """Notes that its rollout or a gang of it has just ended: it is likely to ask for a gang at once."""
+        self._gang_until = now + GANG_GAP_S
+
+    def expects_gang(self, now: float) -> bool:
+        return now < self._gang_until
 
     def muted(self, now: float) -> bool:
         """Whether the job must not get further bundles for now: it is ending, or failed a moment ago."""

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Replicas", "RolloutClient", "RolloutError", "RolloutManager"]
 
-_REPORT_INTERVAL_S = 0.1
+_REPORT_INTERVAL_S = 1.0
 _BACKGROUND_THREADS = 8
 
 
@@ -75,7 +75,7 @@ class RolloutManager:
         self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
         self._expected = Demand(0)
         self._left_gpu_s = 0.0
-        self._reported = (0, 0)
+        self._reported = 0  # trajectories
         self._reported_at = 0.0
         self._reporting = False
         self._pool = ReplicaPool(
@@ -223,9 +223,9 @@ class RolloutManager:
 
     def _loop(self) -> None:
         while True:
-            unreported = self._outstanding() != self._reported
+            working = self._outstanding() > 0
             try:
-                action = self._inbox.get(timeout=_REPORT_INTERVAL_S if unreported else None)
+                action = self._inbox.get(timeout=_REPORT_INTERVAL_S if working else None)
             except queue.Empty:
                 action = _nothing
             if action is None:
@@ -302,26 +302,25 @@ class RolloutManager:
 
     # ---- reports ---------------------------------------------------------------------------------------------
 
-    def _outstanding(self) -> tuple[int, int]:
-        """Trajectories that are open or expected, and the tokens they may still add."""
-        trajectories, tokens = self._router.outstanding()
-        return max(trajectories, self._expected.trajectories), max(tokens, self._expected.tokens)
+    def _outstanding(self) -> int:
+        """How many trajectories are open or expected."""
+        return max(self._router.outstanding, self._expected.trajectories)
 
     def _report(self) -> None:
-        """Tell the scheduler when demand has changed: at once when it begins or ends, else at most every interval."""
-        outstanding, now = self._outstanding(), self._clock()
-        if self._reporting or outstanding == self._reported:
+        """Tell the scheduler at once when demand begins or ends, and once per interval while there is some."""
+        trajectories, now = self._outstanding(), self._clock()
+        if self._reporting or not (trajectories or self._reported):
             return
-        edge = (outstanding[0] == 0) != (self._reported[0] == 0)
+        edge = (trajectories == 0) != (self._reported == 0)
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
-            self._reporting, self._reported, self._reported_at = True, outstanding, now
+            self._reporting, self._reported, self._reported_at = True, trajectories, now
             open_ = self._router.demand(now)
-            if outstanding[0] > open_.trajectories:  # when it ends depends on more than decoding
+            if trajectories > open_.trajectories:  # when it ends depends on more than decoding
                 open_ = replace(open_, work_s=0.0, floor_s=0.0)
             report = partial(
                 self._client.report_demand,
                 self._cluster.name,
-                outstanding[0],
+                trajectories,
                 max(open_.tokens, self._expected.tokens),
                 knee=open_.knee,
                 work_s=open_.work_s,
@@ -342,7 +341,7 @@ class RolloutManager:
     def _describe(self, timeout_s: float) -> str:
         held = self._pool.held
         return (
-            f"step {self._pool.step}: {self._outstanding()[0]} trajectories were not finished within "
+            f"step {self._pool.step}: {self._outstanding()} trajectories were not finished within "
             f"{timeout_s:g} s; replicas hold {held or 'no devices'}"
         )
 

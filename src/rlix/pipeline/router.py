@@ -48,10 +48,6 @@ class Trajectory:
     def tokens_held(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
-    @property
-    def tokens_left(self) -> int:
-        return self.sampling.max_new_tokens - len(self.token_ids)
-
     def request(self) -> GenerationRequest:
         return GenerationRequest(
             id=self.id,
@@ -156,9 +152,10 @@ class Router:
         for id in ids:
             self._open.pop(id, None)
 
-    def outstanding(self) -> tuple[int, int]:
-        """Open trajectories, and the tokens they may still add."""
-        return len(self._open), sum(t.tokens_left for t in self._open.values())
+    @property
+    def outstanding(self) -> int:
+        """How many trajectories are open."""
+        return len(self._open)
 
     def demand(self, now: float = 0.0) -> Demand:
         """What is open, as the scheduler wants to know it: tokens and times are expected ones."""

@@ -25,10 +25,12 @@ def plan(snapshot: Snapshot, policy: Policy = proportional) -> Plan:
     free = set(pool_ids)
     running: dict[int, Lease] = {}  # device -> the preemptible lease on it
     pinned: list[Lease] = []
+    working: set[int] = set()  # devices of gangs
     for status in sorted(snapshot.leases, key=_EPOCH):
         lease = status.lease
         free.difference_update(lease.devices)
         if lease.phase is not Phase.ROLLOUT:
+            working.update(lease.devices)
             continue
         if status.state is LeaseState.ACTIVE:
             for device in lease.devices:
@@ -38,8 +40,8 @@ def plan(snapshot: Snapshot, policy: Policy = proportional) -> Plan:
             pinned.append(lease)
 
     shrunk: dict[int, Lease] = {}
-    grants, reserved = _grant_gangs(snapshot.requests, pool_ids, free, running, shrunk)
-    pool = _pool(snapshot.rollouts, free, running, pinned, reserved)
+    grants, reserved, imminent = _grant_gangs(snapshot.requests, pool_ids, free, running, shrunk, working)
+    pool = _pool(snapshot.rollouts, free, running, pinned, reserved, imminent)
     expands = []
     for expand, devices in _divided(pool, policy):
         for device in devices:
@@ -56,15 +58,22 @@ def _grant_gangs(
     free: set[int],
     running: dict[int, Lease],
     shrunk: dict[int, Lease],
-) -> tuple[list[GangGrant], set[int]]:
-    """Serve the gangs; updates `free`, `running` and `shrunk`. Returns the grants and the reserved devices."""
+    working: set[int],
+) -> tuple[list[GangGrant], set[int], set[int]]:
+    """Serve the gangs; updates `free`, `running`, `shrunk` and `working`, the devices of gangs.
+
+    Returns the grants, the reserved devices and the imminent ones (see `Pool`).
+    """
     grants: list[GangGrant] = []
     reserved: set[int] = set()
+    imminent: set[int] = set()
     for request in sorted(requests, key=lambda r: (r.phase, r.id)):
         devices = request.devices
         if not pool_ids.issuperset(devices):
             continue  # names a device that left the pool: it cannot run, so it must not block others either
         if not reserved.isdisjoint(devices) or any(d not in free and d not in running for d in devices):
+            if reserved.isdisjoint(devices) and working.isdisjoint(devices):
+                imminent.update(devices)
             reserved.update(devices)
             continue
         for device in devices:
@@ -75,8 +84,9 @@ def _grant_gangs(
                     if running.pop(vacated, None) is not None:
                         free.add(vacated)
         free.difference_update(devices)
+        working.update(devices)
         grants.append(GangGrant(request.id, devices))
-    return grants, reserved
+    return grants, reserved, imminent
 
 
 def _pool(
@@ -85,29 +95,29 @@ def _pool(
     running: dict[int, Lease],
     pinned: list[Lease],
     reserved: set[int],
+    imminent: set[int],
 ) -> Pool:
     """What the policy sees. A running lease whose rollout is not in the snapshot counts as one without demand."""
     known = sorted(rollouts, key=lambda r: (r.pipeline_id, r.cluster))
     index = {(r.pipeline_id, r.cluster): i for i, r in enumerate(known)}
     holdings: list[Holding] = []
     owner: dict[int, int] = {}
-    position: dict[int, int] = {}  # epoch -> index into holdings
-    for device, lease in running.items():
-        at = position.get(lease.epoch)
-        if at is None:
+    last: Lease | None = None
+    for device, lease in running.items():  # the devices of a lease follow each other
+        if lease is not last:
+            last = lease
             key = (lease.pipeline_id, lease.cluster)
             if key not in index:
                 index[key] = len(known)
                 known.append(RolloutState(lease.pipeline_id, lease.cluster, (), Demand(0)))
-            at = position[lease.epoch] = len(holdings)
             holdings.append(Holding(lease.epoch, index[key], lease.bundle or 0, lease.devices))
-        owner[device] = at
+        owner[device] = len(holdings) - 1
     counts = [0] * len(known)
     for lease in pinned:
         at = index.get((lease.pipeline_id, lease.cluster))
         if at is not None:
             counts[at] += 1
-    return Pool(known, holdings, free, owner, counts, reserved)
+    return Pool(known, holdings, free, owner, counts, reserved, imminent)
 
 
 def _divided(pool: Pool, policy: Policy) -> list[tuple[Expand, tuple[int, ...]]]:

@@ -1,9 +1,20 @@
 """What the planner sees: one frozen picture of the pool. Only admitted pipelines appear in it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlix.protocol.messages import Demand, Device, LeaseStatus
 from rlix.protocol.types import Phase
+
+
+class Bundles(tuple[tuple[int, ...], ...]):
+    """A placement that knows its way back: an ordinary tuple of bundles which keeps what is derived from it."""
+
+    @cached_property
+    def at(self) -> Mapping[int, int]:
+        """Device -> the number of the bundle it belongs to."""
+        return {device: number for number, devices in enumerate(self) for device in devices}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,8 @@ class RolloutState:
     `bundles[k]` are the device ids of replica k; bundles of one rollout are disjoint and equally large.
     `waited` is 0 while the rollout holds a bundle or needs none; otherwise it counts the demand reports of the whole
     pool since then. Reports are heartbeats, so this is the planner's measure of time: it has no clock.
-    `gang_devices` are those the pipeline's other clusters will ask for once the rollout is over.
+    `gang_devices` are those the pipeline's other clusters will ask for once the rollout is over; `gang_expected`: any
+    moment now, because the rollout or another gang of the pipeline has just ended.
     """
 
     pipeline_id: str
@@ -33,6 +45,12 @@ class RolloutState:
     demand: Demand
     waited: int = 0
     gang_devices: tuple[int, ...] = ()
+    gang_expected: bool = False
+
+
+def bundle_at(bundles: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:
+    """Device -> the number of the bundle it belongs to; costs nothing for a placement that the state keeps."""
+    return bundles.at if isinstance(bundles, Bundles) else Bundles(bundles).at
 
 
 @dataclass(frozen=True, slots=True)

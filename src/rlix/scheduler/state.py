@@ -1,6 +1,6 @@
 """What the control plane knows, as a fold over its events. `State.apply` is the only thing that changes it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from types import MappingProxyType
@@ -22,9 +22,8 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Registration
 from rlix.protocol.types import Phase
-from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
 
-Bundles = tuple[tuple[int, ...], ...]
 RolloutKey = tuple[str, str]  # (pipeline_id, cluster)
 
 
@@ -64,6 +63,7 @@ class State:
         self._last_epoch = 0
         self._last_request = 0
         self._reports = 0
+        self._handle: Callable[[Event], tuple[Lease, ...]] = self._apply  # to bind it costs more than an event
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class State:
 
         Raises StateError (or PipelineGoneError) and changes nothing when the event contradicts what is known.
         """
-        return self._apply(event)
+        return self._handle(event)
 
     @singledispatchmethod
     def _apply(self, event: object) -> tuple[Lease, ...]:
@@ -232,7 +232,7 @@ class State:
         key = (event.pipeline_id, event.cluster)
         rollout = self._rollouts.get(key)
         if rollout is None:
-            bundles = cluster.bundles
+            bundles = Bundles(cluster.bundles)
             gangs = [c.devices for c in self._registrations[event.pipeline_id].clusters if c is not cluster]
             gang_devices = tuple(sorted({device for devices in gangs for device in devices}))
             rollout = _Rollout(self._bundles.setdefault(bundles, bundles), event.demand, set(), gang_devices)

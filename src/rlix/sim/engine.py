@@ -222,7 +222,7 @@ class Simulation:
             self.state.apply(PipelineAllocated(job.id, "sim"))
             self.state.apply(PipelineRegistered(registration))
             self.state.apply(PipelineAdmitted(job.id))
-            self._live[job.id] = LiveJob(job, registration, self.now)
+            self._live[job.id] = LiveJob(job, registration, self.now, self.workload.switching.expand_s)
             self._request(self._live[job.id], ClusterName.ACTOR_TRAIN, Phase.INITIALIZATION)
 
     def _request(self, live: LiveJob, cluster: str, phase: Phase) -> None:

@@ -17,6 +17,7 @@ class LiveJob:
     job: Job
     registration: Registration
     admitted_s: float
+    load_s: float = 0.0  # what a bundle takes to load
     number: int = 0
     step: Step = field(init=False)
     rollout: Rollout | None = None
@@ -126,4 +127,5 @@ class LiveJob:
             left_gpu_s=left_gpu_s,
             used_gpu_s=self.used_gpu_s,
             age_s=age_s,
+            load_s=self.load_s,
         )

@@ -31,6 +31,7 @@ class Pool:
     owner: Mapping[int, int]
     pinned: Sequence[int]  # per rollout: bundles granted but not running yet; they count and cannot be taken
     reserved: Set[int]  # devices some waiting gang will take as soon as it fits
+    imminent: Set[int] = frozenset()  # those of them that wait for no other gang, only for rollouts that come or go
 
 
 class Policy(Protocol):

@@ -16,12 +16,12 @@ within reach. Restricted as it is, this is progressive filling: a rollout that f
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlix.scheduler.plan import Expand
 from rlix.scheduler.policies.base import Pool
-from rlix.scheduler.snapshot import RolloutState
+from rlix.scheduler.snapshot import RolloutState, bundle_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class _Placement:
     """The bundles a rollout may use; shared by all rollouts with the same ones. What is expensive is built on use."""
 
     bundles: tuple[tuple[int, ...], ...]
-    index: dict[int, int] | None = None  # device -> bundle
+    index: Mapping[int, int] | None = None  # device -> bundle
     candidates: list[int] | None = None  # bundles that were free when first asked for, best last
     seen: int = 0  # how much of `_Division.returned` has been looked at
     donors: list[tuple[float, int]] | None = None  # heap of (worth of the last seat, rollout)
     too_dear: set[int] = field(default_factory=set)  # bundles that once cost more than somebody's limit
 
-    def index_of_device(self) -> dict[int, int]:
+    def index_of_device(self) -> Mapping[int, int]:
         if self.index is None:
-            self.index = {device: k for k, bundle in enumerate(self.bundles) for device in bundle}
+            self.index = bundle_at(self.bundles)
         return self.index
 
 

@@ -18,18 +18,22 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
 4. Nobody with demand stays without a bundle for long: after `patience` rounds it may take somebody's second one, after
    `starving` rounds anyone's. A round is as many demand reports as there are rollouts with demand.
 5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout.
+6. No bundle is loaded where a gang will take it back before it has decoded `payback` times as long as it took to load:
+   where a rollout whose job trains there is about to end, where a job is between two gangs, where a gang waits for
+   nothing but rollouts to drain. A first bundle waits at most `patience` rounds for that reason.
 """
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlix.scheduler.plan import Expand
 from rlix.scheduler.policies.base import Pool
-from rlix.scheduler.snapshot import RolloutState
+from rlix.scheduler.snapshot import RolloutState, bundle_at
 
-_SOME_KNEE = 64.0  # for a job that has not learnt its own yet
+_SOME_KNEE, _SOME_LOAD_S = 64.0, 6.0  # for a job that has not learnt its own yet
 
 Order = tuple[float, ...]
 Offer = tuple[float, float, int, int]
@@ -37,15 +41,18 @@ Offer = tuple[float, float, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Rlix:
-    """`dwell_s`: how long a change is trusted to last; `near_s`: how far ahead the end of a rollout is foreseen."""
+    """`payback`: seconds that a bundle decodes, or GPU-seconds that a switch must win, per second that a load takes.
+
+    `dwell_s`: how long a change is trusted to last; `near_s`: how far ahead the end of a rollout is foreseen.
+    """
 
     least_gain: float = 0.02
-    switch_gpu_s: float = 16.0
+    payback: float = 4.0
     dwell_s: float = 30.0
     near_s: float = 60.0
     guard: float = 0.8
     slope: float = 0.35
-    patience: int = 6
+    patience: int = 8
     starving: int = 120
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
@@ -55,7 +62,7 @@ class Rlix:
 rlix = Rlix()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Seat:
     """A bundle that somebody holds, or is about to."""
 
@@ -66,14 +73,17 @@ class _Seat:
 
 
 class _Placement:
-    """Rollouts with the same bundles share the list of those that were free, those no gang waits for last."""
+    """Rollouts with the same bundles share the list of those that were free, best last."""
 
-    def __init__(self, bundles: Sequence[tuple[int, ...]], free: set[int], reserved: Set[int]) -> None:
-        self.bundle_at = {device: number for number, devices in enumerate(bundles) for device in devices}
-        self.free = [number for number, devices in enumerate(bundles) if free.issuperset(devices)]
-        self.free.reverse()
-        if reserved:
-            self.free.sort(key=lambda number: reserved.isdisjoint(bundles[number]))
+    def __init__(self, bundles: tuple[tuple[int, ...], ...], division: "_Division") -> None:
+        free, due_s, reserved = division.free, division.due_s, division.pool.reserved
+        self.bundle_at = at = bundle_at(bundles)
+        within = {at[device] for device in at.keys() & free} if len(free) < len(at) else range(len(bundles))
+        usable = [number for number in sorted(within, reverse=True) if free.issuperset(bundles[number])]
+        wanted = {at[device] for device in at.keys() & division.wanted}
+        second = [number for number in usable if number in wanted]
+        second.sort(key=lambda k: (min(due_s.get(d, math.inf) for d in bundles[k]), reserved.isdisjoint(bundles[k])))
+        self.free = second + ([number for number in usable if number not in wanted] if second else usable)
         self.offers: list[Offer] | None = None  # heap of what those who hold these devices would lose
 
 
@@ -87,12 +97,31 @@ class _Division:
         self.seats: list[dict[int, _Seat]] = [{} for _ in self.rollouts]
         self.at: dict[int, _Seat] = {}
         for holding in pool.holdings:
-            self._sit(_Seat(holding.rollout, holding.bundle, holding.devices, new=False))
+            seat = _Seat(holding.rollout, holding.bundle, holding.devices, new=False)
+            self.seats[seat.rollout][seat.bundle] = seat
+            self.count[seat.rollout] += 1
+            for device in seat.devices:
+                self.at[device] = seat
         self.most = [min(r.demand.trajectories, len(r.bundles)) for r in self.rollouts]
         self.batch = [r.demand.trajectories / (r.demand.knee or _SOME_KNEE) for r in self.rollouts]
         self.demanding = sum(1 for most in self.most if most)
         self.order = _Queueing(pool, policy, self.demanding).orders()
-        self.placements: dict[int, _Placement] = {}
+        self.shared: dict[int, _Placement] = {}  # by identity of the bundles
+        self.placements: list[_Placement | None] = [None] * len(self.rollouts)
+        self.due_s = self._gangs_due()
+        self.wanted = self.due_s.keys() | pool.reserved  # devices that some gang will take
+
+    def _gangs_due(self) -> dict[int, float]:
+        """Device -> seconds until a gang will ask for it, as far as that can be foreseen."""
+        due = dict.fromkeys(self.pool.imminent, 0.0)
+        for rollout, count in zip(self.rollouts, self.count, strict=True):
+            demand = rollout.demand
+            if rollout.gang_expected:
+                due.update(dict.fromkeys(rollout.gang_devices, 0.0))
+            elif count and 0.0 < (ends_s := demand.floor_s + demand.work_s / count) < self.policy.near_s:
+                for device in rollout.gang_devices:
+                    due[device] = min(due.get(device, ends_s), ends_s)
+        return due
 
     def run(self) -> list[Expand]:
         """Serve the best bid, again and again; a rollout that finds no bundle drops out."""
@@ -162,25 +191,40 @@ class _Division:
         self.free.update(seat.devices)
 
     def _placement(self, i: int) -> _Placement:
-        bundles = self.rollouts[i].bundles
-        placement = self.placements.get(id(bundles))
+        placement = self.placements[i]
         if placement is None:
-            placement = self.placements[id(bundles)] = _Placement(bundles, self.free, self.pool.reserved)
+            bundles = self.rollouts[i].bundles
+            placement = self.shared.get(id(bundles))
+            if placement is None:
+                placement = self.shared[id(bundles)] = _Placement(bundles, self)
+            self.placements[i] = placement
         return placement
 
     def _free_bundle(self, i: int) -> int | None:
         """Rule 5: where the job's own gang will come; otherwise the best that is left of those all have in common."""
-        placement, rollout = self._placement(i), self.rollouts[i]
-        for device in rollout.gang_devices:
+        placement, bundles = self._placement(i), self.rollouts[i].bundles
+        for device in self.rollouts[i].gang_devices:
             if device in self.free:
                 number = placement.bundle_at.get(device)
-                if number is not None and self.free.issuperset(rollout.bundles[number]):
+                if number is not None and self.free.issuperset(bundles[number]) and self._lasts(i, bundles[number]):
                     return number
-        while placement.free:
-            number = placement.free.pop()
-            if self.free.issuperset(rollout.bundles[number]):
-                return number
+        while placement.free and not self.free.issuperset(bundles[placement.free[-1]]):
+            placement.free.pop()
+        if placement.free and self._lasts(i, bundles[placement.free[-1]]):
+            return placement.free[-1]
         return None
+
+    def _lasts(self, i: int, devices: tuple[int, ...]) -> bool:
+        """Rule 6: no gang takes the devices before rollout i's load has paid for itself."""
+        if not self.due_s or self.due_s.keys().isdisjoint(devices):
+            return True
+        if min(self.due_s.get(device, math.inf) for device in devices) <= 0.0:
+            return False
+        rollout = self.rollouts[i]
+        if self.count[i] == 0 and rollout.waited >= self.policy.patience * self.demanding:
+            return True
+        pays_s = self.policy.payback * rollout.demand.load_s
+        return all(self.due_s.get(device, math.inf) >= pays_s for device in devices)
 
     def _offer(self, j: int) -> Offer:
         """What rollout j's last bundle is worth to it; among equals, those that had most go first."""
@@ -193,8 +237,7 @@ class _Division:
             return None
         placement = self._placement(i)
         if placement.offers is None:
-            holders = {self.at[device].rollout for device in placement.bundle_at if device in self.at}
-            placement.offers = [self._offer(j) for j in holders]
+            placement.offers = [self._offer(j) for j in self._holders(placement.bundle_at)]
             heapq.heapify(placement.offers)
         offers, passed, found = placement.offers, [], None
         while offers and found is None and offers[0][0] < limit:
@@ -210,6 +253,13 @@ class _Division:
             heapq.heappush(offers, offer)
         return found
 
+    def _holders(self, devices: Mapping[int, int]) -> Iterable[int]:
+        """The rollouts that hold one of these devices."""
+        if len(devices) < len(self.at) // 4:
+            return {self.at[device].rollout for device in devices.keys() & self.at.keys()}
+        held = enumerate(self.seats)
+        return [j for j, seats in held if any(not devices.keys().isdisjoint(s.devices) for s in seats.values())]
+
     def _limit(self, i: int) -> float:
         """What the present holders of a bundle may lose, at most, by its going to rollout i (rules 3 and 4)."""
         demand, first = self.rollouts[i].demand, self.count[i] == 0
@@ -220,7 +270,8 @@ class _Division:
             return 1.0
         known = demand.floor_s or demand.work_s
         ends_s = demand.floor_s + demand.work_s / (self.count[i] + 1) if known else math.inf
-        paying = self.gain(i, self.count[i]) - self.policy.switch_gpu_s / min(self.policy.dwell_s, ends_s)
+        switch_s = self.policy.payback * (demand.load_s or _SOME_LOAD_S)
+        paying = self.gain(i, self.count[i]) - switch_s / min(self.policy.dwell_s, ends_s)
         return max(paying, 1e-9) if first else paying  # a first bundle may always take an unused one
 
     def _bundles_over(self, i: int, j: int) -> Iterator[int]:
@@ -233,20 +284,26 @@ class _Division:
 
     def _loss(self, i: int, bundle: int) -> float:
         """What those who sit on it lose, per bundle of i's size; infinite when a device is out of reach."""
-        lost: dict[int, set[int]] = {}
         devices = self.rollouts[i].bundles[bundle]
+        if not self._lasts(i, devices):
+            return math.inf
+        only = self.at.get(devices[0])
+        if only is not None and only.devices == devices:  # the usual case: one bundle for another
+            return math.inf if only.rollout == i or only.new else self.gain(only.rollout, self.count[only.rollout] - 1)
+        lost: dict[_Seat, None] = {}
         for device in devices:
             seat = self.at.get(device)
             if seat is not None:
                 if seat.rollout == i or seat.new:
                     return math.inf
-                lost.setdefault(seat.rollout, set()).add(seat.bundle)
+                lost[seat] = None
             elif device not in self.free:
                 return math.inf
-        loss = 0.0
-        for j, bundles in lost.items():
-            width = len(self.rollouts[j].bundles[0])
-            loss += width * sum(self.gain(j, self.count[j] - 1 - n) for n in range(len(bundles)))
+        loss, taken = 0.0, Counter[int]()
+        for seat in lost:
+            j = seat.rollout
+            taken[j] += 1
+            loss += len(seat.devices) * self.gain(j, self.count[j] - taken[j])
         return loss / len(devices)
 
 
