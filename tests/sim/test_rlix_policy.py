@@ -43,9 +43,9 @@ def widths(decided: Plan) -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
 
-def test_alone_it_spreads_as_wide_as_that_is_worth_anything() -> None:
+def test_alone_it_takes_what_would_idle() -> None:
     assert widths(decide(8, [rollout("a", 8, demand(512))])) == {"a": 8}
-    assert widths(decide(8, [rollout("a", 8, demand(3))])) == {"a": 1}  # three trajectories fit one bundle's batch
+    assert widths(decide(8, [rollout("a", 8, demand(3))])) == {"a": 3}  # more than one bundle a trajectory are no use
 
 
 def test_everybody_has_one_before_anybody_has_two() -> None:
@@ -73,11 +73,11 @@ def test_a_running_bundle_moves_only_when_that_pays() -> None:
     assert widths(decided) == {"b": 1}
 
 
-def test_warm_bundles_without_demand_are_kept_until_somebody_needs_them() -> None:
-    parked = (held(1, "a", 0), held(2, "a", 1))
-    assert not decide(2, [rollout("a", 2, Demand(0))], parked)
-    decided = decide(2, [rollout("a", 2, Demand(0)), rollout("b", 2, demand(10))], parked)
-    assert (len(decided.shrinks), widths(decided)) == (1, {"b": 1})
+def test_warm_bundles_without_demand_are_kept_until_somebody_has_a_use_for_them() -> None:
+    parked = (held(1, "a", 0), held(2, "a", 1), held(3, "a", 2))
+    assert not decide(3, [rollout("a", 3, Demand(0))], parked)
+    decided = decide(3, [rollout("a", 3, Demand(0)), rollout("b", 3, demand(2))], parked)
+    assert (len(decided.shrinks), widths(decided)) == (2, {"b": 2})
 
 
 def test_among_equals_the_poorest_then_the_shortest_goes_first() -> None:
@@ -89,8 +89,8 @@ def test_among_equals_the_poorest_then_the_shortest_goes_first() -> None:
 
 
 def test_a_rollout_sits_where_its_own_gang_will_come() -> None:
-    decided = decide(4, [rollout("a", 4, demand(3), gang_devices=(2, 3))])
-    assert [expand.bundle for expand in decided.expands] == [2]
+    decided = decide(4, [rollout("a", 4, demand(2), gang_devices=(2, 3))])
+    assert [expand.bundle for expand in decided.expands] == [2, 3]
 
 
 def about_to_train(trajectories: int = 4) -> RolloutState:

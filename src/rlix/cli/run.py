@@ -66,7 +66,9 @@ def run_jobs(options: RunOptions) -> int:
             report = _report(run_dirs, options.runs_dir)
             if not options.as_json:
                 _print_report(report, statuses, run_dirs, options.runs_dir, console)
-    except KilledError:  # while starting or while reporting: there is nothing more to say
+    except (KilledError, SystemError):  # while starting or while reporting: there is nothing more to say
+        if not interrupts.killed:
+            raise
         return exit_code((), interrupts.signal_number)
     for status in statuses:
         if status.state == "failed":
@@ -115,7 +117,9 @@ def _run_to_end(
             # Ray has put its own handler for SIGTERM in place of ours meanwhile.
             with interrupts.handled(), _screen(console, options) as screen:
                 statuses = watch(handles, status, screen, interrupts, time.monotonic)
-        except KilledError:
+        except (KilledError, SystemError):  # the latter is what Ray's extension makes of the former
+            if not interrupts.killed:
+                raise
             statuses = tuple(handle.status() for handle in handles)
         finally:
             for handle in handles:

@@ -13,6 +13,7 @@ drained, or consumers get a `ChannelError`. Every method has an async twin (`apu
 import asyncio
 import contextlib
 import itertools
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -74,16 +75,22 @@ class Channel(Generic[T]):
             WaitTimeoutError: nothing came within `timeout_s`.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        reply = self._call("get", timeout_s)
+        reply = self._call("get", timeout_s, uuid.uuid4().hex)
         with self._naming_lost_items():
             item: T = reply.box[0].future().result()
         return item
 
     async def aget(self, timeout_s: float | None = None) -> T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        reply = await self._acall("get", timeout_s)
-        with self._naming_lost_items():
-            item: T = await reply.box[0]
+        token = uuid.uuid4().hex
+        taking = asyncio.ensure_future(self._acall("get", timeout_s, token))
+        try:
+            reply = await asyncio.shield(taking)
+            with self._naming_lost_items():
+                item: T = await reply.box[0]
+        except asyncio.CancelledError:
+            await self._give_back(token, taking)
+            raise
         return item
 
     def fail(self, reason: str) -> None:
@@ -126,10 +133,13 @@ class Channel(Generic[T]):
             raise ChannelError(f"channel {self.name!r}: its actor died") from error
         except TimeoutError as error:
             raise self._unreachable(method, timeout_s) from error
-        except asyncio.CancelledError:
-            ray.cancel(ref)  # or the actor would hand an item to nobody
-            raise
         return self._check(reply)
+
+    async def _give_back(self, token: str, taking: "asyncio.Future[_Reply]") -> None:
+        """An item that a cancelled get took, or is about to take, goes back to where it was."""
+        await self._acall("withdraw", _REPLY_MARGIN_S, token)
+        with contextlib.suppress(EndOfStream, ChannelError, WaitTimeoutError):
+            await self._acall("untake", _REPLY_MARGIN_S, list((await taking).box))
 
     def _check(self, reply: _Reply) -> _Reply:
         if reply.outcome is _Outcome.ENDED:
@@ -220,6 +230,7 @@ class _ChannelActor:
         self._registered = False
         self._names = itertools.count()
         self._failure: str | None = None
+        self._waiting: set[str] = set()  # tokens of gets that may be withdrawn
         self._changed = asyncio.Condition()
 
     async def register(self, name: str | None, timeout_s: float) -> _Reply:
@@ -251,9 +262,16 @@ class _ChannelActor:
             self._changed.notify_all()
             return _Reply(_Outcome.DONE)
 
-    async def get(self, timeout_s: float) -> _Reply:
+    async def get(self, token: str, timeout_s: float) -> _Reply:
+        self._waiting.add(token)
         async with self._changed:
-            await self._until(lambda: bool(self._failure is not None or self._items or self._ended), timeout_s)
+            await self._until(
+                lambda: bool(self._failure is not None or self._items or self._ended or token not in self._waiting),
+                timeout_s,
+            )
+            if token not in self._waiting:
+                return _Reply(_Outcome.TIMEOUT, "the get was cancelled")
+            self._waiting.discard(token)
             if self._failure is not None:
                 return _Reply(_Outcome.FAILED, self._failure)
             if self._items:
@@ -263,6 +281,20 @@ class _ChannelActor:
             if self._ended:
                 return _Reply(_Outcome.ENDED)
             return _Reply(_Outcome.TIMEOUT, f"nothing came within {timeout_s:g} s: {self._describe()}")
+
+    async def withdraw(self, token: str, timeout_s: float) -> _Reply:
+        """End a get that still waits. One that does not has answered, or is about to."""
+        async with self._changed:
+            self._waiting.discard(token)
+            self._changed.notify_all()
+        return _Reply(_Outcome.DONE)
+
+    async def untake(self, box: "list[ray.ObjectRef[Any]]", timeout_s: float) -> _Reply:
+        """Put back what a cancelled get took: it was the oldest item."""
+        async with self._changed:
+            self._items.extendleft(box)
+            self._changed.notify_all()
+        return _Reply(_Outcome.DONE)
 
     async def close(self, producer: str, timeout_s: float) -> _Reply:
         async with self._changed:

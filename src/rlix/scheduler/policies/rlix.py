@@ -6,15 +6,15 @@ costs `max(1, b) + slope * b` (the roofline; Williams et al. 2009). One bundle i
 as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 in a tail.
 
 1. Everybody's first bundle comes before anybody's second. Further ones go where they are worth most, which is optimal
-   for concave curves (Fox 1966), as long as they are worth `least_gain`: wide only where GPUs would idle.
+   for concave curves (Fox 1966): wide only where GPUs would idle.
 2. Equals are served in this order. First those that had less than `guard` of an equal share so far, poorest first
    (max-min fairness: nobody does much worse than with a fixed part). Then those about to end whose gang's devices are
    busy with gangs: the next gang follows at once, and no rollout is started in between only to be stopped. Then the
    job with the least left to do (SRPT, Schrage 1968; for concave speed-up: Berg et al., heSRPT, 2020), weighted by the
    square of the work ahead of its gang's devices: the longest queue ends last and must not run dry (Graham 1969).
 3. A held bundle moves only if what that adds, over the time it may last, is more than the GPU-seconds a switch costs.
-   Without demand a bundle is worth nothing to its rollout, which keeps it warm until somebody needs it. A tail's last
-   bundles are worth little, so tails are narrowed first.
+   Without demand a bundle is worth nothing to its rollout, which keeps it warm until anybody has a use for it. A tail's
+   last bundles are worth little, so tails are narrowed first.
 4. Nobody with demand stays without a bundle for long: after `patience` rounds it may take somebody's second one, after
    `starving` rounds anyone's. A round is as many demand reports as there are rollouts with demand.
 5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout.
@@ -34,6 +34,7 @@ from rlix.scheduler.policies.base import Pool
 from rlix.scheduler.snapshot import RolloutState, bundle_at
 
 _SOME_KNEE, _SOME_LOAD_S = 64.0, 6.0  # for a job that has not learnt its own yet
+_ANYTHING = 1e-9  # GPUs: above the nothing that an unused bundle is worth
 
 Order = tuple[float, ...]
 Offer = tuple[float, float, int, int]
@@ -46,13 +47,12 @@ class Rlix:
     `dwell_s`: how long a change is trusted to last; `near_s`: how far ahead the end of a rollout is foreseen.
     """
 
-    least_gain: float = 0.02
     payback: float = 4.0
     dwell_s: float = 30.0
     near_s: float = 60.0
     guard: float = 0.8
     slope: float = 0.35
-    patience: int = 8
+    patience: int = 4
     starving: int = 120
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
@@ -155,10 +155,10 @@ class _Division:
         )
 
     def _bid(self, i: int) -> tuple[float, Order, int] | None:
-        """Rollout i's place in the queue for one more bundle, in tenths of a GPU; None when that is not worth it."""
+        """Rollout i's place in the queue for one more bundle, in tenths of a GPU; None when that is worth nothing."""
         count = self.count[i]
         gain = self.gain(i, count)
-        if gain <= 0.0 or gain < self.policy.least_gain:
+        if gain <= 0.0:
             return None
         return (-math.inf if count == 0 else -round(10 * gain)), self.order[i], i
 
@@ -233,8 +233,6 @@ class _Division:
     def _cheap_bundle(self, i: int) -> int | None:
         """A held bundle whose holders lose less than `limit` by it, from the cheapest offer up."""
         limit = self._limit(i)
-        if limit <= 0.0:
-            return None
         placement = self._placement(i)
         if placement.offers is None:
             placement.offers = [self._offer(j) for j in self._holders(placement.bundle_at)]
@@ -268,11 +266,10 @@ class _Division:
             return math.inf
         if first and rounds >= self.policy.patience:
             return 1.0
-        known = demand.floor_s or demand.work_s
-        ends_s = demand.floor_s + demand.work_s / (self.count[i] + 1) if known else math.inf
-        switch_s = self.policy.payback * (demand.load_s or _SOME_LOAD_S)
-        paying = self.gain(i, self.count[i]) - switch_s / min(self.policy.dwell_s, ends_s)
-        return max(paying, 1e-9) if first else paying  # a first bundle may always take an unused one
+        ends_s = demand.floor_s + demand.work_s / (self.count[i] + 1)  # 0: not known
+        switch_gpu_s = self.policy.payback * (demand.load_s or _SOME_LOAD_S)
+        paying = self.gain(i, self.count[i]) - switch_gpu_s / min(self.policy.dwell_s, ends_s or math.inf)
+        return max(paying, _ANYTHING)
 
     def _bundles_over(self, i: int, j: int) -> Iterator[int]:
         """Bundles of rollout i that lie on seats of rollout j, newest seat first."""
