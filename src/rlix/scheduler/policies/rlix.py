@@ -103,6 +103,7 @@ class _Division:
             for device in seat.devices:
                 self.at[device] = seat
         self.most = [min(r.demand.trajectories, len(r.bundles)) for r in self.rollouts]
+        self.spare = any(c > m and s for c, m, s in zip(self.count, self.most, self.seats, strict=True))
         self.batch = [r.demand.trajectories / (r.demand.knee or _SOME_KNEE) for r in self.rollouts]
         self.demanding = sum(1 for most in self.most if most)
         self.order = _Queueing(pool, policy, self.demanding).orders()
@@ -233,6 +234,8 @@ class _Division:
     def _cheap_bundle(self, i: int) -> int | None:
         """A held bundle whose holders lose less than `limit` by it, from the cheapest offer up."""
         limit = self._limit(i)
+        if limit <= _ANYTHING and not self.spare:
+            return None
         placement = self._placement(i)
         if placement.offers is None:
             placement.offers = [self._offer(j) for j in self._holders(placement.bundle_at)]
@@ -245,8 +248,14 @@ class _Division:
                 heapq.heappush(offers, self._offer(j))  # it has lost some since: what is left is worth more
             if count != self.count[j] or not self.seats[j]:
                 continue
-            passed.append(offer)
-            found = next((bundle for bundle in self._bundles_over(i, j) if self._loss(i, bundle) < limit), None)
+            here = False  # else it has nothing left here, and gets nothing that could be taken again
+            for bundle in self._bundles_over(i, j):
+                here = True
+                if self._loss(i, bundle) < limit:
+                    found = bundle
+                    break
+            if here:
+                passed.append(offer)
         for offer in passed:
             heapq.heappush(offers, offer)
         return found
@@ -272,11 +281,11 @@ class _Division:
         return max(paying, _ANYTHING)
 
     def _bundles_over(self, i: int, j: int) -> Iterator[int]:
-        """Bundles of rollout i that lie on seats of rollout j, newest seat first."""
+        """Bundles of rollout i that lie on running seats of rollout j, newest seat first."""
         bundle_at = self._placement(i).bundle_at
         for seat in reversed(self.seats[j].values()):
             number = bundle_at.get(seat.devices[0])
-            if number is not None:
+            if number is not None and not seat.new:
                 yield number
 
     def _loss(self, i: int, bundle: int) -> float:
