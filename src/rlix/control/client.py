@@ -72,32 +72,10 @@ class JobClient:
         """
         self._ask("release", lease.epoch)
 
-    def report_demand(
-        self,
-        cluster: str,
-        trajectories: int,
-        tokens: int = 0,
-        *,
-        knee: float = 0.0,
-        work_s: float = 0.0,
-        floor_s: float = 0.0,
-        left_gpu_s: float = 0.0,
-        load_s: float = 0.0,
-    ) -> None:
-        """What the rollout still has to do; the scheduler grows and shrinks it accordingly.
-
-        The keywords say what the job has learnt of itself, see `rlix.protocol.messages.Demand`; 0 is "not known".
-        """
-        demand = Demand(
-            trajectories,
-            tokens,
-            knee=knee,
-            work_s=work_s,
-            floor_s=floor_s,
-            left_gpu_s=left_gpu_s,
-            load_s=load_s,
-        )
-        self._ask("report_demand", self.pipeline_id, cluster, demand)
+    def report_demand(self, cluster: str, demand: Demand | int) -> None:
+        """What the rollout still has to do, at least how many trajectories: the scheduler grants bundles by it."""
+        known = demand if isinstance(demand, Demand) else Demand(demand)
+        self._ask("report_demand", self.pipeline_id, cluster, known)
 
     def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:
         """Names the cluster's worker actors by rank, so that those that do not give a device back can be killed."""

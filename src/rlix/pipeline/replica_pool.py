@@ -15,7 +15,7 @@ from rlix.pipeline.rebalance import running_mean
 from rlix.pipeline.router import ReplicaState, Router
 from rlix.pipeline.run_folder import RunFolder, Span
 from rlix.protocol.errors import RlixError, StaleEpochError
-from rlix.protocol.messages import Cluster, Lease, LeaseStatus
+from rlix.protocol.messages import Cluster, Demand, Lease, LeaseStatus
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +44,7 @@ class Replicas(Protocol):
 class RolloutClient(Protocol):
     """What rollouts need of the control plane; `JobClient` fits."""
 
-    def report_demand(
-        self,
-        cluster: str,
-        trajectories: int,
-        tokens: int = 0,
-        *,
-        knee: float = 0.0,
-        work_s: float = 0.0,
-        floor_s: float = 0.0,
-        left_gpu_s: float = 0.0,
-        load_s: float = 0.0,
-    ) -> None: ...
+    def report_demand(self, cluster: str, demand: Demand) -> None: ...
 
     def release(self, lease: Lease) -> None: ...
 

@@ -306,6 +306,13 @@ class RolloutManager:
         """How many trajectories are open or expected."""
         return max(self._router.outstanding, self._expected.trajectories)
 
+    def _demand(self, trajectories: int, now: float) -> Demand:
+        demand = replace(self._router.demand(now), left_gpu_s=self._left_gpu_s, load_s=self._pool.load_s or 0.0)
+        if not self._expected.trajectories:
+            return demand
+        tokens = max(demand.tokens, self._expected.tokens)  # when they end depends on more than decoding
+        return replace(demand, trajectories=trajectories, tokens=tokens, work_s=0.0, floor_s=0.0)
+
     def _report(self) -> None:
         """Tell the scheduler at once when demand begins or ends, and once per interval while there is some."""
         trajectories, now = self._outstanding(), self._clock()
@@ -314,20 +321,7 @@ class RolloutManager:
         edge = (trajectories == 0) != (self._reported == 0)
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
             self._reporting, self._reported, self._reported_at = True, trajectories, now
-            open_ = self._router.demand(now)
-            if trajectories > open_.trajectories:  # when it ends depends on more than decoding
-                open_ = replace(open_, work_s=0.0, floor_s=0.0)
-            report = partial(
-                self._client.report_demand,
-                self._cluster.name,
-                trajectories,
-                max(open_.tokens, self._expected.tokens),
-                knee=open_.knee,
-                work_s=open_.work_s,
-                floor_s=open_.floor_s,
-                left_gpu_s=self._left_gpu_s,
-                load_s=self._pool.load_s or 0.0,
-            )
+            report = partial(self._client.report_demand, self._cluster.name, self._demand(trajectories, now))
             self._in_background(report, self._report_ended)
 
     def _report_ended(self, answer: "Future[None]") -> None:
