@@ -137,8 +137,8 @@ class Channel(Generic[T]):
 
     async def _give_back(self, token: str, taking: "asyncio.Future[_Reply]") -> None:
         """An item that a cancelled get took, or is about to take, goes back to where it was."""
-        await self._acall("withdraw", _REPLY_MARGIN_S, token)
-        with contextlib.suppress(EndOfStream, ChannelError, WaitTimeoutError):
+        with contextlib.suppress(EndOfStream, ChannelError, WaitTimeoutError):  # a cancellation stays one
+            await self._acall("withdraw", _REPLY_MARGIN_S, token)
             await self._acall("untake", _REPLY_MARGIN_S, list((await taking).box))
 
     def _check(self, reply: _Reply) -> _Reply:

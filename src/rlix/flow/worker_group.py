@@ -98,7 +98,7 @@ class WorkerGroup:
             for rank in range(self.world_size):
                 self._handles.append(self._create(rank))
             self._construct(range(self.world_size))
-        except BaseException:
+        except BaseException:  # raised again; whatever it is, Ctrl-C too, no worker is left behind
             self.close(timeout_s=EXIT_TIMEOUT_S, graceful=False)
             raise
 

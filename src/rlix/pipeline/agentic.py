@@ -66,10 +66,7 @@ class AgenticPipeline(FullFinetunePipeline):
             "trajectories": len(episodes),
             "trajectories_digest": digest((e.id, e.token_ids, e.end) for e in episodes),
         }
-        if self.keeps_old_log_probs:
-            batch["old_log_probs"] = self.old_log_probs(batch)
-        if self.reference is not None:
-            batch["reference_log_probs"] = self.reference_log_probs(batch)
+        self.add_log_probs(batch)
         return self.train(step, batch) | metrics | self.rollout_metrics
 
     def _check_environments(self, step: int, episodes: Sequence[Episode]) -> None:

@@ -49,10 +49,7 @@ class FullFinetunePipeline(Pipeline):
     def step(self, step: int) -> Mapping[str, float]:
         samples = self.sample(step)
         batch = self.collate(samples.trajectories)
-        if self.keeps_old_log_probs:
-            batch["old_log_probs"] = self.old_log_probs(batch)
-        if self.reference is not None:
-            batch["reference_log_probs"] = self.reference_log_probs(batch)
+        self.add_log_probs(batch)
         batch["advantages"] = self.advantages(self.shaped(samples), batch)
         return self.train(step, batch) | samples.metrics() | self.rollout_metrics
 
@@ -119,6 +116,13 @@ class FullFinetunePipeline(Pipeline):
             return None
         log_probs = batch["old_log_probs"] if "old_log_probs" in batch else self.old_log_probs(batch)
         return kl_estimate(log_probs, batch["reference_log_probs"], self.spec.algorithm.kl_estimator)
+
+    def add_log_probs(self, batch: PolicyBatch) -> None:
+        """Put in the batch what the loss compares the policy with, as far as the algorithm asks for it."""
+        if self.keeps_old_log_probs:
+            batch["old_log_probs"] = self.old_log_probs(batch)
+        if self.reference is not None:
+            batch["reference_log_probs"] = self.reference_log_probs(batch)
 
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update."""

@@ -147,8 +147,7 @@ class LoopExecutor(Executor):
     def _advance(self) -> None:
         try:
             ended = self._step()
-        except Exception as error:
-            # Whatever it is, the calls in flight get it, and the next one starts with an empty batch.
+        except Exception as error:  # whatever it is, the calls in flight get it; the next starts with an empty batch
             logger.exception("a decoding step failed")
             self._fail(error)
             self._recover()

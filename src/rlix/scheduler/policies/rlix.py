@@ -219,13 +219,13 @@ class _Division:
         """Rule 6: no gang takes the devices before rollout i's load has paid for itself."""
         if not self.due_s or self.due_s.keys().isdisjoint(devices):
             return True
-        if min(self.due_s.get(device, math.inf) for device in devices) <= 0.0:
+        soonest_s = min(self.due_s.get(device, math.inf) for device in devices)
+        if soonest_s <= 0.0:
             return False
         rollout = self.rollouts[i]
         if self.count[i] == 0 and rollout.waited >= self.policy.patience * self.demanding:
             return True
-        pays_s = self.policy.payback * rollout.demand.load_s
-        return all(self.due_s.get(device, math.inf) >= pays_s for device in devices)
+        return soonest_s >= self.policy.payback * rollout.demand.load_s
 
     def _offer(self, j: int) -> Offer:
         """What rollout j's last bundle is worth to it; among equals, those that had most go first."""
