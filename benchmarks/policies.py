@@ -20,13 +20,16 @@ from rlix.sim.workload import load_workload, shipped_names
 
 ROOT = Path(__file__).parent.parent
 SLOW = ("day",)  # shows the size that can be simulated; not part of the comparison
+MOVING = ("mixed", "one-gang-block")  # also run with gangs that may move: those where gangs queue most
 Row = dict[str, Any]
 Runs = dict[tuple[str, str, int], Row]
 
 
 def run_one(workload: str, policy: str, seed: int) -> Row:
     start = time.perf_counter()
-    row = simulate_one(load_workload(workload), policy, seed, check_every=20)
+    name = workload.removesuffix("-moving")
+    loaded = load_workload(name) if name == workload else load_workload(name).moving()
+    row = simulate_one(loaded, policy, seed, check_every=20)
     return {**row.to_json(), "wall_s": round(time.perf_counter() - start, 2)}
 
 
@@ -162,7 +165,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "policies.jsonl")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks-policies.md")
     args = parser.parse_args()
-    workloads = args.workload or [name for name in shipped_names() if name not in SLOW]
+    moving = [f"{name}-moving" for name in MOVING]
+    workloads = args.workload or [*(name for name in shipped_names() if name not in SLOW), *moving]
     policies = args.policy or list(POLICIES)
     runs = complete(args.results, workloads, policies, args.seeds, args.jobs)
     lines = [

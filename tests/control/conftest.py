@@ -29,7 +29,11 @@ def make_job(ray_session: Any) -> Iterator[MakeJob]:
     jobs: list[FakeJob] = []
 
     def make(
-        devices: Mapping[str, Sequence[int]], *, sizes: Mapping[str, int] | None = None, coordinator: Any = None
+        devices: Mapping[str, Sequence[int]],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
+        coordinator: Any = None,
     ) -> FakeJob:
         job_id = ray.get(ray_session.allocate_pipeline_id.remote("ft"), timeout=30)
         actor = None
@@ -46,6 +50,7 @@ def make_job(ray_session: Any) -> Iterator[MakeJob]:
                 ray_namespace=pipeline_namespace(job_id),
                 cluster_tp_configs=sizes or dict.fromkeys(devices, 1),
                 cluster_device_mappings={name: list(ids) for name, ids in devices.items()},
+                cluster_device_alternatives=alternatives,
             ),
             timeout=30,
         )

@@ -103,6 +103,20 @@ def test_priority_decides_who_is_next(make_job: MakeJob) -> None:
     log_probs.client.release(ask(later))
 
 
+def test_a_gang_that_would_be_second_in_a_queue_runs_on_an_alternative(make_job: MakeJob, ray_session: Any) -> None:
+    elsewhere = {"actor_train": [[6, 7]]}
+    holder, waits, moves = (make_job({"actor_train": [0, 1]}, alternatives=elsewhere) for _ in range(3))
+    scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, "rlix")
+    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10):
+        with pytest.raises(WaitTimeoutError, match=r"devices \[0, 1\] or \[6, 7\] were not granted"):
+            waits.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=0.1)  # next in line, so it waits
+        waiting = scheduler.request_gang.remote(waits.id, "actor_train", Phase.ACTOR_TRAINING)
+        assert ray.wait([waiting], timeout=0.1)[0] == []
+        with moves.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10) as moved:
+            assert moved.devices == (6, 7)
+    waits.client.release(ask(waiting))
+
+
 def test_unregistering_refuses_waiting_requests_frees_devices_and_kills_workers(
     make_job: MakeJob, make_worker: Callable[[], Any], ray_session: Any
 ) -> None:

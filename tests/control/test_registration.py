@@ -86,3 +86,32 @@ def test_only_the_rollout_cluster_reports_demand() -> None:
     assert check_rollout_cluster(registration, "actor_infer").name == "actor_infer"
     with pytest.raises(SpecError, match="'actor_train' is not elastic"):
         check_rollout_cluster(registration, "actor_train")
+
+
+def test_alternatives_are_taken_as_declared() -> None:
+    registration = build_registration(
+        "ft_1", "ns", {"actor_train": 1}, {"actor_train": [0, 1]}, DEVICES, {"actor_train": [[2, 3], [5, 4]]}
+    )
+    cluster = registration.cluster("actor_train")
+    assert cluster.alternatives == ((2, 3), (5, 4))
+    assert cluster.choices == ((0, 1), (2, 3), (5, 4))
+
+
+@pytest.mark.parametrize(
+    ("alternatives", "message"),
+    [
+        ([[2, 3]], "cluster_device_alternatives must be a dict keyed by cluster name, got list"),
+        ({"critic": [[2, 3]]}, "cluster 'critic' is not in cluster_device_mappings"),
+        ({"actor_train": [2, 3]}, r"alternatives\[0\]: must be a list of device ids \(ints\), got 2"),
+        ({"actor_train": 2}, "must be a list of lists of device ids, got 2"),
+        ({"actor_train": [[2]]}, r"alternatives\[0\]: has 1 devices, the cluster 2; name as many"),
+        ({"actor_train": [[2, 3], [2, 9]]}, r"alternatives\[1\]: device 9 does not exist; this pool has devices 0-7"),
+        ({"actor_train": [[2, 2]]}, "device 2 is named more than once"),
+        ({"actor_infer": [[2, 3]]}, "'actor_infer': cluster_device_alternatives: rollouts are elastic"),
+    ],
+)
+def test_a_mistake_in_alternatives_is_named_with_its_place(alternatives: Any, message: str) -> None:
+    sizes, mappings = {"actor_train": 1, "actor_infer": 1}, {"actor_train": [0, 1], "actor_infer": [0, 1]}
+    with pytest.raises(SpecError, match=message) as error:
+        build_registration("ft_1", "ns", sizes, mappings, DEVICES, alternatives)
+    assert "register_pipeline('ft_1')" in str(error.value)

@@ -141,3 +141,48 @@ def test_a_running_gang_is_never_preempted(phase: Phase) -> None:
     world.request("b", Phase.INITIALIZATION)
     world.demand("b", 100)
     assert not world.cycle()
+
+
+def test_a_gang_moves_rather_than_stand_second_in_a_queue_if_nobody_works_there() -> None:
+    world = World(6)
+    for name in ("a", "b", "c"):
+        world.register(name, [4, 5], train=[0, 1], alternatives=[[4, 5], [2, 3]])
+    world.demand("a", 1)
+    world.cycle()
+    world.request("a")
+    world.cycle()
+    next_in_line = world.request("b")
+    assert not world.cycle(), "whoever is next in line waits"
+    second = world.request("c")
+    assert world.cycle().grants == (GangGrant(second, (2, 3)),), "a rollout is at work on 4 or 5"
+    world.release_gangs()
+    assert world.cycle().grants == (GangGrant(next_in_line, (0, 1)),)
+
+
+def test_a_gang_waits_for_the_devices_where_it_last_was() -> None:
+    world = World(4)
+    for name in ("a", "b", "c"):
+        world.register(name, [0], train=[0, 1], alternatives=[[2, 3]])
+    for name in ("a", "b", "c"):
+        world.request(name)
+    world.cycle()
+    assert {s.lease.pipeline_id: s.lease.devices for s in world.leases(LeaseState.ACTIVE)} == {"a": (0, 1), "c": (2, 3)}
+    world.release_gangs()
+    world.request("c")
+    (request,) = [r for r in world.state.snapshot().requests if r.pipeline_id == "c"]
+    assert request.choices == ((2, 3), (0, 1))
+    world.demand("c", 1)
+    (rollout,) = world.state.snapshot().rollouts
+    assert rollout.gang_devices == (2, 3), "the policy expects it there, too"
+
+
+def test_the_first_choice_is_the_first_that_the_pool_still_has() -> None:
+    world = World(4)
+    world.register("a", [0], train=[2, 3], alternatives=[[0, 1]])
+    world.register("b", [0], train=[1], alternatives=[[0]])
+    world.state.apply(DevicesDiscovered(devices(2)))
+    request = world.request("a")
+    waits = world.request("b")
+    assert world.cycle().grants == (GangGrant(request, (0, 1)),)
+    world.release_gangs()
+    assert world.cycle().grants == (GangGrant(waits, (1,)),)

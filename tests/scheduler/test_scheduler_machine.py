@@ -42,25 +42,31 @@ def assert_rules_kept(before: Snapshot, changes: Plan) -> None:
     assert max(taken.values(), default=0) <= 1, "a device was given twice"
     for status in shrunk:
         assert any(group & set(status.lease.devices) for group in given_out), "shrunk for nothing"
-    assert_strict_priority(before, {grant.request_id for grant in changes.grants})
+    assert_strict_priority(before, {grant.request_id: grant.devices for grant in changes.grants})
 
 
-def assert_strict_priority(before: Snapshot, granted: set[int]) -> None:
+def assert_strict_priority(before: Snapshot, granted: dict[int, tuple[int, ...]]) -> None:
     pool = {device.id for device in before.devices}
     fixed = {d for status in before.leases if not is_running_rollout(status) for d in status.lease.devices}
-    possible = [r for r in before.requests if set(r.devices) <= pool]
+    firsts = {r.id: next((set(c) for c in r.choices if pool.issuperset(c)), None) for r in before.requests}
+    possible = [r for r in before.requests if firsts[r.id]]
+    demand = {(r.pipeline_id, r.cluster): r.demand.trajectories for r in before.rollouts}
+    leases = [status.lease for status in before.leases if is_running_rollout(status)]
     for request in possible:
-        rivals = [
-            other
-            for other in possible
-            if (other.phase, other.id) < (request.phase, request.id) and set(other.devices) & set(request.devices)
-        ]
+        first = firsts[request.id]
+        claim = set(granted.get(request.id, first))
+        ahead = [other for other in possible if (other.phase, other.id) < (request.phase, request.id)]
+        rivals = [other for other in ahead if set(granted.get(other.id, firsts[other.id])) & claim]
         if request.id in granted:
             assert all(other.id in granted for other in rivals), "a gang overtook a more urgent or earlier one"
             assert not any(other.id in granted for other in rivals), "overlapping gangs granted together"
-            assert not fixed & set(request.devices), "granted devices that cannot be had"
+            assert not fixed & claim, "granted devices that cannot be had"
         else:
-            assert rivals or fixed & set(request.devices), "a gang that fits was left waiting"
+            assert rivals or fixed & claim, "a gang that fits was left waiting"
+        if claim != first:
+            assert any(o.id not in granted and firsts[o.id] & first for o in ahead), "moved without a queue at home"
+            stopped = [lease for lease in leases if claim.intersection(lease.devices)]
+            assert not any(demand.get((s.pipeline_id, s.cluster)) for s in stopped), "moved onto somebody's work"
 
 
 class Pool(RuleBasedStateMachine):
@@ -87,7 +93,8 @@ class Pool(RuleBasedStateMachine):
             return
         infer = rng.sample(ids, bundles * size)
         train = rng.sample(ids, rng.randint(1, len(ids)))
-        self.world.register(f"p{self.names}", infer, train, size)
+        others = [rng.sample(ids, len(train)) for _ in range(rng.choice([0, 0, 1, 3]))]
+        self.world.register(f"p{self.names}", infer, train, size, others)
         self.names += 1
 
     @precondition(has_pipelines)
@@ -175,7 +182,7 @@ class Pool(RuleBasedStateMachine):
             lease = status.lease
             cluster = self.world.state.registrations[lease.pipeline_id].cluster(lease.cluster)
             if lease.bundle is None:
-                assert lease.phase is not Phase.ROLLOUT and lease.devices == cluster.devices
+                assert lease.phase is not Phase.ROLLOUT and lease.devices in cluster.choices
             else:
                 assert lease.phase is Phase.ROLLOUT and lease.devices == cluster.bundles[lease.bundle]
 

@@ -51,10 +51,17 @@ class World:
         self.policy = policy
         self.state.apply(DevicesDiscovered(devices(count)))
 
-    def register(self, name: str, infer: Sequence[int], train: Sequence[int] = (), size: int = 1) -> None:
+    def register(
+        self,
+        name: str,
+        infer: Sequence[int],
+        train: Sequence[int] = (),
+        size: int = 1,
+        alternatives: Sequence[Sequence[int]] = (),
+    ) -> None:
         clusters = [Cluster(INFER, size, tuple(infer))]
         if train:
-            clusters.append(Cluster(TRAIN, 1, tuple(train)))
+            clusters.append(Cluster(TRAIN, 1, tuple(train), tuple(map(tuple, alternatives))))
         self.state.apply(PipelineAllocated(name, "ft"))
         self.state.apply(PipelineRegistered(Registration(name, f"pipeline_{name}_NS", tuple(clusters))))
         self.state.apply(PipelineAdmitted(name))

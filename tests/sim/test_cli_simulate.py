@@ -62,6 +62,12 @@ def test_results_go_to_files_and_a_table(app: typer.Typer, workload: Path, tmp_p
     assert "http" not in page.read_text()
 
 
+def test_gangs_move_is_a_workload_of_its_own(app: typer.Typer, workload: Path) -> None:
+    result = CliRunner().invoke(app, [str(workload), "--policy", "rlix", "--gangs-move", "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert [row["workload"] for row in json.loads(result.stdout)] == [f"{GOOD['name']}-moving"]
+
+
 def test_json_on_stdout_is_all_there_is(app: typer.Typer, workload: Path) -> None:
     result = CliRunner().invoke(app, [str(workload), "--policy", "static", "--json", "-", "--gpus", "4"])
     assert result.exit_code == 0, result.output

@@ -81,6 +81,7 @@ small = st.fixed_dictionaries(
         "tensor_parallel": st.sampled_from([1, 2]),
         "gang": st.sampled_from([1, 2, 4]),
         "same": st.booleans(),
+        "moving": st.booleans(),
         "arrivals": st.sampled_from(["together", "poisson", "staggered"]),
         "agentic": st.booleans(),
         "failing": st.booleans(),
@@ -111,6 +112,7 @@ def build(case: dict[str, Any]) -> Workload:
                     "count": case["jobs"],
                     "steps": 2,
                     "gang_placement": "same" if case["same"] else "spread",
+                    "gangs_move": case["moving"],
                     "rollout": rollout,
                     "gangs": [
                         {"phase": "old_log_probs", "gpus": case["gang"], "seconds": 5},

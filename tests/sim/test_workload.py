@@ -106,3 +106,13 @@ def test_lengths_have_the_declared_shape() -> None:
     half = curve.depth[np.searchsorted([-curve.alive(d) for d in curve.depth], -10_000)]
     assert half == pytest.approx(400, rel=0.06)
     assert curve.tokens[-1] / 20_000 == pytest.approx(400 * np.exp(0.8**2 / 2), rel=0.06)
+
+
+def test_gangs_that_may_move_name_every_other_block_from_the_nearest_on() -> None:
+    workload = load_workload("one-gang-block").moving()
+    assert workload.name == "one-gang-block-moving"
+    train = draw_jobs(workload, 0)[0].registration.cluster("actor_train")
+    assert train.devices == tuple(range(8))
+    assert [block[0] for block in train.alternatives] == [8, 16, 24]
+    assert {len(block) for block in train.alternatives} == {8}
+    assert not draw_jobs(load_workload("one-gang-block"), 0)[0].registration.cluster("actor_train").alternatives

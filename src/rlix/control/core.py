@@ -177,15 +177,15 @@ class Core:
         if ticket.answer.done():
             return
         what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
+        wanted = " or ".join(str(list(devices)) for devices in ticket.cluster.choices)
         error = WaitTimeoutError(
-            f"devices {list(ticket.cluster.devices)} were not granted to {what} within {timeout_s:g} s; "
-            f"{self._who_is_in_the_way(ticket)}"
+            f"devices {wanted} were not granted to {what} within {timeout_s:g} s; {self._who_is_in_the_way(ticket)}"
         )
         self.withdraw(ticket)
         self.gangs.refuse(ticket, error)
 
     def _who_is_in_the_way(self, ticket: Ticket) -> str:
-        wanted = set(ticket.cluster.devices)
+        wanted = set().union(*ticket.cluster.choices)
         held = [
             f"{s.lease.pipeline_id}/{s.lease.cluster} ({s.lease.phase.name}, {s.state}) holds {sorted(common)}"
             for s in self.state.leases.values()

@@ -41,14 +41,24 @@ class Orchestrator:
         ray_namespace: str,
         cluster_tp_configs: Mapping[str, int],
         cluster_device_mappings: Mapping[str, Sequence[int]],
+        cluster_device_alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> Registration:
         """Declares which devices each cluster of the pipeline may use, and its tensor-parallel size.
+
+        `cluster_device_alternatives`: for a cluster that asks for gangs, further lists of as many devices on which it
+        can run just as well. It is granted one of them when it would queue for its own behind another gang and nobody
+        works there; the lease says which (`lease.devices`), and the pipeline must be able to run there.
 
         Raises:
             SpecError: the declaration is wrong; the message names the cluster, the field and the fix.
         """
         registration: Registration = await self._ask(
-            "register_pipeline", pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings
+            "register_pipeline",
+            pipeline_id,
+            ray_namespace,
+            cluster_tp_configs,
+            cluster_device_mappings,
+            cluster_device_alternatives,
         )
         return registration
 

@@ -1,6 +1,7 @@
 """Checks what a pipeline declares before anything is recorded about it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from rlix.protocol.errors import SpecError
@@ -17,6 +18,7 @@ def build_registration(
     cluster_tp_configs: object,
     cluster_device_mappings: object,
     devices: Sequence[Device],
+    cluster_device_alternatives: object = None,
 ) -> Registration:
     """Turns the arguments of `register_pipeline` into a `Registration`.
 
@@ -36,6 +38,11 @@ def build_registration(
             has, lacks = lacks, has
         raise SpecError(f"{where}: cluster {name!r} is in {has} but not in {lacks}; name it in both or in neither")
     clusters = tuple(_cluster(where, name, sizes[name], mappings[name], devices) for name in mappings)
+    if cluster_device_alternatives is not None:
+        alternatives = _mapping(where, "cluster_device_alternatives", cluster_device_alternatives)
+        for name in sorted(alternatives.keys() - mappings.keys()):
+            raise SpecError(f"{where}: cluster_device_alternatives: cluster {name!r} is not in cluster_device_mappings")
+        clusters = tuple(_with_alternatives(where, c, alternatives.get(c.name, ()), devices) for c in clusters)
     return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters)
 
 
@@ -100,6 +107,37 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _device_ids(where: str, value: object, devices: Sequence[Device]) -> tuple[int, ...]:
+    """A list of existing devices, none twice; `where` begins the message of a SpecError."""
+    if not isinstance(value, list | tuple) or not all(_is_int(d) for d in value):
+        raise SpecError(f"{where}: must be a list of device ids (ints), got {value!r}")
+    if not value:
+        raise SpecError(f"{where}: is empty; name at least one device")
+    ids = tuple(int(d) for d in value)
+    known = {device.id: device for device in devices}
+    for device_id in ids:
+        if device_id not in known:
+            raise SpecError(f"{where}: device {device_id} does not exist; this pool has {describe_ids(known)}")
+        if ids.count(device_id) > 1:
+            raise SpecError(f"{where}: device {device_id} is named more than once; name each device once")
+    return ids
+
+
+def _with_alternatives(where: str, cluster: Cluster, value: object, devices: Sequence[Device]) -> Cluster:
+    field = f"{where}: cluster {cluster.name!r}: cluster_device_alternatives"
+    if not isinstance(value, list | tuple):
+        raise SpecError(f"{field}: must be a list of lists of device ids, got {value!r}")
+    if value and cluster.name == ROLLOUT_CLUSTER:
+        raise SpecError(f"{field}: rollouts are elastic; name all their devices in cluster_device_mappings")
+    sets = tuple(_device_ids(f"{field}[{number}]", devices_, devices) for number, devices_ in enumerate(value))
+    for number, ids in enumerate(sets):
+        if len(ids) != len(cluster.devices):
+            raise SpecError(
+                f"{field}[{number}]: has {len(ids)} devices, the cluster {len(cluster.devices)}; name as many"
+            )
+    return replace(cluster, alternatives=sets)
+
+
 def _cluster(where: str, name: str, size: object, mapping: object, devices: Sequence[Device]) -> Cluster:
     def fail(field: str, problem: str) -> NoReturn:
         raise SpecError(f"{where}: cluster {name!r}: {field}: {problem}")
@@ -108,17 +146,8 @@ def _cluster(where: str, name: str, size: object, mapping: object, devices: Sequ
         fail("cluster_tp_configs", f"the tensor-parallel size must be an int, got {size!r}")
     if size < 1:
         fail("cluster_tp_configs", f"the tensor-parallel size must be at least 1, got {size}")
-    if not isinstance(mapping, list | tuple) or not all(_is_int(d) for d in mapping):
-        fail("cluster_device_mappings", f"must be a list of device ids (ints), got {mapping!r}")
-    ids: tuple[int, ...] = tuple(int(d) for d in mapping)
-    if not ids:
-        fail("cluster_device_mappings", "is empty; name at least one device")
+    ids = _device_ids(f"{where}: cluster {name!r}: cluster_device_mappings", mapping, devices)
     by_id = {device.id: device for device in devices}
-    for device_id in ids:
-        if device_id not in by_id:
-            fail("cluster_device_mappings", f"device {device_id} does not exist; this pool has {describe_ids(by_id)}")
-        if ids.count(device_id) > 1:
-            fail("cluster_device_mappings", f"device {device_id} is named more than once; name each device once")
     if len(ids) % size:
         fail(
             "cluster_tp_configs",

@@ -97,7 +97,12 @@ class Scheduler:
         return self._core.allocate(kind)
 
     async def register_pipeline(
-        self, pipeline_id: str, ray_namespace: str, cluster_tp_configs: object, cluster_device_mappings: object
+        self,
+        pipeline_id: str,
+        ray_namespace: str,
+        cluster_tp_configs: object,
+        cluster_device_mappings: object,
+        cluster_device_alternatives: object = None,
     ) -> Registration:
         """See `Orchestrator.register_pipeline`."""
         if pipeline_id in self._core.state.registrations:
@@ -109,7 +114,12 @@ class Scheduler:
                 f"register_pipeline: unknown pipeline id {pipeline_id!r}; get one from allocate_pipeline_id first"
             )
         registration = build_registration(
-            pipeline_id, ray_namespace, cluster_tp_configs, cluster_device_mappings, self._core.state.devices
+            pipeline_id,
+            ray_namespace,
+            cluster_tp_configs,
+            cluster_device_mappings,
+            self._core.state.devices,
+            cluster_device_alternatives,
         )
         self._core.record(PipelineRegistered(registration))
         return registration

@@ -25,17 +25,26 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A named worker set of a pipeline and the devices it may use, in rank order."""
+    """A named worker set of a pipeline and the devices it may use, in rank order.
+
+    `alternatives`: further sets of as many devices, on any of which the cluster's gang can run just as well.
+    """
 
     name: str
     tensor_parallel_size: int
     devices: tuple[int, ...]
+    alternatives: tuple[tuple[int, ...], ...] = ()
 
     @property
     def bundles(self) -> tuple[tuple[int, ...], ...]:
         """Consecutive groups of `tensor_parallel_size` devices: one per data-parallel rank."""
         size = self.tensor_parallel_size
         return tuple(self.devices[i : i + size] for i in range(0, len(self.devices), size))
+
+    @property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of devices a gang may run on, the declared one first."""
+        return (self.devices, *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 1. Gangs, by strict priority, then first come first served. A request is granted when all its devices are free or run
    rollouts, which then shrink. A request that does not fit keeps its devices away from every later request (no
    overtaking, hence no starvation among gangs), while rollouts go on there: nothing is stopped before the gang fits.
+   Who would have to queue behind a waiting request goes to one of its alternatives instead, if nobody works there: to
+   move costs less than a second gang's time, but not less than a rollout that is stopped for it.
 2. Rollouts divide what remains, as the policy says.
 """
 
@@ -14,7 +16,7 @@ from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
 from rlix.scheduler.policies.base import Holding, Policy, Pool
 from rlix.scheduler.policies.proportional import proportional
-from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+from rlix.scheduler.snapshot import RolloutState, Snapshot
 
 _EPOCH: Callable[[LeaseStatus], int] = attrgetter("lease.epoch")
 
@@ -40,7 +42,7 @@ def plan(snapshot: Snapshot, policy: Policy = proportional) -> Plan:
             pinned.append(lease)
 
     shrunk: dict[int, Lease] = {}
-    grants, reserved, imminent = _grant_gangs(snapshot.requests, pool_ids, free, running, shrunk, working)
+    grants, reserved, imminent = _grant_gangs(snapshot, pool_ids, free, running, shrunk, working)
     pool = _pool(snapshot.rollouts, free, running, pinned, reserved, imminent)
     expands = []
     for expand, devices in _divided(pool, policy):
@@ -53,7 +55,7 @@ def plan(snapshot: Snapshot, policy: Policy = proportional) -> Plan:
 
 
 def _grant_gangs(
-    requests: tuple[GangRequest, ...],
+    snapshot: Snapshot,
     pool_ids: set[int],
     free: set[int],
     running: dict[int, Lease],
@@ -67,14 +69,16 @@ def _grant_gangs(
     grants: list[GangGrant] = []
     reserved: set[int] = set()
     imminent: set[int] = set()
-    for request in sorted(requests, key=lambda r: (r.phase, r.id)):
-        devices = request.devices
-        if not pool_ids.issuperset(devices):
+    demanding = {(r.pipeline_id, r.cluster) for r in snapshot.rollouts if r.demand.trajectories}
+    for request in sorted(snapshot.requests, key=lambda r: (r.phase, r.id)):
+        choices = [devices for devices in request.choices if pool_ids.issuperset(devices)]
+        if not choices:
             continue  # names a device that left the pool: it cannot run, so it must not block others either
-        if not reserved.isdisjoint(devices) or any(d not in free and d not in running for d in devices):
-            if reserved.isdisjoint(devices) and working.isdisjoint(devices):
-                imminent.update(devices)
-            reserved.update(devices)
+        devices = _chosen(choices, reserved, free, running, demanding)
+        if devices is None:
+            if reserved.isdisjoint(choices[0]) and working.isdisjoint(choices[0]):
+                imminent.update(choices[0])
+            reserved.update(choices[0])
             continue
         for device in devices:
             if device in running:
@@ -87,6 +91,25 @@ def _grant_gangs(
         working.update(devices)
         grants.append(GangGrant(request.id, devices))
     return grants, reserved, imminent
+
+
+def _chosen(
+    choices: list[tuple[int, ...]],
+    reserved: set[int],
+    free: set[int],
+    running: dict[int, Lease],
+    demanding: set[tuple[str, str]],
+) -> tuple[int, ...] | None:
+    """The devices to grant, if any: the first choice, or for who would be second in its queue an idle other one."""
+
+    def idle(device: int) -> bool:
+        lease = running.get(device)
+        return device in free if lease is None else (lease.pipeline_id, lease.cluster) not in demanding
+
+    first, *others = choices
+    if reserved.isdisjoint(first):
+        return first if all(device in free or device in running for device in first) else None
+    return next((devices for devices in others if reserved.isdisjoint(devices) and all(map(idle, devices))), None)
 
 
 def _pool(

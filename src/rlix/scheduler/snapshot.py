@@ -19,13 +19,21 @@ class Bundles(tuple[tuple[int, ...], ...]):
 
 @dataclass(frozen=True, slots=True)
 class GangRequest:
-    """A cluster waits for exactly these devices. `id` grows with every request: it is the arrival order."""
+    """A cluster waits for exactly these devices, or all of one of the alternatives.
+
+    `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
+    """
 
     id: int
     pipeline_id: str
     cluster: str
     phase: Phase
     devices: tuple[int, ...]
+    alternatives: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        return (self.devices, *self.alternatives)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, L
 from rlix.protocol.types import Phase
 from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
 
-RolloutKey = tuple[str, str]  # (pipeline_id, cluster)
+ClusterKey = tuple[str, str]  # (pipeline_id, cluster)
 
 
 class StateError(RlixError):
@@ -54,7 +54,8 @@ class State:
         self._registrations: dict[str, Registration] = {}
         self._admitted: set[str] = set()
         self._requests: dict[int, GangRequest] = {}
-        self._rollouts: dict[RolloutKey, _Rollout] = {}
+        self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
+        self._rollouts: dict[ClusterKey, _Rollout] = {}
         self._leases: dict[int, LeaseStatus] = {}
         self._leases_of: dict[str, set[int]] = {}  # pipeline -> epochs
         self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
@@ -95,7 +96,7 @@ class State:
         return MappingProxyType(self._leases)
 
     @property
-    def demands(self) -> Mapping[RolloutKey, Demand]:
+    def demands(self) -> Mapping[ClusterKey, Demand]:
         return {key: rollout.demand for key, rollout in self._rollouts.items()}
 
     @property
@@ -179,6 +180,11 @@ class State:
             raise StateError(
                 f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
             )
+        for devices in cluster.alternatives:
+            if len(devices) != len(cluster.devices) or len(set(devices)) != len(devices):
+                raise StateError(f"{where}: alternative {devices} must be {len(cluster.devices)} different devices")
+            if not self._devices.keys() >= set(devices):
+                raise StateError(f"{where}: alternative {devices} names devices that are not in the pool")
 
     @_apply.register
     def _(self, event: PipelineAdmitted) -> tuple[Lease, ...]:
@@ -201,8 +207,9 @@ class State:
         for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
             del self._requests[request_id]
         freed = [self._remove(epoch) for epoch in sorted(self._leases_of.get(pipeline_id, ()))]
-        for key in [key for key in self._rollouts if key[0] == pipeline_id]:
-            del self._rollouts[key]
+        for of_cluster in (self._rollouts, self._last_on):
+            for key in [key for key in of_cluster if key[0] == pipeline_id]:
+                del of_cluster[key]
         return self._activate({device for devices in freed for device in devices})
 
     @_apply.register
@@ -213,7 +220,9 @@ class State:
         if event.phase.preemptible:
             raise StateError(f"{event.phase.name} asks for no gang; report demand for cluster {event.cluster!r}")
         self._last_request = event.request_id
-        request = GangRequest(event.request_id, event.pipeline_id, event.cluster, event.phase, cluster.devices)
+        first = self._last_on.get((event.pipeline_id, event.cluster), cluster.devices)
+        others = tuple(devices for devices in cluster.choices if devices != first)
+        request = GangRequest(event.request_id, event.pipeline_id, event.cluster, event.phase, first, others)
         self._requests[event.request_id] = request
         return ()
 
@@ -233,9 +242,8 @@ class State:
         rollout = self._rollouts.get(key)
         if rollout is None:
             bundles = Bundles(cluster.bundles)
-            gangs = [c.devices for c in self._registrations[event.pipeline_id].clusters if c is not cluster]
-            gang_devices = tuple(sorted({device for devices in gangs for device in devices}))
-            rollout = _Rollout(self._bundles.setdefault(bundles, bundles), event.demand, set(), gang_devices)
+            bundles = self._bundles.setdefault(bundles, bundles)
+            rollout = _Rollout(bundles, event.demand, set(), self._gang_devices(event.pipeline_id, event.cluster))
             self._rollouts[key] = rollout
         self._reports += 1
         rollout.demand = event.demand
@@ -253,7 +261,7 @@ class State:
         if lease.phase is Phase.ROLLOUT:
             self._check_bundle(lease, event.request_id)
         else:
-            self._check_gang(lease, event.request_id, cluster)
+            self._check_gang(lease, event.request_id)
         free = True
         for device in lease.devices:
             self._check_grantable(lease, device)
@@ -261,6 +269,8 @@ class State:
         self._last_epoch = lease.epoch
         if event.request_id is not None:
             del self._requests[event.request_id]
+            if cluster.alternatives:
+                self._moved(lease)
         self._leases[lease.epoch] = LeaseStatus(lease, LeaseState.ACTIVE if free else LeaseState.PENDING)
         self._leases_of.setdefault(lease.pipeline_id, set()).add(lease.epoch)
         on = self._holder if free else self._successor
@@ -272,14 +282,14 @@ class State:
             self._note_waiting(rollout)
         return (lease,) if free else ()
 
-    def _check_gang(self, lease: Lease, request_id: int | None, cluster: Cluster) -> None:
+    def _check_gang(self, lease: Lease, request_id: int | None) -> None:
         request = None if request_id is None else self._requests.get(request_id)
         if request is None:
             raise StateError(f"gang lease {lease.epoch} answers request {request_id}, which is not waiting")
-        asked = (request.pipeline_id, request.cluster, request.phase, cluster.devices, None)
-        given = (lease.pipeline_id, lease.cluster, lease.phase, lease.devices, lease.bundle)
-        if asked != given:
-            raise StateError(f"gang lease {lease.epoch} gives {given}, but request {request_id} asked for {asked}")
+        asked = (request.pipeline_id, request.cluster, request.phase, None)
+        given = (lease.pipeline_id, lease.cluster, lease.phase, lease.bundle)
+        if asked != given or lease.devices not in request.choices:
+            raise StateError(f"{lease} is not what request {request_id} asked for: {request}")
 
     def _check_bundle(self, lease: Lease, request_id: int | None) -> None:
         rollout = self._rollouts.get((lease.pipeline_id, lease.cluster))
@@ -314,6 +324,19 @@ class State:
         return self._activate(self._remove(event.epoch))
 
     # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _moved(self, lease: Lease) -> None:
+        """A gang with alternatives is where `lease` says from now on, and its pipeline's rollouts know it."""
+        self._last_on[(lease.pipeline_id, lease.cluster)] = lease.devices
+        for (pipeline_id, cluster), rollout in self._rollouts.items():
+            if pipeline_id == lease.pipeline_id:
+                rollout.gang_devices = self._gang_devices(pipeline_id, cluster)
+
+    def _gang_devices(self, pipeline_id: str, rollout: str) -> tuple[int, ...]:
+        """Where the clusters other than this one will ask for gangs, as far as is known."""
+        gangs = [c for c in self._registrations[pipeline_id].clusters if c.name != rollout]
+        sets = [self._last_on.get((pipeline_id, cluster.name), cluster.devices) for cluster in gangs]
+        return tuple(sorted({device for devices in sets for device in devices}))
 
     def _remove(self, epoch: int) -> tuple[int, ...]:
         """Forget the lease; returns the devices it held."""

@@ -14,9 +14,10 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     """Raise PlanError, naming the change and the rule, unless `plan` keeps every rule in `snapshot`.
 
     Rules: only active rollout leases shrink, once each, and only for a grant or expand of this plan that completes;
-    a gang gets exactly its devices, all at once, in strict priority and then arrival order, with no overtaking on
-    shared devices and no waiting once it fits; an expand is an unheld bundle of a rollout with demand; nobody gets a
-    device that is not in the pool, is taken, drains or is promised, and no device is given twice.
+    a gang gets exactly its devices, or one of its alternatives, all at once, in strict priority and then arrival order,
+    with no overtaking on the devices a request waits for and no waiting once they fit; an expand is an unheld bundle of
+    a rollout with demand; nobody gets a device that is not in the pool, is taken, drains or is promised, and no device
+    is given twice.
     """
     statuses = {status.lease.epoch: status for status in snapshot.leases}
     if len(statuses) != len(snapshot.leases):
@@ -80,9 +81,10 @@ def _check_grants(snapshot: Snapshot, plan: Plan, blocked_by: dict[int, int]) ->
         if grant.request_id in answered:
             raise PlanError(f"request {grant.request_id} is granted twice")
         answered.add(grant.request_id)
-        wanted = requests[grant.request_id].devices
-        if grant.devices != wanted:
-            raise PlanError(f"grant to request {grant.request_id} gives {grant.devices}; the gang needs {wanted}")
+        request = requests[grant.request_id]
+        if grant.devices not in request.choices:
+            needs = " or ".join(map(str, request.choices))
+            raise PlanError(f"grant to request {grant.request_id} gives {grant.devices}; the gang needs {needs}")
         _give(grant.devices, f"grant to request {grant.request_id}", pool, blocked_by, given)
     return given
 
@@ -114,23 +116,27 @@ def _check_expand(expand: Expand, rollout: RolloutState, what: str) -> None:
 
 
 def _check_gang_order(snapshot: Snapshot, plan: Plan) -> None:
-    """Walk the requests from the most urgent: each is either granted, or something it may not pass is in its way."""
+    """Walk the requests from the most urgent: each is either granted, or something it may not pass is in its way.
+
+    What a waiting request claims is the first of its choices that the pool has; on the others it may be passed.
+    """
     pool = {device.id for device in snapshot.devices}
-    granted = {grant.request_id for grant in plan.grants}
+    granted = {grant.request_id: grant.devices for grant in plan.grants}
     out_of_reach: set[int] = set()  # devices that no gang of this plan could have
     for status in snapshot.leases:
         if status.lease.phase is not Phase.ROLLOUT or status.state is not LeaseState.ACTIVE:
             out_of_reach.update(status.lease.devices)
     claimed: dict[int, GangRequest] = {}  # device -> the first request that was granted it or waits for it
     for request in sorted(snapshot.requests, key=lambda r: (int(r.phase), r.id)):
-        if any(device not in pool for device in request.devices):
+        choices = [devices for devices in request.choices if pool.issuperset(devices)]
+        if not choices:
             continue  # cannot be granted at all, so nobody has to wait for it
-        ahead = [claimed[device] for device in request.devices if device in claimed]
+        claims = granted.get(request.id, choices[0])
         if request.id in granted:
-            passed = [earlier.id for earlier in ahead if earlier.id not in granted]
+            passed = [claimed[d].id for d in claims if d in claimed and claimed[d].id not in granted]
             if passed:
                 raise PlanError(f"request {request.id} ({request.phase.name}) overtakes request {passed[0]}")
-        elif not ahead and out_of_reach.isdisjoint(request.devices):
+        elif claimed.keys().isdisjoint(claims) and out_of_reach.isdisjoint(claims):
             raise PlanError(f"request {request.id} ({request.phase.name}) fits and is left waiting")
-        for device in request.devices:
+        for device in claims:
             claimed.setdefault(device, request)

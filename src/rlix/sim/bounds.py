@@ -4,7 +4,8 @@
 - tight: the same with each rollout decoded on one bundle, the width that spends the fewest GPU-seconds on it: widening
   never shortens a decode step in proportion, because the weights are streamed once per bundle whatever its batch.
 - critical path: a job's own chain of steps on its full declared width with nobody in the way.
-- pinned: gangs that share a device exclude each other, and what must run inside a set of devices fills it.
+- pinned: gangs that share a device exclude each other, and what must run inside a set of devices fills it; gangs that
+  may run elsewhere do not count.
 
 The first three hold for every policy; pinned only for those that leave the declared devices as they are.
 """
@@ -93,7 +94,10 @@ def _pinned(jobs: list[Job]) -> float:
             tight += float(step.curve.tight_gpu_s[-1])
             for gang in step.gangs:
                 seconds[gang.cluster] += gang.seconds
+        movable = {cluster.name for cluster in job.registration.clusters if cluster.alternatives}
         for name, total in seconds.items():
+            if name in movable:
+                continue
             for device in devices[name]:
                 gang_s[device] = gang_s.get(device, 0.0) + total
             inside.append((frozenset(devices[name]), total * len(devices[name])))

@@ -234,16 +234,14 @@ class Simulation:
         live.use(self.now, len(lease.devices))
         live.gang_epoch, live.gang_since = lease.epoch, self.now
         self.trace.waited_s.append(self.now - self._requested_s[live.id])
-        if lease.phase is Phase.INITIALIZATION:
-            declared = len(live.job.registration.cluster(lease.cluster).devices)
-            gpu_s = live.job.spec.initialization_s * declared
-        else:
-            gpu_s = live.work().seconds * live.work().gpus
-        self._at(self.now + gpu_s / len(lease.devices), lambda: self._gang_done(live, lease))
+        move_s = self.workload.switching.move_s if live.moves(lease) else 0.0
+        ends = self.now + move_s + live.gang_gpu_s(lease) / len(lease.devices)
+        self._at(ends, lambda: self._gang_done(live, lease, move_s * len(lease.devices)))
 
-    def _gang_done(self, live: LiveJob, lease: Lease) -> None:
+    def _gang_done(self, live: LiveJob, lease: Lease, moved_gpu_s: float) -> None:
         if live.gang_epoch != lease.epoch or live.id not in self._live:
             return
+        self.trace.lost_gpu_s += moved_gpu_s
         live.gang_epoch = None
         live.use(self.now, -len(lease.devices))
         self._release(lease.epoch, ReleaseReason.RELEASED)

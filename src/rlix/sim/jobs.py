@@ -113,14 +113,24 @@ def _arrivals(
 
 
 def _clusters(spec: JobSpec, gpus: int, taken: dict[tuple[int, int], int]) -> tuple[Cluster, ...]:
-    """The rollout spans its declared part of the pool; gangs sit on aligned blocks, each size taking them in turn."""
+    """The rollout spans its declared part of the pool; gangs sit on aligned blocks, each size taking them in turn.
+
+    Gangs that may move name all other blocks of their size, from the nearest on.
+    """
     width = spec.rollout.gpus or gpus
     clusters = [Cluster(ClusterName.ACTOR_INFER, spec.rollout.tensor_parallel, _block(width, gpus, "spread", taken, 0))]
     sizes = {cluster_of(gang.phase): gang.gpus for gang in spec.gangs}
     sizes.setdefault(ClusterName.ACTOR_TRAIN, next(iter(sizes.values())))
     block = {size: _block(size, gpus, spec.gang_placement, taken, 1) for size in sorted(set(sizes.values()))}
-    clusters += [Cluster(name, 1, block[size]) for name, size in sorted(sizes.items())]
+    for name, size in sorted(sizes.items()):
+        others = _other_blocks(block[size], gpus) if spec.gangs_move else ()
+        clusters.append(Cluster(name, 1, block[size], others))
     return tuple(clusters)
+
+
+def _other_blocks(block: tuple[int, ...], gpus: int) -> tuple[tuple[int, ...], ...]:
+    starts = [start for start in range(0, gpus - len(block) + 1, len(block)) if start != block[0]]
+    return tuple(tuple(range(s, s + len(block))) for s in sorted(starts, key=lambda s: abs(s - block[0])))
 
 
 def _block(size: int, gpus: int, placement: str, taken: dict[tuple[int, int], int], kind: int) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from rlix.protocol.messages import Cluster, Demand, Registration
-from rlix.protocol.types import ClusterName
+from rlix.protocol.messages import Cluster, Demand, Lease, Registration
+from rlix.protocol.types import ClusterName, Phase
 from rlix.sim.jobs import GangWork, Job, Step
 from rlix.sim.model import Curve, Rollout
 
@@ -26,6 +26,7 @@ class LiveJob:
     gang: int = 0  # the next of the step's gangs
     gang_epoch: int | None = None
     gang_since: float = 0.0
+    gang_on: dict[str, tuple[int, ...]] = field(default_factory=dict)  # where each cluster's gang last was
     since: float = 0.0
     version: int = 0  # of the rollout's width: outdates scheduled ends
     busy_gpus: int = 0
@@ -54,6 +55,17 @@ class LiveJob:
 
     def work(self) -> GangWork:
         return self.step.gangs[self.gang]
+
+    def moves(self, lease: Lease) -> bool:
+        """Notes where a gang is; True when its state was elsewhere before."""
+        before = self.gang_on.get(lease.cluster, lease.devices)
+        self.gang_on[lease.cluster] = lease.devices
+        return lease.devices != before
+
+    def gang_gpu_s(self, lease: Lease) -> float:
+        if lease.phase is Phase.INITIALIZATION:
+            return self.job.spec.initialization_s * len(self.job.registration.cluster(lease.cluster).devices)
+        return self.work().seconds * self.work().gpus
 
     def use(self, now: float, change: int) -> None:
         """Notes that the job keeps `change` more GPUs busy from now on."""

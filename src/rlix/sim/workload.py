@@ -33,6 +33,7 @@ class Switching(_Model):
     expand_s: NonNegative = 6.0  # a bundle loads the current weights
     shrink_s: NonNegative = 2.0  # abort, keep tokens, release memory
     sync_s: NonNegative = 1.0  # new weights into a bundle that stayed up
+    move_s: NonNegative = 5.0  # a gang's state to devices where it was not before
     heartbeat_s: Positive = 5.0  # how often rollouts report what is outstanding
 
 
@@ -111,6 +112,7 @@ class JobSpec(_Model):
     rollout: RolloutSpec
     gangs: tuple[GangSpec, ...] = Field(min_length=1)
     gang_placement: Literal["spread", "same"] = "spread"  # blocks in turn, or everyone on the first
+    gangs_move: bool = False  # every aligned block of a gang's size is as good as the first
     initialization_s: NonNegative = 10.0
     arrives_s: NonNegative | None = None
     departs_after_s: Positive | None = None  # the user stops it this long after arrival
@@ -140,6 +142,11 @@ class Workload(_Model):
     @property
     def job_count(self) -> int:
         return sum(job.count for job in self.jobs)
+
+    def moving(self) -> "Workload":
+        """The same jobs, were all their gangs able to run on any aligned block of their size."""
+        jobs = tuple(job.model_copy(update={"gangs_move": True}) for job in self.jobs)
+        return self.model_copy(update={"name": f"{self.name}-moving", "jobs": jobs})
 
     def resized(self, gpus: int) -> "Workload":
         """The same jobs on another number of GPUs; raises SpecError when they cannot run there."""

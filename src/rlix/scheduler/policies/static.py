@@ -75,7 +75,7 @@ def confined(registration: Registration, part: tuple[int, ...]) -> Registration:
 def _confined(cluster: Cluster, part: tuple[int, ...]) -> Cluster:
     size = min(len(cluster.devices), len(part))
     size -= size % cluster.tensor_parallel_size
-    return replace(cluster, devices=part[:size])
+    return replace(cluster, devices=part[:size], alternatives=())
 
 
 static = Static()
