@@ -122,9 +122,9 @@ def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
     """`rlix` against the others, ratios within one seed, then their mean; the worst of any seed for job over static."""
     yield (
         "| workload | steps/h ÷ proportional | mean job ÷ proportional | switches ÷ proportional | steps/h ÷ slots "
-        "| (bound) | steps/h ÷ exclusive | worst job ÷ static | idle share |"
+        "| (bound) | steps/h ÷ exclusive | worst job ÷ static | idle share | (of it surplus) |"
     )
-    yield "|---|" + "--:|" * 8
+    yield "|---|" + "--:|" * 9
     against: dict[str, list[float]] = {"slots": [], "exclusive": []}
     for workload in workloads:
         steps = {other: ratios(runs, workload, "steps_per_hour_per_gpu", "rlix", other) for other in POLICIES}
@@ -139,12 +139,13 @@ def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
         for other in against:
             against[other] += [mean(steps[other])] if steps[other] else []
         worst = worst_against_static(runs, workload)
-        idle = [row["idle_share"] for (name, policy, _), row in runs.items() if (name, policy) == (workload, "rlix")]
+        mine = [row for (name, policy, _), row in runs.items() if (name, policy) == (workload, "rlix")]
         cells = [f"{mean(values):.2f}" if values else "" for values in columns]
-        cells += [f"{max(worst):.2f}" if worst else "", f"{mean(idle):.3f}" if idle else ""]
+        cells += [f"{max(worst):.2f}" if worst else ""]
+        cells += [f"{mean(row[key] for row in mine):.3f}" if mine else "" for key in ("idle_share", "surplus_share")]
         yield f"| {workload} | " + " | ".join(cells) + " |"
     medians = {name: f"{median(values):.2f}" if values else "" for name, values in against.items()}
-    yield f"| **median** | | | | {medians['slots']} | | {medians['exclusive']} | | |"
+    yield f"| **median** | | | | {medians['slots']} | | {medians['exclusive']} | | | |"
 
 
 def write(path: Path, lines: Iterable[str]) -> None:

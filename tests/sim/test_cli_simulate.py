@@ -23,6 +23,7 @@ FIELDS = [
     "useful_share",
     "tight_share",
     "idle_share",
+    "surplus_share",
     "steps_per_hour_per_gpu",
     "mean_job_s",
     "slowdown_mean",

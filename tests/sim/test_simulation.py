@@ -54,6 +54,26 @@ def test_one_job_by_hand(policy: str) -> None:
     assert row.steps == 2
 
 
+@pytest.mark.parametrize("policy", ["rlix", "proportional"])
+def test_gpus_beyond_the_trajectories_are_surplus(policy: str) -> None:
+    """Of four GPUs one decodes the only trajectory; nobody could use the others."""
+    data = copy.deepcopy(ONE)
+    data["jobs"][0]["rollout"]["trajectories"] = 1
+    row = simulate_one(Workload.model_validate(data), policy, 0)
+    assert row.idle_share == pytest.approx(3 / 4)
+    assert row.surplus_share == pytest.approx(3 / 4)
+
+
+def test_gpus_that_a_part_keeps_from_others_are_idle_but_no_surplus() -> None:
+    """Each job's part is two GPUs. One of the other's two could decode this one's third trajectory."""
+    data = copy.deepcopy(ONE)
+    data["jobs"][0]["rollout"]["trajectories"] = 3
+    data["jobs"] = [data["jobs"][0], copy.deepcopy(data["jobs"][0]) | {"name": "b", "arrives_s": 1000}]
+    row = simulate_one(Workload.model_validate(data), "static", 0)
+    assert row.idle_share == pytest.approx(2 / 4)
+    assert row.surplus_share == pytest.approx(1 / 4)
+
+
 def test_two_jobs_one_after_another_by_hand() -> None:
     """The second waits for the whole of the first: 10 + 5 + 10 + 2 + 20 each."""
     row = simulate_one(two_jobs(), "exclusive", 0)

@@ -99,7 +99,8 @@ class Simulation:
     def _moment(self) -> None:
         """Everything that happens now, then one planning cycle."""
         self.now = self._queue[0][0]
-        self.ledger.advance(self.now)
+        wanted = sum(live.wanted_gpus() for live in self._live.values()) if self.ledger.idle else 0
+        self.ledger.advance(self.now, wanted)
         while self._queue and self._queue[0][0] <= self.now + 1e-9:
             heapq.heappop(self._queue)[2]()
         self._settle()

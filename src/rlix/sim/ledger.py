@@ -27,13 +27,19 @@ class Ledger:
         self.gpu_s = [0.0] * len(Use)
         self.demand_s = 0.0  # time during which some job had rollout work
         self.idle_gpu_s = 0.0  # free or parked GPUs during that time
+        self.surplus_gpu_s = 0.0  # those of them that no rollout could have used
         self.demanding = 0  # jobs that have rollout work now
         self.series: list[tuple[float, tuple[int, ...]]] = []
         self._use = [Use.FREE] * gpus
         self._count = [gpus] + [0] * (len(Use) - 1)
         self._keep = keep_series
 
-    def advance(self, now: float) -> None:
+    @property
+    def idle(self) -> int:
+        return sum(self._count[use] for use in _IDLE)
+
+    def advance(self, now: float, wanted: int = 0) -> None:
+        """`wanted`: how many GPUs more the rollouts could have used."""
         elapsed = now - self.now
         if elapsed <= 0.0:
             return
@@ -41,7 +47,8 @@ class Ledger:
             self.gpu_s[use] += count * elapsed
         if self.demanding:
             self.demand_s += elapsed
-            self.idle_gpu_s += elapsed * sum(self._count[use] for use in _IDLE)
+            self.idle_gpu_s += elapsed * self.idle
+            self.surplus_gpu_s += elapsed * max(0, self.idle - wanted)
         if self._keep:
             self.series.append((self.now, tuple(self._count)))
         self.now = now

@@ -73,6 +73,14 @@ class LiveJob:
         self.busy_since = now
         self.busy_gpus += change
 
+    def wanted_gpus(self) -> int:
+        """How many GPUs more its rollout could use: one bundle for each trajectory, as declared."""
+        if self.rollout is None:
+            return 0
+        declared = self.job.registration.cluster(ClusterName.ACTOR_INFER)
+        most = min(self.rollout.alive, len(declared.devices) // declared.tensor_parallel_size)
+        return max(0, most * declared.tensor_parallel_size - self.busy_gpus)
+
     def begin_rollout(self, now: float) -> None:
         self.rollout = Rollout(self.step.curve, self.job.spec.rollout.prompt_tokens)
         self.since, self.gang, self.open, self.reported = now, 0, False, -1

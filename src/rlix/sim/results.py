@@ -46,6 +46,7 @@ class Row:
     useful_share: float
     tight_share: float
     idle_share: float
+    surplus_share: float  # the part of it that no allocation could have used: more GPUs than trajectories
     steps_per_hour_per_gpu: float
     mean_job_s: float
     slowdown_mean: float
@@ -125,6 +126,7 @@ def row(workload: Workload, policy_name: str, seed: int, jobs: tuple[Job, ...], 
         useful_share=useful / first_gpu_s,
         tight_share=tight / first_gpu_s,
         idle_share=(ledger.idle_gpu_s + trace.unused_gpu_s) / max(ledger.demand_s * gpus, 1e-9),
+        surplus_share=(ledger.surplus_gpu_s + trace.unused_gpu_s) / max(ledger.demand_s * gpus, 1e-9),
         steps_per_hour_per_gpu=trace.steps * 3600.0 / pool_gpu_s,
         mean_job_s=_mean(list(trace.finished.values())),
         slowdown_mean=_mean(slowdowns),
