@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from rlix.protocol.messages import Registration
 from rlix.scheduler.policies.base import Policy
-from rlix.scheduler.policies.static import Partitioned, PoolShape, confined
+from rlix.scheduler.policies.static import Partitioned, PoolShape, confined, least_part
 from rlix.sim.jobs import Job
-from rlix.sim.workload import Workload
+from rlix.sim.workload import JobSpec, Workload
 
 
 class Admission:
@@ -16,10 +16,14 @@ class Admission:
     def __init__(self, workload: Workload, policy: Policy) -> None:
         self._waiting: deque[Job] = deque()
         self._policy = policy
-        self._jobs = self._to_come = workload.job_count
+        self._jobs = workload.job_count
         self._gpus = workload.pool.gpus
+        self._least_to_come = sum(job.count * self._least(job) for job in workload.jobs)
         self._free = set(range(workload.pool.gpus))
         self._part_of: dict[str, tuple[int, ...]] = {}
+
+    def _least(self, spec: JobSpec) -> int:
+        return least_part(spec.rollout.tensor_parallel, self._gpus, self._jobs)
 
     def arrive(self, job: Job) -> None:
         self._waiting.append(job)
@@ -30,7 +34,8 @@ class Admission:
             job = self._waiting[0]
             registration = job.registration
             if isinstance(self._policy, Partitioned):
-                shape = PoolShape(self._gpus, frozenset(self._free), self._jobs, self._to_come)
+                least_after = self._least_to_come - self._least(job.spec)
+                shape = PoolShape(self._gpus, frozenset(self._free), self._jobs, least_after)
                 part = self._policy.part(registration, shape)
                 if part is None:
                     return
@@ -38,7 +43,7 @@ class Admission:
                 self._part_of[job.id] = part
                 registration = confined(registration, part)
             self._waiting.popleft()
-            self._to_come -= 1
+            self._least_to_come -= self._least(job.spec)
             yield job, registration
 
     def leave(self, job: Job) -> None:
@@ -49,5 +54,5 @@ class Admission:
         if job not in self._waiting:
             return False
         self._waiting.remove(job)
-        self._to_come -= 1
+        self._least_to_come -= self._least(job.spec)
         return True

@@ -17,7 +17,7 @@ class PoolShape:
     gpus: int
     free: frozenset[int]
     jobs: int  # of the whole run
-    to_come: int  # those that have had no part yet, this one included
+    least_to_come: int  # GPUs that the least parts of the jobs after this one need
 
 
 @runtime_checkable
@@ -48,13 +48,22 @@ class Fill:
 
 
 class Static(Fill):
-    """As many equal parts as there are jobs, each of at least one bundle of its job."""
+    """As many equal parts as there are jobs, each of at least one bundle of its job.
+
+    What the division leaves over goes to the first who come, a bundle each, if it leaves everybody after them a part.
+    """
 
     def part(self, registration: Registration, pool: PoolShape) -> tuple[int, ...] | None:
         bundle = bundle_size(registration)
-        equal = min(len(pool.free) // pool.to_come, -(-pool.gpus // pool.jobs))
-        size = max(equal // bundle, 1) * bundle
-        return first_free(size, bundle, pool)
+        least = least_part(bundle, pool.gpus, pool.jobs)
+        more = -(-pool.gpus // pool.jobs) // bundle * bundle
+        fits = len(pool.free) - more >= pool.least_to_come
+        return first_free(max(least, more) if fits else least, bundle, pool)
+
+
+def least_part(bundle: int, gpus: int, jobs: int) -> int:
+    """An equal share in whole bundles, rounded down, but at least one."""
+    return max(gpus // jobs // bundle, 1) * bundle
 
 
 def bundle_size(registration: Registration) -> int:
