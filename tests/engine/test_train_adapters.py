@@ -60,9 +60,12 @@ def test_adapters_begin_as_nothing_on_base_weights_and_saving_merges_them(tmp_pa
     assert torch.allclose(plain(ids).logits, module(ids).logits, atol=1e-5)
     assert not torch.allclose(plain(ids).logits, base(ids).logits, atol=1e-2)
     # Into the trained module: its adapters, which are merged by now, begin as nothing again.
-    Checkpoint(tmp_path / "merged", module).refill(seed=0)
+    Checkpoint.in_folder(tmp_path / "merged", module).refill(seed=0)
     shown = dict(tensors_of(exported(module)))
     assert all(torch.equal(shown[name], tensor) for name, tensor in plain.state_dict().items())
+    Checkpoint.of_tensors(base.state_dict(), module).refill(seed=0)
+    shown = dict(tensors_of(exported(module)))
+    assert all(torch.equal(shown[name], tensor) for name, tensor in base.state_dict().items())
 
 
 def test_adapters_that_change_more_than_the_weight_are_refused() -> None:

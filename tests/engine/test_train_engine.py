@@ -13,7 +13,7 @@ from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
 from rlix.engine.residency import Residency
 from rlix.engine.train_engine import TrainEngine
-from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WorkerError
+from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from tests.engine.models import qwen
 from tests.engine.training_models import OneBatch, Policy, batch, policy
@@ -194,6 +194,31 @@ def test_saved_weights_load_in_plain_transformers(engine: TrainEngine, tmp_path:
     engine.meta()
     engine.load(tmp_path / "model")  # optimizers begin anew
     assert same(engine.state_dict(), plain)
+    assert train(engine, range(1))
+
+
+def test_whole_weights_of_the_caller_reach_every_shard(engine: TrainEngine) -> None:
+    train(engine, range(1))
+    given = Qwen2ForCausalLM(qwen()).state_dict()
+    engine.load_state_dict(given)
+    assert same(engine.state_dict(), given)
+    norm = "model.norm.weight"
+    wrong = {**{name: tensor + 1 for name, tensor in given.items()}, "extra": torch.ones(1), norm: torch.ones(3)}
+    del wrong["lm_head.weight"]
+    with pytest.raises(WeightSyncError) as caught:
+        engine.load_state_dict(wrong)
+    for problem in ("missing: lm_head.weight", "unknown here: extra", f"shape of {norm}: stored [3], here [64]"):
+        assert problem in str(caught.value)
+    assert same(engine.state_dict(), given)
+    engine.cpu()
+    with pytest.raises(NotResidentError, match="on host"):
+        engine.load_state_dict(given)
+    engine.meta()
+    with pytest.raises(WeightSyncError, match="unknown here: extra"):
+        engine.load_state_dict(wrong)
+    assert engine.residency is Residency.META
+    engine.load_state_dict(given)  # optimizers begin anew
+    assert same(engine.state_dict(), given)
     assert train(engine, range(1))
 
 

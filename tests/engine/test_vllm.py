@@ -9,9 +9,11 @@ import torch
 
 from rlix import InferenceEngine
 from rlix.engine.requests import GenerationRequest, continued
+from rlix.engine.train_engine import TrainEngine
 from rlix.engine.weights import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, WorkerError
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
+from tests.engine.training_models import Policy
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -79,6 +81,21 @@ def test_weights_are_replaced_in_place(engine: InferenceEngine) -> None:
         answers(engine)
     engine.cuda(weights=stored(5, version=11))
     assert answers(engine) == expected(5)
+    engine.meta()
+    engine.cuda()
+    assert answers(engine) == expected(0)
+
+
+def test_a_trainer_sends_weights_directly(engine: InferenceEngine) -> None:
+    long = list(range(3, 90)) * 2  # several blocks of vLLM's cache
+    engine.generate([long], GREEDY)  # leaves them there, computed with the old weights
+    with TrainEngine((Policy, CONFIG)).build(seed=3) as trainer:
+        report = trainer.p2p_weight_sync(engine, transport="broadcast")
+        trained = model(0, CONFIG)
+        trained.load_state_dict(trainer.state_dict())
+    (output,) = engine.generate([long], GREEDY)
+    assert output.outputs[0].token_ids == greedy(trained, tuple(long), 16)
+    assert output.outputs[0].weight_version == report.version
     engine.meta()
     engine.cuda()
     assert answers(engine) == expected(0)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import Qwen2ForCausalLM
 
 from rlix.engine import weights
-from rlix.engine.weights import ALIGNMENT, Bytes, PublishedWeights, named_weights, pack, pack_stream, publish, unpack
+from rlix.engine.buckets import ALIGNMENT, Bytes, layout, pack, pack_stream
+from rlix.engine.weights import PublishedWeights, named_weights, publish, unpack
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
 
@@ -45,6 +46,8 @@ def test_unpack_gives_back_what_was_packed(shapes: list[tuple[torch.dtype, list[
     largest = max((tensor.nbytes for tensor in named.values()), default=0)
     assert all(bucket.nbytes < max(bucket_bytes, largest) + ALIGNMENT for bucket in buckets)
     assert manifest.nbytes == sum(tensor.nbytes for tensor in named.values())
+    shapes_only = ((name, tensor.to("meta")) for name, tensor in named.items())
+    assert layout(shapes_only, bucket_bytes) == manifest
 
 
 def test_packing_holds_one_bucket_at_a_time() -> None:
@@ -63,7 +66,7 @@ def test_packing_holds_one_bucket_at_a_time() -> None:
 def test_a_large_tensor_is_not_copied_on_the_way() -> None:
     tensor = torch.arange(1000.0)
     (bucket,) = pack_stream([("w", tensor)], 4000)
-    assert bucket.data.ctypes.data == tensor.data_ptr()
+    assert bucket.data.data_ptr() == tensor.data_ptr()
 
 
 def test_reading_does_not_copy_and_does_not_warn() -> None:

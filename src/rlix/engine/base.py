@@ -10,7 +10,7 @@ import torch
 from rlix.engine import placement
 from rlix.engine.residency import MoveReport, Residency
 from rlix.flow.worker_group import WorkerGroup
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device
 
 
@@ -93,6 +93,12 @@ class Engine(ABC):
         self._residency = Residency.META
         if group is not None:
             group.close(graceful=graceful)
+
+
+def plainly(error: WorkerError) -> RlixError:
+    """The error a worker raised, where it is one of ours: with its own type, and a message that names the worker."""
+    cause = getattr(error.__cause__, "cause", None)
+    return type(cause)(str(error)) if isinstance(cause, RlixError) else error
 
 
 def merged(reports: Iterable[MoveReport]) -> MoveReport:

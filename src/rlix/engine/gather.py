@@ -8,12 +8,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 
-def whole_tensors(named: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int, *, on_device: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor whole, on rank 0 only; the other ranks hand in their shards and yield nothing.
 
     All ranks must iterate it to the end, with the same tensors in the same order. Shards travel together, in transfers
     of about `chunk_bytes` for all ranks: one collective for many small tensors instead of one each. Tensors are
-    detached; they share memory with the module or with a transfer buffer, so copy those you keep.
+    detached; they share memory with the module or with a transfer buffer, so copy those you keep. Sharded ones come
+    together in host memory, or `on_device`, which then has to hold two chunks and the next one's shards.
 
     Replicas of a shard other than the first take no part. Only what FSDP2 makes is supported: plain tensors and
     DTensors sharded along dimension 0, over one mesh.
@@ -25,12 +28,12 @@ def whole_tensors(named: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -
             yield from _plain(name, tensor)
             continue
         if size and size + tensor.nbytes > chunk_bytes:
-            yield from _gather(batch)
+            yield from _gather(batch, on_device)
             batch, size = [], 0
         batch.append((name, tensor))
         size += tensor.nbytes
     if batch:
-        yield from _gather(batch)
+        yield from _gather(batch, on_device)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,7 +41,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         yield name, tensor.detach()
 
 
-def _gather(batch: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather(batch: list[tuple[str, DTensor]], on_device: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """One transfer: each rank sends its shards of the batch as one flat buffer of bytes.
 
     FSDP2 cuts dimension 0 as `torch.chunk` does, in pieces of ceil(n / ranks) rows, of which the last may be short or
@@ -61,11 +64,12 @@ def _gather(batch: list[tuple[str, DTensor]]) -> Iterator[tuple[str, torch.Tenso
     dist.gather(flat, pieces, group=group, group_dst=0)
     if pieces is None:
         return
-    host = [piece.cpu() for piece in pieces]
+    if not on_device:
+        pieces = [piece.cpu() for piece in pieces]
     start = 0
     for (name, tensor), slot in zip(batch, slots, strict=True):
         # Only the last pieces are short, so the whole is the pieces one after the other, cut to length.
-        whole = torch.cat([piece[start : start + slot] for piece in host])[: tensor.nbytes]
+        whole = torch.cat([piece[start : start + slot] for piece in pieces])[: tensor.nbytes]
         yield name, whole.view(tensor.dtype).view(tensor.shape)
         start += slot
 

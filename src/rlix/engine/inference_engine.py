@@ -149,6 +149,12 @@ class InferenceEngine(Engine):
         """The replica actors, one rank per bundle; see `Replica` for what they can be asked."""
         return self._workers()
 
+    @property
+    def receivers(self) -> tuple[tuple[Device, ...], ...]:
+        """Of each replica: the devices that receive its weights. vLLM splits a model over its bundle."""
+        bundles = self.replicas.placements
+        return bundles if self.executor == "vllm" else tuple(bundle[:1] for bundle in bundles)
+
     # ---- generation ------------------------------------------------------------------------------------------
 
     def generate(

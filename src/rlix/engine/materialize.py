@@ -7,12 +7,12 @@ one is read, so memory in use peaks at the shards plus one block.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -59,7 +59,7 @@ def build_module(spec: ModuleSpec, device: torch.device, mesh: DeviceMesh | None
     else:
         with parameters_on_meta():
             module = spec.module_class(*spec.args, **spec.kwargs)
-        source = Checkpoint(Path(spec.weights_path), module)
+        source = Checkpoint.in_folder(Path(spec.weights_path), module)
     blocks = [m for m in module.modules() if type(m).__name__ in module.non_split_modules()]
     for unit in [*blocks, module]:
         if source is not None:
@@ -93,28 +93,76 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class Checkpoint:
-    """A folder of safetensors, read tensor by tensor into a module that lies on meta."""
+class Stored(Protocol):
+    """A whole tensor that is read when it is its turn."""
 
-    def __init__(self, folder: Path, module: BaseTrainModule) -> None:
+    def shape(self) -> list[int]: ...
+
+    def read(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    path: Path
+    name: str
+
+    def shape(self) -> list[int]:
+        with safe_open(self.path, framework="pt") as file:
+            shape: list[int] = file.get_slice(self.name).get_shape()
+        return shape
+
+    def read(self) -> torch.Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    tensor: torch.Tensor
+
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+class Checkpoint:
+    """Whole tensors by name, read one by one into a module that lies on meta, or that was filled before.
+
+    `where` says in errors where they come from.
+    """
+
+    def __init__(self, where: str, tensors: Mapping[str, Stored], module: BaseTrainModule) -> None:
         self._module = module
         self._bases = base_names(module)
         adapted = {base: name for name, base in self._bases.items()}
-        self._files = {}
-        for stored, path in safetensors_index(folder).items():
-            if any(fnmatch(stored, pattern) for pattern in module.allow_unknown):
+        self._stored: dict[str, Stored] = {}
+        for given, tensor in tensors.items():
+            if any(fnmatch(given, pattern) for pattern in module.allow_unknown):
                 continue
-            name = module.import_name(stored)
-            self._files[adapted.get(name, name)] = (path, stored)
+            name = module.import_name(given)
+            self._stored[adapted.get(name, name)] = tensor
         named = named_weights(module)
         tied = tied_names(named)
         self._source = {
-            owner: next((name for name in (owner, *more) if name in self._files), None) for owner, more in tied.items()
+            owner: next((name for name in (owner, *more) if name in self._stored), None) for owner, more in tied.items()
         }
-        self._check(folder, named, tied)
+        self._check(where, named)
         self._names = {id(named[owner]): owner for owner in tied}
         self._filled: dict[int, nn.Parameter] = {}
         self._named = named  # ids stay unique only while the tensors live
+
+    @classmethod
+    def in_folder(cls, folder: Path, module: BaseTrainModule) -> "Checkpoint":
+        """A Hugging Face folder of safetensors."""
+        index = safetensors_index(folder)
+        return cls(f"weights in {folder}", {name: _InFile(path, name) for name, path in index.items()}, module)
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], module: BaseTrainModule) -> "Checkpoint":
+        return cls("weights given", {name: _InMemory(tensor) for name, tensor in tensors.items()}, module)
 
     def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Give the unit's parameters that are still on meta their values, and its persistent buffers theirs."""
@@ -128,7 +176,7 @@ class Checkpoint:
                 name = self._names.get(id(buffer))
                 source = self._source.get(name) if name else None
                 if buffer is not None and source is not None:
-                    buffer.copy_(self._read(source))
+                    buffer.copy_(self._stored[source].read())
 
     @torch.no_grad()
     def refill(self, seed: int) -> None:
@@ -138,7 +186,7 @@ class Checkpoint:
             for owner, source in self._source.items():
                 target = self._named[owner]
                 if source is not None:
-                    whole = self._read(source)
+                    whole = self._stored[source].read()
                 else:
                     _init_new(whole := torch.empty(target.shape), owner)
                 whole = whole.to(device=target.device, dtype=target.dtype)
@@ -153,40 +201,28 @@ class Checkpoint:
             value = torch.empty(param.shape, dtype=torch.float32)
             _init_new(value, name)
         else:
-            value = self._read(source)
+            value = self._stored[source].read()
         target = dtype if value.is_floating_point() else value.dtype
         return nn.Parameter(value.to(device=device, dtype=target, copy=True), requires_grad=param.requires_grad)
 
-    def _read(self, name: str) -> torch.Tensor:
-        path, stored = self._files[name]
-        with safe_open(path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(stored)
-        return tensor
-
-    def _check(self, folder: Path, named: dict[str, torch.Tensor], tied: dict[str, tuple[str, ...]]) -> None:
+    def _check(self, where: str, named: dict[str, torch.Tensor]) -> None:
         optional = self._module.allow_missing
         problems = [
             f"missing: {owner}"
             for owner, source in self._source.items()
             if source is None and owner in self._bases and not any(fnmatch(owner, pattern) for pattern in optional)
         ]
-        problems += [f"unknown here: {name}" for name in self._files if name not in named]
+        problems += [f"unknown here: {name}" for name in self._stored if name not in named]
         for owner, source in self._source.items():
             if source is not None:
-                shape = self._shape(source)
+                shape = self._stored[source].shape()
                 if shape != list(named[owner].shape):
                     problems.append(f"shape of {owner}: stored {shape}, here {list(named[owner].shape)}")
         if problems:
             raise WeightSyncError(
-                f"weights in {folder} do not fit {type(self._module).__name__} "
+                f"{where} do not fit {type(self._module).__name__} "
                 f"(rename with import_name, or list new ones in allow_missing): " + "; ".join(problems)
             )
-
-    def _shape(self, name: str) -> list[int]:
-        path, stored = self._files[name]
-        with safe_open(path, framework="pt") as file:
-            shape: list[int] = file.get_slice(stored).get_shape()
-        return shape
 
 
 def safetensors_index(folder: Path) -> dict[str, Path]:

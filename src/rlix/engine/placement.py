@@ -94,6 +94,13 @@ def select(
     return tuple(sorted(best, key=lambda device: order[device]))
 
 
+def common_address(devices: Iterable[Device]) -> str:
+    """An address of this process's node that workers on all these devices reach."""
+    here = ray.get_runtime_context().get_node_id()
+    alone = all(device.node_id == here for device in devices)
+    return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
+
+
 def pool_devices() -> tuple[Device, ...]:
     """The devices of the running control plane."""
     try:

@@ -77,7 +77,8 @@ class Replica(Worker):
         """Replace the weights in place; requests in flight go on with the new ones."""
         async with self._moving:
             self._state.check_resident()
-            return await self._move(lambda: self._executor.update(weights))
+            mine = weights.received_by(replica=self.ctx.rank)
+            return await self._move(lambda: self._executor.update(mine))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The results, in order, when all requests are finished or aborted.

@@ -19,10 +19,14 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One tensor by its exported names. `tensor` gives it, sharded as it is; all ranks call it, in the same order."""
+    """One tensor by its exported names. `tensor` gives it, sharded as it is; all ranks call it, in the same order.
+
+    `base` has its shape and dtype.
+    """
 
     name: str
     aliases: tuple[str, ...]
+    base: torch.Tensor
     tensor: Callable[[], torch.Tensor]
 
 
@@ -39,21 +43,26 @@ def exported(module: BaseTrainModule) -> list[Exported]:
     names = base_names(module)
     result = []
     for name, more in tied_names({name: tensor for name, tensor in named.items() if name in names}).items():
-        give: Callable[[], torch.Tensor] = partial(_itself, named[name])
         merging = [n for n in (name, *more) if n.endswith(".base_layer.weight")]
         for merged in merging:
             layer = module.get_submodule(merged.removesuffix(".base_layer.weight"))
             # Tied to others or not: with its adapters merged it is a tensor of its own.
-            result.append(Exported(module.export_name(names[merged]), (), partial(_merged, layer, named[merged])))
+            base = named[merged]
+            result.append(Exported(module.export_name(names[merged]), (), base, partial(_merged, layer, base)))
         plain = [module.export_name(names[n]) for n in (name, *more) if n not in merging]
         if plain:
-            result.append(Exported(plain[0], tuple(plain[1:]), give))
+            result.append(Exported(plain[0], tuple(plain[1:]), named[name], partial(_itself, named[name])))
     return result
 
 
 def tensors_of(weights: list[Exported]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, merged ones made as they are asked for, so that few exist at a time."""
     return ((weight.name, weight.tensor()) for weight in weights)
+
+
+def aliases_of(weights: list[Exported]) -> dict[str, tuple[str, ...]]:
+    """First name -> further names, of tied weights."""
+    return {weight.name: weight.aliases for weight in weights if weight.aliases}
 
 
 def base_names(module: torch.nn.Module) -> dict[str, str]:

@@ -2,26 +2,29 @@
 
 import difflib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 
-from rlix.engine import placement
-from rlix.engine.base import Engine, merged
+from rlix.engine import placement, weight_sync
+from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.buckets import DEFAULT_BUCKET_BYTES
 from rlix.engine.checkpoint import STATE_FILE
 from rlix.engine.materialize import ModuleSpec, module_description, safetensors_index
 from rlix.engine.parallel import combine, scatter
 from rlix.engine.residency import MoveReport, Residency
 from rlix.engine.train_saving import SaveHandle
 from rlix.engine.train_worker import TrainStatus, TrainWorker
-from rlix.engine.weights import DEFAULT_BUCKET_BYTES, PublishedWeights, stream
+from rlix.engine.weight_sync import DEVICE_BUCKET_BYTES, Transport, WeightReceiver, WeightSyncReport
+from rlix.engine.weights import PublishedWeights, publish, stream, tied_names
 from rlix.flow.worker_group import PerRank, WorkerGroup
 from rlix.nn import BaseTrainModule, reduction_of
-from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
@@ -29,12 +32,6 @@ logger = logging.getLogger(__name__)
 EXECUTORS: dict[str, type[TrainWorker]] = {"fsdp2": TrainWorker}
 SETTLE_TIMEOUT_S = 15.0
 """After one rank failed: how long the others may take to end the same call before the engine is given up."""
-
-
-class WeightReceiver(Protocol):
-    """What `p2p_weight_sync` needs of an inference engine."""
-
-    def update_weights(self, published: PublishedWeights) -> Any: ...
 
 
 class TrainEngine(Engine):
@@ -201,7 +198,7 @@ class TrainEngine(Engine):
         return self._move("to_host", Residency.HOST)
 
     def meta(self) -> MoveReport:
-        """Drop every byte; only `load_state`, or `load`, brings the engine back."""
+        """Drop every byte; only `load_state`, `load` or `load_state_dict` brings the engine back."""
         return self._move("to_meta", Residency.META)
 
     def status(self) -> tuple[TrainStatus, ...]:
@@ -228,11 +225,41 @@ class TrainEngine(Engine):
         self.version = version
         return published
 
-    def p2p_weight_sync(self, inference_engine: WeightReceiver) -> PublishedWeights:
-        """Publish the current weights and put them into an inference engine, in place."""
-        published = self.publish()
-        inference_engine.update_weights(published)
-        return published
+    def p2p_weight_sync(
+        self, inference_engine: WeightReceiver, *, transport: Transport = "auto", timeout_s: float = 120.0
+    ) -> WeightSyncReport:
+        """Put the current weights, as a new version, into an inference engine, in place.
+
+        Args:
+            transport: "host": buckets in Ray's object store, as `publish` makes them; "ipc": CUDA IPC, for replicas on
+                the GPU of training rank 0; "broadcast": NCCL, or gloo between virtual GPUs; "auto": on GPUs "ipc" for
+                replicas where it can be and "broadcast" for the others, else "host".
+            timeout_s: of "ipc" and "broadcast": longest that one side waits for the other, bucket by bucket.
+
+        Raises:
+            ValueError: the transport cannot reach all replicas; says why.
+            WeightSyncError: names, shapes or dtypes do not fit, all of which are listed; nothing was changed.
+            NotResidentError: weights are not on the devices, here or there.
+            WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
+                part may hold undefined weights: they refuse to generate until they are loaded again (`cuda`).
+        """
+        self._check_resident()
+        start = time.perf_counter()
+        chosen = weight_sync.choose(transport, self.devices[0], inference_engine.receivers)
+        try:
+            if chosen is None:
+                published = self.publish()
+                inference_engine.update_weights(published)
+            else:
+                self.version += 1  # also when it fails: no two attempts have the same
+                sent = (DEVICE_BUCKET_BYTES, self._epoch)
+                published = self._run("describe", self.version, *sent, timeout_s=self._timeout_s)[0]
+                send = lambda meeting: self._run("send", meeting, *sent, timeout_s=self._timeout_s)
+                weight_sync.transfer(published, self.devices[0], inference_engine, chosen, timeout_s, send)
+        except WorkerError as error:
+            raise plainly(error) from error.__cause__
+        used = ("host",) if chosen is None else tuple(sorted({way for replica in chosen for way in replica}))
+        return WeightSyncReport(published.version, published.manifest, used, time.perf_counter() - start)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole weights in host memory, as `save` writes them; tied ones under each of their names."""
@@ -240,6 +267,25 @@ class TrainEngine(Engine):
         published = self._run("publish", self.version, DEFAULT_BUCKET_BYTES, self._epoch, timeout_s=self._timeout_s)[0]
         copies = ((entry.names, tensor.clone()) for entry, tensor in stream(published))
         return {name: tensor for names, tensor in copies for name in names}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take whole weights, and nothing else, by the names that `state_dict` gives them, on any number of ranks.
+
+        Of tied weights one name is enough. As with `load`: names go through the module's `import_name`, adapters
+        begin as nothing, and optimizers keep their state, except after `meta()`. The bytes pass through Ray's object
+        store, which must have room for all of them.
+
+        Raises:
+            WeightSyncError: lists every missing, unknown and mis-shaped name; nothing was changed.
+            NotResidentError: the engine's bytes wait in host memory: bring them back with `cuda()` first.
+        """
+        self._workers()
+        if self._residency is Residency.HOST:
+            self._check_resident()
+        first = tied_names(dict(state))
+        given = publish(((name, state[name]) for name in first), self.version, aliases=first)
+        self._run("load_state_dict", given, self._epoch, timeout_s=self._timeout_s)
+        self._residency = Residency.DEVICE
 
     def save(self, folder: str | Path) -> None:
         """Write safetensors, config and tokenizer (where known): loads in plain transformers.
@@ -311,10 +357,7 @@ class TrainEngine(Engine):
             return group.run(method, *args, timeout_s=timeout_s)
         except WorkerError as error:
             self._settle(group, method)
-            cause = getattr(error.__cause__, "cause", None)
-            if isinstance(cause, RlixError):
-                raise type(cause)(str(error)) from error
-            raise
+            raise plainly(error) from error.__cause__
 
     def _settle(self, group: WorkerGroup, method: str) -> None:
         """Make sure no rank is still waiting in a collective for the one that failed; else give the engine up."""

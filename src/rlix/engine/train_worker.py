@@ -13,14 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlix.engine import checkpoint, weights
+from rlix.engine.buckets import layout, pack_stream
 from rlix.engine.gather import whole_tensors
 from rlix.engine.materialize import Checkpoint, ModuleSpec, build_module, fsdp_modules
 from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
-from rlix.engine.train_adapters import exported, tensors_of
+from rlix.engine.train_adapters import aliases_of, exported, tensors_of
 from rlix.engine.train_saving import BackgroundSaver
+from rlix.engine.transfer import Rendezvous, Sender
 from rlix.flow.worker import Worker
 from rlix.nn import TrainContext
-from rlix.protocol.errors import StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import DeviceKind
 
 logger = logging.getLogger(__name__)
@@ -108,8 +110,34 @@ class TrainWorker(Worker):
             for _ in whole:
                 pass
             return None
-        aliases = {weight.name: weight.aliases for weight in published if weight.aliases}
-        return weights.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases)
+        return weights.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases_of(published))
+
+    def describe(self, version: int, bucket_bytes: int, epoch: int | None) -> weights.PublishedWeights:
+        """What `send` would send now: every name, shape, dtype and place, and no bytes."""
+        self._guard(epoch)
+        published = exported(self._module)
+        named = ((weight.name, weight.base) for weight in published)
+        return weights.PublishedWeights(version, layout(named, bucket_bytes, aliases_of(published)))
+
+    def send(self, meeting: Rendezvous, bucket_bytes: int, epoch: int | None) -> None:
+        """Rank 0 hands the whole weights to replicas, from device to device; the other ranks hand it their shards."""
+        self._guard(epoch)
+        whole = whole_tensors(tensors_of(exported(self._module)), bucket_bytes, on_device=True)
+        if self.ctx.rank != 0:
+            for _ in whole:
+                pass
+            return
+        failed: RlixError | None = None
+        with Sender(meeting, self._module.device) as sender:
+            for bucket in pack_stream(whole, bucket_bytes, self._module.device):
+                if failed is None:
+                    try:
+                        sender.send(bucket.data)
+                    except RlixError as error:  # raised below: the other ranks still hand in their shards
+                        failed = error
+            if failed is not None:
+                raise failed
+            sender.finish()
 
     # ---- residency and fencing ---------------------------------------------------------------------------------
 
@@ -188,7 +216,13 @@ class TrainWorker(Worker):
         return self._saver
 
     def load(self, folder: str, epoch: int | None) -> None:
-        source = Checkpoint(Path(folder), self._module)
+        source = Checkpoint.in_folder(Path(folder), self._module)
+        with self._filling(epoch):
+            source.refill(self._seed)
+
+    def load_state_dict(self, published: weights.PublishedWeights, epoch: int | None) -> None:
+        given = {name: tensor for entry, tensor in weights.stream(published) for name in entry.names}
+        source = Checkpoint.of_tensors(given, self._module)
         with self._filling(epoch):
             source.refill(self._seed)
 

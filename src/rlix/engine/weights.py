@@ -1,72 +1,52 @@
-"""Versioned weights as host buckets: packed once by the trainer, pulled by whoever needs them.
+"""Versioned weights: packed once by the trainer, pulled by whoever needs them, or sent to those who wait for them.
 
-A bucket is a flat uint8 array that holds whole tensors one after the other, each at an aligned offset; the manifest
-says which tensor lies where. Buckets live in Ray's object store: shared memory on a node (readers map it, nothing is
-copied), transferred between nodes. Few large transfers instead of one per parameter is what makes a model of many
-small tensors cheap to sync.
+Published buckets live in Ray's object store: shared memory on a node (readers map it, nothing is copied), transferred
+between nodes. What a trainer sends directly (see `transfer`) comes as the same buckets and is checked and applied by
+the same code.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from rlix.engine.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    HOST,
+    Aliases,
+    Bytes,
+    Manifest,
+    WeightEntry,
+    dtype_name,
+    pack_stream,
+)
 from rlix.engine.residency import local_tensor
+from rlix.engine.transfer import Receiver, Rendezvous
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 
-ALIGNMENT = 64
-"""Bytes; every tensor starts at a multiple of it, which suits every dtype and a CPU cache line."""
-
-DEFAULT_BUCKET_BYTES = 32 * 2**20
-
-Bytes = npt.NDArray[np.uint8]
 Fetch = Callable[[Any, float], Bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightEntry:
-    """Where one tensor lies. `dtype` is torch's name ("bfloat16"); `aliases` are further names of a tied tensor."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bucket: int
-    offset: int
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
-
-    @property
-    def nbytes(self) -> int:
-        size: int = getattr(torch, self.dtype).itemsize * math.prod(self.shape)
-        return size
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    entries: tuple[WeightEntry, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, without padding."""
-        return sum(entry.nbytes for entry in self.entries)
-
-
-@dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """One version of a model's weights. Cheap to send: `buckets` are references, not bytes."""
+    """One version of a model's weights. Cheap to send: `buckets` are references, not bytes.
+
+    With a `rendezvous` there are no buckets: the trainer is about to send the weights, once, to all who take part.
+    """
 
     version: int
     manifest: Manifest
-    buckets: tuple[Any, ...]
+    buckets: tuple[Any, ...] = ()
+    rendezvous: Rendezvous | None = None
+
+    def received_by(self, *, replica: int | None = None, worker: int | None = None) -> "PublishedWeights":
+        """The same, in the hands of one of the receivers."""
+        return self if self.rendezvous is None else replace(self, rendezvous=self.rendezvous.at(replica, worker))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,84 +57,12 @@ class ApplyReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A full bucket and what lies in it. `data` is reused for the next bucket: copy it before asking for that one."""
-
-    data: Bytes
-    entries: tuple[WeightEntry, ...]
-
-
-def pack_stream(
-    named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> Iterator[Bucket]:
-    """Pack tensors, in order, into buckets of about `bucket_bytes` bytes, holding one bucket in memory at a time.
-
-    A tensor that fills half a bucket or more travels alone, straight from its own memory when that is host memory:
-    large tensors are the bulk of a large model and are not worth another copy. Names of one tensor (tied weights) are
-    packed once, by their first name; see `tied_names` for the rest.
-
-    Raises:
-        ValueError: `bucket_bytes` is not positive.
-    """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
-    # Pinned memory takes what a GPU sends several times as fast; torch keeps it for the next publication.
-    buffer = torch.empty(bucket_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-    entries: list[WeightEntry] = []
-    pieces: list[torch.Tensor] = []
-    index, used = 0, 0
-
-    def full() -> Bucket:
-        target = buffer[:used]
-        if len({piece.device for piece in pieces}) > 1:
-            torch.cat([piece.cpu() for piece in pieces], out=target)
-        elif pieces[0].is_cpu:
-            torch.cat(pieces, out=target)
-        else:
-            target.copy_(torch.cat(pieces))  # one transfer from the device instead of one for each tensor
-        return Bucket(target.numpy(), tuple(entries))
-
-    for name, tensor in named:
-        data = to_bytes(tensor)
-        size = data.numel()
-        alone = size * 2 >= bucket_bytes
-        if entries and (alone or used + size > bucket_bytes):
-            yield full()
-            entries, pieces, index, used = [], [], index + 1, 0
-        entry = WeightEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), index, used)
-        if alone:
-            yield Bucket(data.cpu().numpy(), (entry,))
-            index += 1
-            continue
-        entries.append(entry)
-        pieces.append(data)
-        used += size
-        if padding := -used % ALIGNMENT:
-            pieces.append(_padding(data.device)[:padding])
-            used += padding
-    if entries:
-        yield full()
-
-
-def pack(
-    named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> tuple[list[Bytes], Manifest]:
-    """All buckets at once, each in memory of its own, and their manifest."""
-    buckets: list[Bytes] = []
-    entries: list[WeightEntry] = []
-    for bucket in pack_stream(named, bucket_bytes):
-        buckets.append(bucket.data.copy())
-        entries.extend(bucket.entries)
-    return buckets, Manifest(tuple(entries))
-
-
 def publish(
     named: Iterable[tuple[str, torch.Tensor]],
     version: int,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    aliases: dict[str, tuple[str, ...]] | None = None,
+    aliases: Aliases | None = None,
     put: Callable[[Bytes], Any] | None = None,
 ) -> PublishedWeights:
     """Stream tensors into stored buckets; host memory in use never exceeds one bucket or the largest tensor.
@@ -166,15 +74,11 @@ def publish(
         import ray
 
         put = ray.put
-    aliases = aliases or {}
     references: list[Any] = []
     entries: list[WeightEntry] = []
-    for bucket in pack_stream(named, bucket_bytes):
-        references.append(put(bucket.data))
-        entries.extend(
-            replace(entry, aliases=aliases[entry.name]) if aliases.get(entry.name) else entry
-            for entry in bucket.entries
-        )
+    for bucket in pack_stream(named, bucket_bytes, aliases=aliases):
+        references.append(put(bucket.data.numpy()))
+        entries.extend(bucket.entries)
     return PublishedWeights(version, Manifest(tuple(entries)), tuple(references))
 
 
@@ -185,11 +89,15 @@ def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[Weigh
 
 
 def stream(
-    published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None
+    published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None, device: torch.device = HOST
 ) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
-    """Pull bucket by bucket and yield each tensor as a read-only view; for executors with a loader of their own."""
-    for index, entries in _by_bucket(published.manifest):
-        yield from _views(_as_tensor(_fetch(published, index, timeout_s, fetch)), entries)
+    """Pull bucket by bucket and yield each tensor as a read-only view; for executors with a loader of their own.
+
+    What a trainer sends directly arrives on `device`, published buckets in host memory.
+    """
+    with closing(_arriving(published, timeout_s, fetch, device)) as buckets:
+        for flat, entries in buckets:
+            yield from _views(flat, entries)
 
 
 def apply(
@@ -203,19 +111,20 @@ def apply(
 
     Raises:
         WeightSyncError: lists every missing, unknown, mis-shaped and conflicting name; the model is unchanged.
-        WaitTimeoutError: a bucket did not arrive within `timeout_s`; the model may be partly updated.
+        WaitTimeoutError, TransferError: a bucket did not arrive (of published ones, within `timeout_s`); the model
+            may be partly updated.
     """
     start = time.perf_counter()
     targets = _targets(model, published)
+    device = next((target.device for target in targets.values()), HOST)
     moved = 0
-    with torch.no_grad():
-        for index, entries in _by_bucket(published.manifest):
+    with torch.no_grad(), closing(_arriving(published, timeout_s, fetch, device)) as buckets:
+        for bucket, entries in buckets:
             places = [targets[entry.name] for entry in entries]
-            flat = _as_tensor(_fetch(published, index, timeout_s, fetch))
             devices = {place.device for place in places}
             if len(places) > 1 and len(devices) == 1:
-                flat = flat.to(devices.pop())  # to a GPU in one transfer instead of one for each tensor
-            torch._foreach_copy_(places, [view for _, view in _views(flat, entries)])
+                bucket = bucket.to(devices.pop())  # noqa: PLW2901 - one transfer instead of one for each tensor
+            torch._foreach_copy_(places, [view for _, view in _views(bucket, entries)])
             moved += sum(entry.nbytes for entry in entries)
     return ApplyReport(published.version, len(published.manifest.entries), moved, time.perf_counter() - start)
 
@@ -226,7 +135,12 @@ def check(model: torch.nn.Module, published: PublishedWeights) -> None:
 
 
 def pulled(published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None) -> PublishedWeights:
-    """The same weights with the buckets' bytes in place of references, for processes that Ray does not know."""
+    """The same weights with the buckets' bytes in place of references, for processes that Ray does not know.
+
+    What the trainer sends directly needs no Ray and stays as it is.
+    """
+    if published.rendezvous is not None:
+        return published
     buckets = tuple(_fetch(published, index, timeout_s, fetch) for index in range(len(published.buckets)))
     return replace(published, buckets=buckets)
 
@@ -247,22 +161,6 @@ def tied_names(named: dict[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, flat and where they are: a view when it is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-@cache
-def _padding(device: torch.device) -> torch.Tensor:
-    return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-
-
-@cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """As torch spells it, without the module: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 class _Writable:
     """Lends a read-only array's memory as writable, because torch warns of any other; keeps the array alive."""
 
@@ -281,9 +179,25 @@ def _views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple
     for entry in entries:
         if entry.dtype not in typed:
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            typed[entry.dtype] = (flat.view(dtype), dtype.itemsize)
+            whole_elements = flat.numel() // dtype.itemsize * dtype.itemsize  # the last tensor's may be smaller
+            typed[entry.dtype] = (flat[:whole_elements].view(dtype), dtype.itemsize)
         whole, itemsize = typed[entry.dtype]
         yield entry, whole.narrow(0, entry.offset // itemsize, math.prod(entry.shape)).view(entry.shape)
+
+
+def _arriving(
+    published: PublishedWeights, timeout_s: float, fetch: Fetch | None, device: torch.device
+) -> Generator[tuple[torch.Tensor, list[WeightEntry]]]:
+    """Bucket after bucket: pulled from where they were put, or received on `device` while they are being sent."""
+    groups = _by_bucket(published.manifest)
+    if published.rendezvous is None:
+        for index, entries in groups:
+            yield _as_tensor(_fetch(published, index, timeout_s, fetch)), entries
+        return
+    with Receiver(published.rendezvous, device) as receiver:
+        for _, entries in groups:
+            yield receiver.receive(entries[-1].offset + entries[-1].nbytes), entries
+        receiver.finish()
 
 
 def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry]]]:

@@ -64,7 +64,15 @@ class Executor(ABC):
 
     @abstractmethod
     def update(self, published: PublishedWeights) -> int:
-        """Replace the resident weights in place, between two decoding steps; returns the bytes copied."""
+        """Replace the resident weights in place, between two decoding steps; returns the bytes copied.
+
+        `published` may say that a trainer is sending them now (`PublishedWeights.rendezvous`); then each receiver of
+        the executor takes part, as many as `InferenceEngine.receivers` says.
+
+        Raises:
+            NotResidentError: the weights are not on the devices. WeightSyncError: they do not fit, or were not sent.
+            WaitTimeoutError, TransferError: they did not all arrive; the resident ones are undefined.
+        """
 
     @abstractmethod
     def submit(

@@ -15,6 +15,7 @@ from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.model_source import ModelSource
 from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.engine.residency import Residency, ResidentSet
+from rlix.engine.transfer import TransferError
 from rlix.engine.weights import PublishedWeights
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError
 
@@ -158,7 +159,7 @@ class TransformersExecutor(LoopExecutor):
         assert self._model is not None
         try:
             report = weights.apply(self._model, published)
-        except WaitTimeoutError as error:  # some tensors may be new and some old
+        except (WaitTimeoutError, TransferError) as error:  # some tensors may be new and some old
             self._fail(error)
             self._rows.clear()
             self._waiting.clear()

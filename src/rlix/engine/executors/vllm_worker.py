@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from rlix.engine import weights
 from rlix.engine.weights import PublishedWeights
 
@@ -10,10 +12,16 @@ class ReplicaWorker:
     """A worker extension (`worker_extension_cls`)."""
 
     model_runner: Any
+    rank: int
+    device: torch.device
 
     def rlix_reload(self, published: PublishedWeights) -> None:
-        """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be arrays by now."""
-        named = ((entry.name, tensor) for entry, tensor in weights.stream(published))
+        """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be arrays by now.
+
+        What the trainer sends directly each tensor-parallel worker receives whole, and keeps its part of.
+        """
+        arriving = weights.stream(published.received_by(worker=self.rank), device=self.device)
+        named = ((entry.name, tensor) for entry, tensor in arriving)
         self.model_runner.reload_weights(weights_iterator=named)
 
     def rlix_reload_folder(self, path: str) -> None:

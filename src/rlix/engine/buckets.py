@@ -1,0 +1,177 @@
+"""Tensors packed into buckets of bytes, in host memory or on a device: a few large transfers instead of many small.
+
+A bucket is a flat uint8 tensor that holds whole tensors one after the other, each at an aligned offset; the manifest
+says which tensor lies where.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGNMENT = 64
+"""Bytes; every tensor starts at a multiple of it, which suits every dtype and a CPU cache line."""
+
+DEFAULT_BUCKET_BYTES = 32 * 2**20
+HOST = torch.device("cpu")
+
+Bytes = npt.NDArray[np.uint8]
+Aliases = Mapping[str, tuple[str, ...]]
+"""First name of a tied tensor -> its further names."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """Where one tensor lies. `dtype` is torch's name ("bfloat16"); `aliases` are further names of a tied tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def nbytes(self) -> int:
+        size: int = getattr(torch, self.dtype).itemsize * math.prod(self.shape)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    entries: tuple[WeightEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A full bucket and what lies in it. `data` is reused for the next bucket: copy it before asking for that one."""
+
+    data: torch.Tensor
+    entries: tuple[WeightEntry, ...]
+
+
+class _Layout:
+    """Gives each tensor its place: packed tightly, or alone when it fills half a bucket or more."""
+
+    def __init__(self, bucket_bytes: int, aliases: Aliases | None) -> None:
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        self._bucket_bytes, self._aliases = bucket_bytes, aliases or {}
+        self._bucket, self._end = 0, -1  # the bucket being filled, and where its last tensor ends; -1: it is empty
+        self.full, self.gap = False, 0  # of the last tensor placed: whether it ends its bucket, the padding before it
+
+    def place(self, name: str, tensor: torch.Tensor) -> WeightEntry:
+        size = tensor.nbytes
+        alone = size * 2 >= self._bucket_bytes
+        self.gap = -max(self._end, 0) % ALIGNMENT
+        offset = max(self._end, 0) + self.gap
+        if self.full or (self._end >= 0 and (alone or offset + size > self._bucket_bytes)):
+            self._bucket, offset, self.gap = self._bucket + 1, 0, 0
+        self.full, self._end = alone, offset + size
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        return WeightEntry(name, dtype, shape, self._bucket, offset, self._aliases.get(name, ()))
+
+
+def layout(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, aliases: Aliases | None = None) -> Manifest:
+    """Where `pack_stream` will put tensors of these shapes and dtypes, which may be on meta or sharded."""
+    places = _Layout(bucket_bytes, aliases)
+    return Manifest(tuple(places.place(name, tensor) for name, tensor in named))
+
+
+def pack_stream(
+    named: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    device: torch.device = HOST,
+    aliases: Aliases | None = None,
+) -> Iterator[Bucket]:
+    """Pack tensors, in order, into buckets of about `bucket_bytes` bytes, holding one bucket in memory at a time.
+
+    A tensor that fills half a bucket or more travels alone, straight from its own memory when that is on `device`:
+    large tensors are the bulk of a large model and are not worth another copy. Names of one tensor (tied weights) are
+    packed once, by their first name; `aliases` gives the further ones.
+
+    Raises:
+        ValueError: `bucket_bytes` is not positive.
+    """
+    places = _Layout(bucket_bytes, aliases)
+    # Pinned memory takes what a GPU sends several times as fast; torch keeps it for the next publication.
+    pinned = device.type == "cpu" and torch.cuda.is_initialized()
+    buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    entries: list[WeightEntry] = []
+    pieces: list[torch.Tensor] = []
+
+    def filled() -> Bucket:
+        bucket = Bucket(_joined(pieces, buffer), tuple(entries))
+        entries.clear()
+        pieces.clear()
+        return bucket
+
+    for name, tensor in named:
+        entry = places.place(name, tensor)
+        if entries and entry.bucket != entries[0].bucket:
+            yield filled()
+        data = to_bytes(tensor)
+        if places.gap:
+            pieces.append(_padding(data.device)[: places.gap])
+        entries.append(entry)
+        pieces.append(data)
+        if places.full:
+            yield filled()
+    if entries:
+        yield filled()
+
+
+def _joined(pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    """One after the other where `buffer` is: in it, or, of a single piece, the piece itself."""
+    if len(pieces) == 1:
+        return pieces[0].to(buffer.device)
+    target = buffer[: sum(piece.numel() for piece in pieces)]
+    devices = {piece.device for piece in pieces}
+    if len(devices) > 1:
+        torch.cat([piece.to(buffer.device) for piece in pieces], out=target)
+    elif devices == {buffer.device}:
+        torch.cat(pieces, out=target)
+    else:
+        target.copy_(torch.cat(pieces))  # one transfer between devices instead of one for each tensor
+    return target
+
+
+def pack(
+    named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> tuple[list[Bytes], Manifest]:
+    """All buckets at once, each in memory of its own, and their manifest."""
+    buckets: list[Bytes] = []
+    entries: list[WeightEntry] = []
+    for bucket in pack_stream(named, bucket_bytes):
+        buckets.append(bucket.data.numpy().copy())
+        entries.extend(bucket.entries)
+    return buckets, Manifest(tuple(entries))
+
+
+def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, flat and where they are: a view when it is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@cache
+def _padding(device: torch.device) -> torch.Tensor:
+    return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch spells it, without the module: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
