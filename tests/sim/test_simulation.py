@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rlix.sim.bounds import bounds
 from rlix.sim.clairvoyant import best_known
 from rlix.sim.engine import Simulation
+from rlix.sim.gangs_alone import gangs_alone
 from rlix.sim.jobs import draw_jobs
 from rlix.sim.ledger import Use
 from rlix.sim.results import POLICIES, simulate_one
@@ -78,6 +79,12 @@ def test_two_jobs_one_after_another_by_hand() -> None:
     """The second waits for the whole of the first: 10 + 5 + 10 + 2 + 20 each."""
     row = simulate_one(two_jobs(), "exclusive", 0)
     assert sorted(row.job_s.values()) == pytest.approx([47, 94])
+
+
+def test_gangs_alone_by_hand() -> None:
+    """Initialization 0-10 and 10-20, rollouts until 20 and 30, training 20-40 and 40-60: the second waits twice."""
+    workload = two_jobs()
+    assert sorted(gangs_alone(workload, draw_jobs(workload, 0)).values()) == pytest.approx([40, 60])
 
 
 def test_two_jobs_in_equal_parts_by_hand() -> None:
