@@ -1,7 +1,9 @@
 """Worker groups on real Ray: forked and spawned, calls, failures, restarts and what is left behind."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -153,3 +155,13 @@ def test_a_group_can_live_inside_an_async_actor(ray_session: Any) -> None:
     result, pid = ray.get(Pipeline.remote().run.remote(), timeout=TIMEOUT_S)
     assert result == [3]
     wait_gone(pid)
+
+
+def test_a_group_that_nobody_closed_leaves_no_folder(ray_session: Any) -> None:
+    group = WorkerGroup(EchoWorker, name="left", placements=devices(1), kwargs={"greeting": "a"})
+    assert group._rendezvous is not None
+    folder = Path(group._rendezvous)
+    assert folder.is_dir()
+    del group
+    gc.collect()
+    assert not folder.exists()

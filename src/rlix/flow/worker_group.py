@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class WorkerGroup:
         self._processes: dict[int, _Process] = {}
         self._closed = False
         self._rendezvous = _rendezvous_dir(name, self.placements)
+        # Also when a program ends without having closed the group.
+        self._forget_rendezvous = weakref.finalize(self, shutil.rmtree, self._rendezvous or "", ignore_errors=True)
         try:
             for rank in range(self.world_size):
                 self._handles.append(self._create(rank))
@@ -180,8 +183,7 @@ class WorkerGroup:
         if self._closed:
             return
         self._closed = True
-        if self._rendezvous is not None:
-            shutil.rmtree(self._rendezvous, ignore_errors=True)
+        self._forget_rendezvous()
         if not ray.is_initialized():
             return
         if graceful:
