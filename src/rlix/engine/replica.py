@@ -49,7 +49,7 @@ class Replica(Worker):
 
     def __init__(self, source: ModelSource, executor: str, options: ExecutorOptions) -> None:
         disable_progress_bar()  # of every replica, they would run through each other on the user's terminal
-        self._executor = make_executor(executor, source, options, self.ctx.kind)
+        self._executor = make_executor(executor, source, options, self.ctx.kind, self.ctx.rendezvous)
         self._state = ReplicaState()
         self._moving = asyncio.Lock()
         self._generating: set[asyncio.Future[Any]] = set()
@@ -171,8 +171,13 @@ def _post(
     loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
 
-def make_executor(name: str, source: ModelSource, options: ExecutorOptions, kind: DeviceKind) -> Executor:
-    """Raises ValueError for a name that is no executor."""
+def make_executor(
+    name: str, source: ModelSource, options: ExecutorOptions, kind: DeviceKind, scratch: str | None
+) -> Executor:
+    """`scratch` is a folder for temporary files that goes with the replica's group, even if the replica is killed.
+
+    Raises ValueError for a name that is no executor.
+    """
     if name == "transformers":
         from rlix.engine.executors.transformers import TransformersExecutor
 
@@ -180,5 +185,5 @@ def make_executor(name: str, source: ModelSource, options: ExecutorOptions, kind
     if name == "vllm":
         from rlix.engine.executors.vllm import VllmExecutor
 
-        return VllmExecutor(source, options, kind)
+        return VllmExecutor(source, options, kind, scratch)
     raise ValueError(f'executor is {name!r}; it must be "transformers" or "vllm"')

@@ -1,6 +1,7 @@
 """Generation with vLLM, inside the replica's process (and worker processes for tensor parallelism)."""
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,10 @@ class VllmExecutor(LoopExecutor):
     memory (weights and KV cache) until the replica is closed.
     """
 
-    def __init__(self, source: ModelSource, options: ExecutorOptions, kind: DeviceKind) -> None:
+    def __init__(
+        self, source: ModelSource, options: ExecutorOptions, kind: DeviceKind, scratch: str | None = None
+    ) -> None:
+        self._scratch = scratch
         self._source, self._options, self._kind = source, options, kind
         self._config = source.load_config()
         self._max_length = options.max_model_len or int(getattr(self._config, "max_position_embeddings", 2048))
@@ -241,9 +245,10 @@ class VllmExecutor(LoopExecutor):
         weights.check(self._expected, published)
 
     def _build(self, *, dummy: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-", dir=self._scratch, ignore_cleanup_errors=True)
+        os.environ["VLLM_RPC_BASE_PATH"] = self._folder.name  # of the sockets of tensor-parallel workers
         path = self._source.path
         if path is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="rlix-vllm-")
             path = self._folder.name
             self._config.architectures = self._config.architectures or [_architecture(self._config)]
             self._config.save_pretrained(path)
