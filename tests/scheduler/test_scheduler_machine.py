@@ -65,7 +65,8 @@ def assert_strict_priority(before: Snapshot, granted: dict[int, tuple[int, ...]]
             assert rivals or fixed & claim, "a gang that fits was left waiting"
         if claim != first:
             assert any(o.id not in granted and firsts[o.id] & first for o in ahead), "moved without a queue at home"
-            stopped = [lease for lease in leases if claim.intersection(lease.devices)]
+            others = {device for other, devices in granted.items() if other != request.id for device in devices}
+            stopped = [lease for lease in leases if claim & set(lease.devices) and not others & set(lease.devices)]
             assert not any(demand.get((s.pipeline_id, s.cluster)) for s in stopped), "moved onto somebody's work"
 
 

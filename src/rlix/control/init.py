@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+_STOP_POLL_S = 0.1
 _STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more at a time than there are cores is fine
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
 _NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence it for longer than its callers wait
@@ -174,19 +175,41 @@ def _start_control_plane(settings: Settings, log_level: int) -> Any:
 
 
 def _stop_ray() -> None:
-    ours = [
-        process
-        for child in psutil.Process().children()
-        if _is_ray(child)
-        for process in (child, *child.children(recursive=True))
-    ]
+    daemons = [child for child in psutil.Process().children() if _is_ray(child)]
+    ours = {process for daemon in daemons for process in (daemon, *daemon.children(recursive=True))}
+    raylets = {str(daemon.pid) for daemon in daemons}
     ray.shutdown()
-    _, alive = psutil.wait_procs(ours, timeout=STOP_TIMEOUT_S)
-    for process in alive:
+    for process in _outlive(ours, raylets):
         logger.warning("process %d outlived Ray by %.0f s: killing it", process.pid, STOP_TIMEOUT_S)
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+    _outlive(ours, raylets)
+
+
+def _outlive(processes: set[psutil.Process], raylets: set[str]) -> list[psutil.Process]:
+    """Waits for these processes and for whatever the raylets started; returns those that still live after a while.
+
+    Ray's children may have left children of their own to init, and a last one may be starting right now.
+    """
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while True:
+        alive = [process for process in {*processes, *_started_by(raylets)} if _lives(process)]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        psutil.wait_procs(alive, timeout=_STOP_POLL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """An ended process that nobody has collected (in a container without init, nobody may) does not live."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _started_by(raylets: set[str]) -> list[psutil.Process]:
+    """Every living process that one of these raylets, given by process id, or a descendant of it has started."""
+    return [process for process in psutil.process_iter() if _raylet_of(process) in raylets]
 
 
 def _is_ray(process: psutil.Process) -> bool:
@@ -194,6 +217,14 @@ def _is_ray(process: psutil.Process) -> bool:
         return any("/ray/" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
         return False
+
+
+def _raylet_of(process: psutil.Process) -> str | None:
+    """The raylet that started a process, or one of its ancestors: its process id."""
+    try:
+        return process.environ().get("RAY_RAYLET_PID")
+    except psutil.Error:  # gone, or somebody else's
+        return None
 
 
 def _await_death(handle: Any) -> None:

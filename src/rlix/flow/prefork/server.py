@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ IMPORT_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 REQUEST_TIMEOUT_S = 10.0
+RAYLET_POLL_S = 0.2
 NICENESS = 10  # workers compute on every core; the control plane must be heard all the same
 ORPHAN_GRACE_S = 5.0  # workers end on their own when their raylet is gone; after this long they are killed
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
@@ -64,7 +66,8 @@ def main() -> None:
     if not sys.flags.safe_path:
         sys.path.pop(0)  # this script's own folder: a worker has its own script's there
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
-    preload()
+    with ending_with(raylet):
+        preload()
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     request = Server(listener, raylet).serve()
     if request is None:
@@ -72,6 +75,23 @@ def main() -> None:
         os._exit(0)  # nothing to finalize, and tearing down every preloaded module takes seconds
     become(request)
     runpy.run_path(request.argv[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def ending_with(raylet: int) -> Iterator[None]:
+    """End this process when the raylet has ended; imports take seconds. By a timer: there must be no thread."""
+
+    def look(_number: int, _frame: object) -> None:
+        if select.select([raylet], [], [], 0)[0]:
+            os._exit(0)
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, RAYLET_POLL_S, RAYLET_POLL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def preload() -> None:
