@@ -151,8 +151,8 @@ def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
             most_over_slots(runs, workload),
             steps["exclusive"],
         ]
-        for other in against:
-            against[other] += [mean(steps[other])] if steps[other] else []
+        for other in against:  # the median is that of the workloads as they ship
+            against[other] += [mean(steps[other])] if steps[other] and workload in shipped_names() else []
         worst, alone = worst_against_static(runs, workload), gangs_alone_against_static(runs, workload)
         mine = [row for (name, policy, _), row in runs.items() if (name, policy) == (workload, "rlix")]
         cells = [f"{mean(values):.2f}" if values else "" for values in columns]

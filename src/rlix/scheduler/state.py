@@ -220,7 +220,7 @@ class State:
         if event.phase.preemptible:
             raise StateError(f"{event.phase.name} asks for no gang; report demand for cluster {event.cluster!r}")
         self._last_request = event.request_id
-        first = self._last_on.get((event.pipeline_id, event.cluster), cluster.devices)
+        first = self._expected_on(event.pipeline_id, cluster)
         others = tuple(devices for devices in cluster.choices if devices != first)
         request = GangRequest(event.request_id, event.pipeline_id, event.cluster, event.phase, first, others)
         self._requests[event.request_id] = request
@@ -335,8 +335,11 @@ class State:
     def _gang_devices(self, pipeline_id: str, rollout: str) -> tuple[int, ...]:
         """Where the clusters other than this one will ask for gangs, as far as is known."""
         gangs = [c for c in self._registrations[pipeline_id].clusters if c.name != rollout]
-        sets = [self._last_on.get((pipeline_id, cluster.name), cluster.devices) for cluster in gangs]
-        return tuple(sorted({device for devices in sets for device in devices}))
+        return tuple(sorted({device for gang in gangs for device in self._expected_on(pipeline_id, gang)}))
+
+    def _expected_on(self, pipeline_id: str, cluster: Cluster) -> tuple[int, ...]:
+        """The first choice of a cluster's gang: where it last was, or else what it declares."""
+        return self._last_on.get((pipeline_id, cluster.name), cluster.devices)
 
     def _remove(self, epoch: int) -> tuple[int, ...]:
         """Forget the lease; returns the devices it held."""

@@ -64,7 +64,7 @@ def _work(job: Job) -> JobWork:
         step = job.step(number)
         tight += step.tight_gpu_s
         fluid += step.fluid_gpu_s
-        critical += float(step.curve.seconds(width)[-1]) + step.reset_s + sum(gang.seconds for gang in step.gangs)
+        critical += step.rollout_s(width) + sum(gang.seconds for gang in step.gangs)
     return JobWork(tight, fluid, critical)
 
 

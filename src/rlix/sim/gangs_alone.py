@@ -79,10 +79,8 @@ class _Queue:
         self._gang(job, ClusterName.ACTOR_TRAIN, Phase.INITIALIZATION, seconds, lambda: self._rollout(job, 0))
 
     def _rollout(self, job: Job, number: int) -> None:
-        step = job.step(number)
         width = len(job.registration.cluster(ClusterName.ACTOR_INFER).bundles)
-        ends_s = self._now + float(step.curve.seconds(width)[-1]) + step.reset_s
-        self._at(ends_s, lambda: self._train(job, number, 0))
+        self._at(self._now + job.step(number).rollout_s(width), lambda: self._train(job, number, 0))
 
     def _train(self, job: Job, number: int, gang: int) -> None:
         works = job.step(number).gangs

@@ -31,6 +31,10 @@ class Step:
     reset_s: float
     gangs: tuple[GangWork, ...]
 
+    def rollout_s(self, bundles: int) -> float:
+        """Of the rollout on so many bundles from its beginning to its end, sandboxes included."""
+        return float(self.curve.seconds(bundles)[-1]) + self.reset_s
+
     @property
     def gang_gpu_s(self) -> float:
         return sum(gang.gpus * gang.seconds for gang in self.gangs)

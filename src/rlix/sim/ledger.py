@@ -47,8 +47,9 @@ class Ledger:
             self.gpu_s[use] += count * elapsed
         if self.demanding:
             self.demand_s += elapsed
-            self.idle_gpu_s += elapsed * self.idle
-            self.surplus_gpu_s += elapsed * max(0, self.idle - wanted)
+            idle = self.idle
+            self.idle_gpu_s += elapsed * idle
+            self.surplus_gpu_s += elapsed * max(0, idle - wanted)
         if self._keep:
             self.series.append((self.now, tuple(self._count)))
         self.now = now

@@ -1,4 +1,4 @@
-"""The environment variables of replica processes, in one place."""
+"""The environment variables of replica processes: all but those of a folder that only the replica itself knows."""
 
 from importlib.util import find_spec
 
