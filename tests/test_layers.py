@@ -11,17 +11,18 @@ SOURCE = Path(__file__).parent.parent / "src" / "rlix"
 
 ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
+    "node": {"protocol"},
     "scheduler": {"protocol"},
-    "control": {"scheduler", "protocol"},
-    "flow": {"control", "protocol"},
+    "control": {"scheduler", "node", "protocol"},
+    "flow": {"control", "node", "protocol"},
     "nn": {"flow", "protocol"},
-    "engine": {"nn", "flow", "control", "protocol"},
-    "pipeline": {"nn", "engine", "flow", "control", "protocol", "monitor"},
+    "engine": {"nn", "flow", "control", "node", "protocol"},
+    "pipeline": {"nn", "engine", "flow", "control", "node", "protocol", "monitor"},
     "monitor": {"protocol"},
-    "sim": {"scheduler", "protocol"},
+    "sim": {"control", "scheduler", "protocol"},
     "integrations": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
     "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
-    "cli": {"pipeline", "control", "monitor", "sim", "scheduler", "protocol"},
+    "cli": {"pipeline", "control", "node", "monitor", "sim", "scheduler", "protocol"},
 }
 
 PURE_FORBIDS = {

@@ -17,6 +17,14 @@ class StaleEpochError(RlixError):
     """Somebody tried to use a device under a lease that has been revoked since."""
 
 
+class DeviceBusyError(RlixError):
+    """A device's lock is held by somebody else; the message names the processes, their job and since when."""
+
+
+class DeadlockError(RlixError):
+    """Parts of one job hold what others of its parts wait for, in a circle; the message names every link."""
+
+
 class WaitTimeoutError(RlixError, TimeoutError):
     """A bounded wait expired; the message says what was awaited, for how long, and on whom."""
 

@@ -14,26 +14,46 @@ class DeviceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU, or a virtual one. `id` is global and dense (0..N-1); `index` is its number on its node."""
+    """One GPU, or a virtual one. `id` is global and never used again; `index` is its number on its node.
+
+    `key` names the device itself, whoever numbers it: the GPU's UUID, or a virtual GPU's name. It is what a process
+    makes visible to itself and what the device lock's file is called.
+    """
 
     id: int
     node_id: str
     node_ip: str
     index: int
     kind: DeviceKind
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process, for ever: a pid is used again, a pid with its start time is not.
+
+    `started` is what the kernel calls start time: clock ticks since boot. `name` is for people.
+    """
+
+    node_id: str
+    pid: int
+    started: int
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """A named worker set of a pipeline and the devices it may use, in rank order.
 
-    `alternatives`: further sets of as many devices, on any of which the cluster's gang can run just as well.
+    An `elastic` one runs rollouts: it reports demand, and its bundles come and go. Any other asks for gangs.
+    `alternatives`: further sets of devices, on any of which the cluster's gang can run just as well.
     """
 
     name: str
     tensor_parallel_size: int
     devices: tuple[int, ...]
     alternatives: tuple[tuple[int, ...], ...] = ()
+    elastic: bool = False
 
     @property
     def bundles(self) -> tuple[tuple[int, ...], ...]:
