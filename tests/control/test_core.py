@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,10 @@ from rlix.control.journal import Journal, JournalError
 from rlix.control.settings import Settings
 from rlix.control.usage import Usage
 from rlix.protocol.errors import RlixError
-from rlix.protocol.events import DemandReported, DevicesDiscovered, LeaseReleased, PipelineRegistered
+from rlix.protocol.events import DemandReported, DevicesDiscovered, Event, LeaseReleased, PipelineRegistered
 from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Registration, ReleaseReason
 from rlix.protocol.types import Phase
-from rlix.scheduler.plan import Plan
-from rlix.scheduler.planner import plan
+from rlix.scheduler.commit import decide
 from rlix.scheduler.policies import Policy
 from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
@@ -87,11 +87,11 @@ def test_gpu_seconds_count_from_grant_to_release() -> None:
 def test_the_planner_sees_what_each_job_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Snapshot] = []
 
-    def spy(snapshot: Snapshot, policy: Policy) -> Plan:
+    def spy(snapshot: Snapshot, state: State, policy: Policy) -> tuple[Event, ...]:
         seen.append(snapshot)
-        return plan(snapshot, policy)
+        return decide(snapshot, state, policy)
 
-    monkeypatch.setattr(core_module, "plan", spy)
+    monkeypatch.setattr(core_module, "decide", spy)
 
     async def scenario(core: Core) -> None:
         core.record(LeaseReleased(await gang(core, "ft_1"), ReleaseReason.RELEASED))
@@ -101,10 +101,10 @@ def test_the_planner_sees_what_each_job_has_used(tmp_path: Path, monkeypatch: py
             await asyncio.sleep(0)
 
     with_core(tmp_path, scenario)
-    first, second = (rollout.demand for rollout in seen[-1].rollouts)
+    first, second = seen[-1].rollouts
     assert first.used_gpu_s > 0
     assert first.age_s > second.age_s > 0
-    assert (second.trajectories, second.work_s) == (9, 1.0)
+    assert (second.demand.trajectories, second.demand.work_s) == (9, 1.0)
 
 
 def test_a_gang_is_expected_for_a_moment_after_a_phase_of_a_job_has_ended(tmp_path: Path) -> None:
@@ -129,6 +129,12 @@ def test_a_gang_is_expected_for_a_moment_after_a_phase_of_a_job_has_ended(tmp_pa
     with_core(tmp_path, scenario)
 
 
+def without_waits(state: State) -> Snapshot:
+    """What a state knows apart from when it came to know it."""
+    snapshot = state.snapshot(0.0)
+    return replace(snapshot, rollouts=tuple(replace(rollout, waited_s=0.0) for rollout in snapshot.rollouts))
+
+
 def test_the_state_is_a_fold_over_the_journal(tmp_path: Path) -> None:
     async def scenario(core: Core) -> None:
         core.record(DemandReported("ft_1", "actor_infer", Demand(9, 900)))
@@ -143,8 +149,8 @@ def test_the_state_is_a_fold_over_the_journal(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db") as journal:
         again = State()
         for event in journal.replay():
-            again.apply(event)
-    assert again.snapshot() == state.snapshot()
+            again.apply(event, 0.0)
+    assert without_waits(again) == without_waits(state)
     assert len(again.leases) >= 1
     assert len(again.requests) == 1
     assert again.registrations == state.registrations
@@ -156,10 +162,10 @@ def test_a_bug_in_the_planner_costs_one_turn(
 ) -> None:
     async def scenario(core: Core) -> None:
         def broken(*_: object) -> None:
-            monkeypatch.setattr(core_module, "plan", plan)
+            monkeypatch.setattr(core_module, "decide", decide)
             raise IndexError("a bug")
 
-        monkeypatch.setattr(core_module, "plan", broken)
+        monkeypatch.setattr(core_module, "decide", broken)
         first = core.request("ft_1", TRAIN, Phase.ACTOR_TRAINING, None)
         for _ in range(5):
             await asyncio.sleep(0)
@@ -189,10 +195,10 @@ def test_a_journal_that_cannot_be_written_stops_no_job(
 
 def test_an_event_that_contradicts_the_state_changes_nothing(tmp_path: Path) -> None:
     async def scenario(core: Core) -> None:
-        before = len(core.journal), core.state.snapshot()
+        before = len(core.journal), core.state.snapshot(0.0)
         with pytest.raises(RlixError, match="lease 99"):
             core.record(LeaseReleased(99, ReleaseReason.RELEASED))
-        assert (len(core.journal), core.state.snapshot()) == before
+        assert (len(core.journal), core.state.snapshot(0.0)) == before
 
     with_core(tmp_path, scenario)
 

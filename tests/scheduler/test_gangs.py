@@ -30,8 +30,8 @@ def test_a_gang_preempts_rollouts_only_where_it_needs_devices() -> None:
     assert changes.expands == ()
     gang = max(world.state.leases)
     assert world.state.leases[gang].state is LeaseState.PENDING
-    assert world.state.apply(LeaseReleased(epochs[(1,)], ReleaseReason.SHRUNK)) == ()
-    assert world.state.apply(LeaseReleased(epochs[(2,)], ReleaseReason.KILLED)) == (world.state.leases[gang].lease,)
+    assert world.apply(LeaseReleased(epochs[(1,)], ReleaseReason.SHRUNK)) == ()
+    assert world.apply(LeaseReleased(epochs[(2,)], ReleaseReason.KILLED)) == (world.state.leases[gang].lease,)
 
 
 def test_no_rollout_stops_for_a_gang_that_does_not_fit_yet() -> None:
@@ -127,7 +127,7 @@ def test_a_gang_on_a_device_that_left_the_pool_blocks_nobody() -> None:
     world.register("b", [0], train=[1])
     world.request("a")
     second = world.request("b")
-    world.state.apply(DevicesDiscovered(devices(2)))
+    world.apply(DevicesDiscovered(devices(2)))
     assert world.cycle().grants == (GangGrant(second, (1,)),)
 
 
@@ -169,10 +169,10 @@ def test_a_gang_waits_for_the_devices_where_it_last_was() -> None:
     assert {s.lease.pipeline_id: s.lease.devices for s in world.leases(LeaseState.ACTIVE)} == {"a": (0, 1), "c": (2, 3)}
     world.release_gangs()
     world.request("c")
-    (request,) = [r for r in world.state.snapshot().requests if r.pipeline_id == "c"]
+    (request,) = [r for r in world.snapshot().requests if r.pipeline_id == "c"]
     assert request.choices == ((2, 3), (0, 1))
     world.demand("c", 1)
-    (rollout,) = world.state.snapshot().rollouts
+    (rollout,) = world.snapshot().rollouts
     assert rollout.gang_devices == (2, 3), "the policy expects it there, too"
 
 
@@ -180,7 +180,7 @@ def test_the_first_choice_is_the_first_that_the_pool_still_has() -> None:
     world = World(4)
     world.register("a", [0], train=[2, 3], alternatives=[[0, 1]])
     world.register("b", [0], train=[1], alternatives=[[0]])
-    world.state.apply(DevicesDiscovered(devices(2)))
+    world.apply(DevicesDiscovered(devices(2)))
     request = world.request("a")
     waits = world.request("b")
     assert world.cycle().grants == (GangGrant(request, (0, 1)),)

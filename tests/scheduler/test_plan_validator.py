@@ -45,7 +45,7 @@ def scene() -> tuple[Snapshot, Plan]:
     world.request("f", Phase.VALUE_COMPUTE)
     world.request("g", Phase.OLD_LOG_PROBS)
     world.demand("g", 1)
-    snapshot = world.state.snapshot()
+    snapshot = world.snapshot()
     return snapshot, plan(snapshot)
 
 
@@ -132,7 +132,7 @@ def test_any_dropped_or_doubled_change_is_rejected(seed: int) -> None:
         world.demand(f"p{job}", rng.choice([0, 0, 1, 40]))
         if rng.random() < 0.6:
             world.request(f"p{job}", rng.choice(list(Phase)[:-1]))
-    snapshot = world.state.snapshot()
+    snapshot = world.snapshot()
     good = plan(snapshot)
     check(snapshot, good)
     for shrink in good.shrinks:

@@ -73,7 +73,7 @@ def assert_strict_priority(before: Snapshot, granted: dict[int, tuple[int, ...]]
 class Pool(RuleBasedStateMachine):
     @initialize(count=st.integers(2, 10))
     def start(self, count: int) -> None:
-        self.world = World(count, Proportional(patience=2))
+        self.world = World(count, Proportional(patience_s=2.0))
         self.names = 0
         self.rng = random.Random(count)
 
@@ -112,7 +112,7 @@ class Pool(RuleBasedStateMachine):
     @rule(pick=PICK)
     def cancel(self, pick: int) -> None:
         ids = sorted(self.world.state.requests)
-        self.world.state.apply(GangCancelled(ids[pick % len(ids)]))
+        self.world.apply(GangCancelled(ids[pick % len(ids)]))
 
     def has_gangs(self) -> bool:
         return any(s.lease.phase is not Phase.ROLLOUT for s in self.world.leases(LeaseState.ACTIVE))
@@ -132,7 +132,7 @@ class Pool(RuleBasedStateMachine):
 
     def released(self, event: LeaseReleased) -> None:
         waiting = {status.lease.epoch for status in self.world.leases(LeaseState.PENDING)}
-        activated = [lease.epoch for lease in self.world.state.apply(event)]
+        activated = [lease.epoch for lease in self.world.apply(event)]
         assert activated == sorted(activated) and set(activated) <= waiting
         assert set(activated) == waiting - {status.lease.epoch for status in self.world.leases(LeaseState.PENDING)}
 
@@ -140,17 +140,21 @@ class Pool(RuleBasedStateMachine):
     @rule(pick=PICK)
     def depart(self, pick: int) -> None:
         name = self.some_pipeline(pick)
-        self.world.state.apply(PipelineUnregistered(name, "left"))
+        self.world.apply(PipelineUnregistered(name, "left"))
         assert name not in {s.lease.pipeline_id for s in self.world.state.leases.values()}
         assert name not in {r.pipeline_id for r in self.world.state.requests.values()}
 
     @rule(count=st.integers(2, 12))
     def resize(self, count: int) -> None:
-        self.world.state.apply(DevicesDiscovered(devices(count)))
+        self.world.apply(DevicesDiscovered(devices(count)))
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.now += seconds
 
     @rule()
     def plan_a_cycle(self) -> None:
-        before = self.world.state.snapshot()
+        before = self.world.snapshot()
         changes = self.world.cycle()
         assert changes == plan(shuffled(before, self.rng), self.world.policy), "the plan depends on order or identity"
         assert_rules_kept(before, changes)
@@ -192,14 +196,14 @@ class Pool(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         held = self.world.held()
-        for rollout in self.world.state.snapshot().rollouts:
+        for rollout in self.world.snapshot().rollouts:
             if rollout.pipeline_id in held or not rollout.demand.trajectories:
-                assert rollout.waited == 0
+                assert rollout.waited_s == 0
 
 
 def assert_nobody_needlessly_at_zero(world: World) -> None:
     """A rollout with demand and no bundle has no bundle that is free, or that others could spare."""
-    snapshot = world.state.snapshot()
+    snapshot = world.snapshot()
     pool = {device.id for device in snapshot.devices}
     on = {device: status for status in snapshot.leases for device in status.lease.devices}
     alive = [s for s in snapshot.leases if not pool.isdisjoint(s.lease.devices)]  # its job has not lost it all
@@ -231,7 +235,7 @@ def test_long_life_of_a_busy_pool(seed: int, count: int) -> None:
     pool = Pool()
     pool.start(count)
     events = {"register": 2, "report": 8, "request": 4, "finish_gang": 4, "acknowledge": 10, "cancel": 1}
-    events |= {"depart": 0.3, "resize": 0.3, "settle": 1, "plan_a_cycle": 6}
+    events |= {"pass_time": 4, "depart": 0.3, "resize": 0.3, "settle": 1, "plan_a_cycle": 6}
     for _ in range(150):
         state, pick = pool.world.state, rng.randrange(10_000)
         (event,) = rng.choices(list(events), list(events.values()))
@@ -239,6 +243,8 @@ def test_long_life_of_a_busy_pool(seed: int, count: int) -> None:
             getattr(pool, event)()
         elif event == "register" and len(state.registrations) < 6:
             pool.register(pick, rng.choice([1, 1, 2, 3]))
+        elif event == "pass_time":
+            pool.pass_time(rng.random())
         elif event == "resize":
             pool.resize(rng.randint(2, 12))
         elif event == "acknowledge" and pool.world.leases(LeaseState.DRAINING):
@@ -260,23 +266,24 @@ def test_long_life_of_a_busy_pool(seed: int, count: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 100_000), count=st.integers(1, 6), jobs=st.integers(2, 8))
 def test_everybody_with_demand_gets_a_turn_within_bounded_time(seed: int, count: int, jobs: int) -> None:
-    """Rollouts that never finish and hold everything: each waiting one runs after at most patience x jobs rounds."""
+    """Rollouts that never finish and hold everything: each waiting one runs after at most patience x jobs."""
     rng = random.Random(seed)
-    world = World(count, Proportional(patience=2))
+    world = World(count, Proportional(patience_s=2.0))
     for job in range(jobs):
         size = rng.choice([size for size in (1, 2, 3) if size <= count])
         width = rng.randint(1, count // size) * size
         world.register(f"p{job}", rng.sample(range(count), width), size=size)
     first_turn: dict[str, int] = {}
-    rounds = 2 * (jobs + 1) * jobs
-    for at in range(rounds):
+    seconds = 2 * (jobs + 1) * jobs
+    for at in range(seconds):
+        world.now = float(at)
         for job in range(jobs):
             world.demand(f"p{job}", rng.randint(1, 100))
         world.acknowledge()
         world.cycle()
         for name in world.held():
             first_turn.setdefault(name, at)
-    assert len(first_turn) == jobs, f"never ran in {rounds} rounds: {set(world.state.registrations) - set(first_turn)}"
+    assert len(first_turn) == jobs, f"never ran in {seconds} s: {set(world.state.registrations) - set(first_turn)}"
 
 
 def test_brute_force_rules_notice_a_broken_plan() -> None:
@@ -285,6 +292,6 @@ def test_brute_force_rules_notice_a_broken_plan() -> None:
     world.register("a", [0, 1])
     world.demand("a", 5)
     world.cycle()
-    snapshot = world.state.snapshot()
+    snapshot = world.snapshot()
     with pytest.raises(AssertionError, match="for nothing"):
         assert_rules_kept(snapshot, Plan(shrinks=(Shrink(snapshot.leases[0].lease.epoch),)))

@@ -78,25 +78,25 @@ def registered(*clusters: Cluster) -> PipelineRegistered:
 )
 def test_a_contradiction_is_refused_and_changes_nothing(event: Event, message: str) -> None:
     world = busy_world()
-    before = world.state.snapshot()
+    before = world.snapshot()
     with pytest.raises((StateError, PipelineGoneError), match=message):
-        world.state.apply(event)
-    assert world.state.snapshot() == before
+        world.apply(event)
+    assert world.snapshot() == before
     assert (world.state.next_epoch, world.state.next_request_id) == (3, 3)
 
 
 def test_a_pending_lease_becomes_active_with_its_last_device() -> None:
     world = busy_world()
-    world.state.apply(GangCancelled(2))
-    world.state.apply(LeaseReleased(2, ReleaseReason.RELEASED))
-    world.state.apply(ShrinkStarted(1))
+    world.apply(GangCancelled(2))
+    world.apply(LeaseReleased(2, ReleaseReason.RELEASED))
+    world.apply(ShrinkStarted(1))
     world.register("b", [0], train=[1, 2])
     world.request("b")
-    assert world.state.apply(LeaseGranted(Lease(3, "b", TRAIN, Phase.ACTOR_TRAINING, (1, 2)), 3)) == ()
+    assert world.apply(LeaseGranted(Lease(3, "b", TRAIN, Phase.ACTOR_TRAINING, (1, 2)), 3)) == ()
     assert world.state.leases[3].state is LeaseState.PENDING
     with pytest.raises(StateError, match="promised to lease 3"):
-        world.state.apply(rollout_lease(4, (2, 3), 1))
-    (active,) = world.state.apply(LeaseReleased(1, ReleaseReason.SHRUNK))
+        world.apply(rollout_lease(4, (2, 3), 1))
+    (active,) = world.apply(LeaseReleased(1, ReleaseReason.SHRUNK))
     assert active.epoch == 3 and world.state.leases[3].state is LeaseState.ACTIVE
 
 
@@ -108,25 +108,25 @@ def test_unregistering_frees_everything_and_activates_who_waited() -> None:
     world.cycle()
     request = world.request("b")
     world.cycle()
-    (active,) = world.state.apply(PipelineUnregistered("a", "finished"))
+    (active,) = world.apply(PipelineUnregistered("a", "finished"))
     assert active.pipeline_id == "b" and request not in world.state.requests
     assert world.state.leases_of("a") == () and ("a", INFER) not in world.state.demands
-    world.state.apply(PipelineUnregistered("b", "finished"))
-    snapshot = world.state.snapshot()
+    world.apply(PipelineUnregistered("b", "finished"))
+    snapshot = world.snapshot()
     assert snapshot.leases == snapshot.rollouts == snapshot.requests == ()
 
 
 def test_only_admitted_pipelines_are_planned_for() -> None:
     state = State()
-    state.apply(DevicesDiscovered(devices(2)))
-    state.apply(PipelineRegistered(Registration("a", "ns", (Cluster(INFER, 1, (0, 1)),))))
-    state.apply(DemandReported("a", INFER, Demand(5)))
-    state.apply(GangRequested(1, "a", INFER, Phase.INITIALIZATION))
-    assert state.snapshot().rollouts == state.snapshot().requests == ()
+    state.apply(DevicesDiscovered(devices(2)), 0.0)
+    state.apply(PipelineRegistered(Registration("a", "ns", (Cluster(INFER, 1, (0, 1)),))), 0.0)
+    state.apply(DemandReported("a", INFER, Demand(5)), 0.0)
+    state.apply(GangRequested(1, "a", INFER, Phase.INITIALIZATION), 0.0)
+    assert state.snapshot(0.0).rollouts == state.snapshot(0.0).requests == ()
     with pytest.raises(StateError, match="not admitted"):
-        state.apply(rollout_lease(1, (0,), 0))
-    state.apply(PipelineAdmitted("a"))
-    assert len(state.snapshot().rollouts) == len(state.snapshot().requests) == 1
+        state.apply(rollout_lease(1, (0,), 0), 0.0)
+    state.apply(PipelineAdmitted("a"), 0.0)
+    assert len(state.snapshot(0.0).rollouts) == len(state.snapshot(0.0).requests) == 1
 
 
 def test_equal_placements_share_one_tuple() -> None:
@@ -134,24 +134,27 @@ def test_equal_placements_share_one_tuple() -> None:
     for name in ("a", "b"):
         world.register(name, [0, 1, 2, 3], size=2)
         world.demand(name, 1)
-    one, two = world.state.snapshot().rollouts
+    one, two = world.snapshot().rollouts
     assert one.bundles is two.bundles
 
 
-def test_waiting_counts_the_reports_of_the_pool() -> None:
+def test_waiting_is_counted_in_seconds_whatever_is_reported() -> None:
     world = World(1)
     for name in ("a", "b"):
         world.register(name, [0])
     world.demand("a", 3)
     world.cycle()
+    world.now = 10.0
     world.demand("b", 3)
-    world.demand("a", 2)
-    world.demand("b", 3)
-    assert {r.pipeline_id: r.waited for r in world.state.snapshot().rollouts} == {"a": 0, "b": 2}
+    world.now = 12.5
+    for trajectories in (2, 1, 2):
+        world.demand("a", trajectories)
+        world.demand("b", trajectories)
+    assert {r.pipeline_id: r.waited_s for r in world.snapshot().rollouts} == {"a": 0.0, "b": 2.5}
     world.demand("b", 0)
-    assert all(r.waited == 0 for r in world.state.snapshot().rollouts)
+    assert all(r.waited_s == 0.0 for r in world.snapshot().rollouts)
 
 
 def test_something_else_than_an_event_is_refused() -> None:
     with pytest.raises(TypeError, match="not an event"):
-        State().apply("hello")  # type: ignore[arg-type]
+        State().apply("hello", 0.0)  # type: ignore[arg-type]

@@ -7,13 +7,12 @@ from typing import TypeVar
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    Event,
     GangRequested,
-    LeaseGranted,
     LeaseReleased,
     PipelineAdmitted,
     PipelineAllocated,
     PipelineRegistered,
-    ShrinkStarted,
 )
 from rlix.protocol.messages import (
     Cluster,
@@ -27,13 +26,13 @@ from rlix.protocol.messages import (
     ReleaseReason,
 )
 from rlix.protocol.types import Phase
+from rlix.scheduler.commit import decide
 from rlix.scheduler.plan import Plan
 from rlix.scheduler.planner import plan
 from rlix.scheduler.policies.base import Policy
 from rlix.scheduler.policies.proportional import proportional
 from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
-from rlix.scheduler.validate import check
 
 INFER = "actor_infer"
 TRAIN = "actor_train"
@@ -44,12 +43,22 @@ def devices(count: int, first: int = 0) -> tuple[Device, ...]:
 
 
 class World:
-    """A State whose plans are validated and applied; shrinks stay unacknowledged until `acknowledge` is called."""
+    """A State whose plans are validated and applied; shrinks stay unacknowledged until `acknowledge` is called.
+
+    Time passes when a test adds to `now`.
+    """
 
     def __init__(self, count: int, policy: Policy = proportional) -> None:
         self.state = State()
         self.policy = policy
-        self.state.apply(DevicesDiscovered(devices(count)))
+        self.now = 0.0
+        self.apply(DevicesDiscovered(devices(count)))
+
+    def apply(self, event: Event) -> tuple[Lease, ...]:
+        return self.state.apply(event, self.now)
+
+    def snapshot(self) -> Snapshot:
+        return self.state.snapshot(self.now)
 
     def register(
         self,
@@ -62,43 +71,28 @@ class World:
         clusters = [Cluster(INFER, size, tuple(infer))]
         if train:
             clusters.append(Cluster(TRAIN, 1, tuple(train), tuple(map(tuple, alternatives))))
-        self.state.apply(PipelineAllocated(name, "ft"))
-        self.state.apply(PipelineRegistered(Registration(name, f"pipeline_{name}_NS", tuple(clusters))))
-        self.state.apply(PipelineAdmitted(name))
+        self.apply(PipelineAllocated(name, "ft"))
+        self.apply(PipelineRegistered(Registration(name, f"pipeline_{name}_NS", tuple(clusters))))
+        self.apply(PipelineAdmitted(name))
 
     def demand(self, name: str, trajectories: int) -> None:
-        self.state.apply(DemandReported(name, INFER, Demand(trajectories)))
+        self.apply(DemandReported(name, INFER, Demand(trajectories)))
 
     def request(self, name: str, phase: Phase = Phase.ACTOR_TRAINING, cluster: str = TRAIN) -> int:
         request_id = self.state.next_request_id
-        self.state.apply(GangRequested(request_id, name, cluster, phase))
+        self.apply(GangRequested(request_id, name, cluster, phase))
         return request_id
 
     def cycle(self) -> Plan:
         """Plan, validate and apply one cycle."""
-        snapshot = self.state.snapshot()
-        changes = plan(snapshot, self.policy)
-        check(snapshot, changes)
-        self.apply(snapshot, changes)
-        return changes
-
-    def apply(self, snapshot: Snapshot, changes: Plan) -> None:
-        requests = {r.id: r for r in snapshot.requests}
-        bundles = {(r.pipeline_id, r.cluster): r.bundles for r in snapshot.rollouts}
-        for shrink in changes.shrinks:
-            self.state.apply(ShrinkStarted(shrink.epoch))
-        for grant in changes.grants:
-            r = requests[grant.request_id]
-            lease = Lease(self.state.next_epoch, r.pipeline_id, r.cluster, r.phase, grant.devices)
-            self.state.apply(LeaseGranted(lease, r.id))
-        for e in changes.expands:
-            held = bundles[(e.pipeline_id, e.cluster)][e.bundle]
-            lease = Lease(self.state.next_epoch, e.pipeline_id, e.cluster, Phase.ROLLOUT, held, e.bundle)
-            self.state.apply(LeaseGranted(lease))
+        snapshot = self.snapshot()
+        for event in decide(snapshot, self.state, self.policy):
+            self.apply(event)
+        return plan(snapshot, self.policy)
 
     def acknowledge(self, reason: ReleaseReason = ReleaseReason.SHRUNK) -> None:
         for status in self.leases(LeaseState.DRAINING):
-            self.state.apply(LeaseReleased(status.lease.epoch, reason))
+            self.apply(LeaseReleased(status.lease.epoch, reason))
 
     def settle(self, limit: int = 12) -> None:
         """Cycle and acknowledge until nothing changes; fails when that takes more than `limit` cycles."""
@@ -111,7 +105,7 @@ class World:
     def release_gangs(self) -> None:
         for status in self.leases(LeaseState.ACTIVE):
             if status.lease.phase is not Phase.ROLLOUT:
-                self.state.apply(LeaseReleased(status.lease.epoch, ReleaseReason.RELEASED))
+                self.apply(LeaseReleased(status.lease.epoch, ReleaseReason.RELEASED))
 
     def leases(self, state: LeaseState) -> list[LeaseStatus]:
         return [status for status in self.state.leases.values() if status.state is state]
@@ -138,7 +132,7 @@ def shuffled(snapshot: Snapshot, rng: random.Random) -> Snapshot:
         return tuple(rng.sample(items, len(items)))
 
     rollouts = tuple(
-        type(r)(r.pipeline_id, r.cluster, tuple(tuple(b) for b in list(r.bundles)), r.demand, r.waited)
+        type(r)(r.pipeline_id, r.cluster, tuple(tuple(b) for b in list(r.bundles)), r.demand, r.waited_s)
         for r in snapshot.rollouts
     )
     return Snapshot(mixed(snapshot.devices), mixed(snapshot.requests), mixed(rollouts), mixed(snapshot.leases))

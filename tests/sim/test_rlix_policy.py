@@ -81,11 +81,11 @@ def test_warm_bundles_without_demand_are_kept_until_somebody_has_a_use_for_them(
 
 
 def test_among_equals_the_poorest_then_the_shortest_goes_first() -> None:
-    rich, poor = demand(100, used_gpu_s=1000, age_s=100), demand(100, used_gpu_s=10, age_s=100)
-    assert widths(decide(1, [rollout("a", 1, rich), rollout("b", 1, poor)])) == {"b": 1}
-    long, short = (demand(100, used_gpu_s=1000, age_s=100, left_gpu_s=left) for left in (9000.0, 50.0))
-    gangs = {"gang_devices": (0,)}
-    assert widths(decide(1, [rollout("a", 1, long, **gangs), rollout("b", 1, short, **gangs)])) == {"b": 1}
+    rich, poor = (rollout(n, 1, demand(100), used_gpu_s=used, age_s=100.0) for n, used in (("a", 1e3), ("b", 10.0)))
+    assert widths(decide(1, [rich, poor])) == {"b": 1}
+    served = {"gang_devices": (0,), "used_gpu_s": 1000.0, "age_s": 100.0}
+    long, short = (rollout(n, 1, demand(100, left_gpu_s=left), **served) for n, left in (("a", 9e3), ("b", 50.0)))
+    assert widths(decide(1, [long, short])) == {"b": 1}
 
 
 def test_a_rollout_sits_where_its_own_gang_will_come() -> None:
@@ -107,17 +107,17 @@ def test_nothing_is_loaded_where_a_gang_comes_before_that_pays() -> None:
 
 
 def test_a_first_bundle_waits_for_a_gang_that_comes_only_so_long() -> None:
-    def late(waited: int) -> RolloutState:
-        return RolloutState("b", INFER, ((1,), (2,)), demand(1000, load_s=3.0), waited)
+    def late(waited_s: float) -> RolloutState:
+        return RolloutState("b", INFER, ((1,), (2,)), demand(1000, load_s=3.0), waited_s)
 
     holder = (held(1, "a", 0),)
-    assert not decide(3, [about_to_train(), late(waited=2 * rlix.patience - 1)], holder)
-    assert widths(decide(3, [about_to_train(), late(waited=2 * rlix.patience)], holder)) == {"b": 1}
+    assert not decide(3, [about_to_train(), late(rlix.patience_s - 0.1)], holder)
+    assert widths(decide(3, [about_to_train(), late(rlix.patience_s)], holder)) == {"b": 1}
 
 
 def test_nothing_is_loaded_between_two_gangs_of_a_job() -> None:
     between = rollout("a", 2, Demand(0), gang_devices=(0,), gang_expected=True)
-    starving = rollout("b", 2, demand(1000), waited=10_000)
+    starving = rollout("b", 2, demand(1000), waited_s=10_000.0)
     assert [expand.bundle for expand in decide(2, [between, starving]).expands] == [1]
     silent = rollout("a", 2, Demand(0), gang_devices=(0,))
     assert len(decide(2, [silent, starving]).expands) == 2
@@ -136,8 +136,8 @@ def test_nothing_is_loaded_where_a_gang_waits_only_for_rollouts_to_drain() -> No
 def test_nobody_waits_for_ever() -> None:
     holders = (held(1, "a", 0), held(2, "b", 1))
     rollouts = [rollout("a", 2, demand(100)), rollout("b", 2, demand(100))]
-    assert not decide(2, [*rollouts, rollout("c", 2, demand(100), waited=3 * 119)], holders)
-    assert widths(decide(2, [*rollouts, rollout("c", 2, demand(100), waited=3 * 120)], holders)) == {"c": 1}
+    assert not decide(2, [*rollouts, rollout("c", 2, demand(100), waited_s=rlix.starving_s - 0.1)], holders)
+    assert widths(decide(2, [*rollouts, rollout("c", 2, demand(100), waited_s=rlix.starving_s)], holders)) == {"c": 1}
 
 
 @st.composite
@@ -152,13 +152,12 @@ def pools(draw: st.DrawFn) -> Snapshot:
             work_s=draw(st.floats(0, 500)),
             floor_s=draw(st.floats(0, 100)),
             left_gpu_s=draw(st.floats(0, 1e5)),
-            used_gpu_s=draw(st.floats(0, 1e4)),
-            age_s=draw(st.floats(0, 1e4)),
             load_s=draw(st.sampled_from([0.0, 6.0])),
         )
         gang = tuple(range(4)) if draw(st.booleans()) else tuple(range(4, 8))
-        waited, expected = draw(st.integers(0, 900)), draw(st.sampled_from([False, False, True]))
-        one = rollout(f"p{index}", gpus, wants, width=width, waited=waited, gang_devices=gang, gang_expected=expected)
+        known = {"gang_devices": gang, "gang_expected": draw(st.sampled_from([False, False, True]))}
+        seconds = {name: draw(st.floats(0, 1e4)) for name in ("waited_s", "used_gpu_s", "age_s")}
+        one = rollout(f"p{index}", gpus, wants, width=width, **known, **seconds)
         rollouts.append(one)
         for number, devices in enumerate(one.bundles):
             if draw(st.booleans()) and taken.isdisjoint(devices):

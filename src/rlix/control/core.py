@@ -29,11 +29,9 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
-from rlix.scheduler.plan import Plan
-from rlix.scheduler.planner import plan
+from rlix.scheduler.commit import decide
 from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
-from rlix.scheduler.validate import check
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +78,11 @@ class Core:
         They are in the journal before anybody learns of them.
         """
         active: list[Lease] = []
-        applied = 0
+        applied, now = 0, self._loop.time()
         try:
             for event in events:
                 ended = self._leases_ended_by(event)
-                active.extend(self.state.apply(event))
+                active.extend(self.state.apply(event, now))
                 applied += 1
                 self._note(event, ended)
         finally:
@@ -207,14 +205,13 @@ class Core:
             self._changed.clear()
             start = time.monotonic()
             snapshot = self._snapshot()
-            with uncollected():
-                decided = plan(snapshot, self._policy)
             try:
-                check(snapshot, decided)
+                with uncollected():
+                    events = decide(snapshot, self.state, self._policy)
             except PlanError:
                 logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
             else:
-                self._carry_out(decided)
+                self._carry_out(events)
             self._turn_s = time.monotonic() - start
 
     def _plan_soon(self) -> None:
@@ -225,36 +222,24 @@ class Core:
             self._later = self._loop.call_later(_PAUSE_TURNS * self._turn_s, self._changed.set)
 
     def _snapshot(self) -> Snapshot:
-        """The state as the planner should see it: demands with what each job has used so far; a job that is ending or
+        """The state as the planner should see it: with what each job has used so far; a job that is ending or
         failed a moment ago wants nothing; one that has just ended a phase may ask for a gang any moment."""
         now = self._loop.time()
-        snapshot = self.state.snapshot()
+        snapshot = self.state.snapshot(now)
         rollouts = (self._as_seen(rollout, self.jobs[rollout.pipeline_id], now) for rollout in snapshot.rollouts)
         return replace(snapshot, rollouts=tuple(rollouts))
 
     def _as_seen(self, rollout: RolloutState, job: Job, now: float) -> RolloutState:
         if job.muted(now):
             return replace(rollout, demand=Demand(0))
-        demand = replace(rollout.demand, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now))
-        expected = demand.trajectories == 0 and job.expects_gang(now)
-        return replace(rollout, demand=demand, gang_expected=expected)
+        used_gpu_s, age_s = job.usage.gpu_s(now), job.usage.age_s(now)
+        expected = rollout.demand.trajectories == 0 and job.expects_gang(now)
+        return replace(rollout, used_gpu_s=used_gpu_s, age_s=age_s, gang_expected=expected)
 
-    def _carry_out(self, decided: Plan) -> None:
-        if not decided:
+    def _carry_out(self, events: Sequence[Event]) -> None:
+        if not events:
             return
-        epoch = self.state.next_epoch
-        shrinking = [self.state.leases[shrink.epoch].lease for shrink in decided.shrinks]
-        events: list[Event] = [ShrinkStarted(lease.epoch) for lease in shrinking]
-        for grant in decided.grants:
-            request = self.state.requests[grant.request_id]
-            lease = Lease(epoch, request.pipeline_id, request.cluster, request.phase, grant.devices)
-            events.append(LeaseGranted(lease, grant.request_id))
-            epoch += 1
-        for expand in decided.expands:
-            devices = self.state.registrations[expand.pipeline_id].cluster(expand.cluster).bundles[expand.bundle]
-            lease = Lease(epoch, expand.pipeline_id, expand.cluster, Phase.ROLLOUT, devices, expand.bundle)
-            events.append(LeaseGranted(lease))
-            epoch += 1
+        shrinking = [self.state.leases[event.epoch].lease for event in events if isinstance(event, ShrinkStarted)]
         self.record(*events)
         for pipeline_id, leases in _by_pipeline(shrinking):
             self._spawn(self._shrink(self.jobs[pipeline_id], leases), f"shrink of {pipeline_id}")

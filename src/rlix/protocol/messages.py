@@ -85,12 +85,12 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a rollout still has to do. Zero trajectories: it needs nothing and gives way first.
+    """What a job says a rollout of it still has to do. Zero trajectories: it needs nothing and gives way first.
 
     The rest is what a job has learnt of itself, zero where it has not: how many trajectories one bundle decodes in
     little more time than one (`knee`); that on k bundles this rollout ends in `floor_s + work_s / k` seconds; the
-    GPU-seconds it expects to use until its last step; those it has used, and the seconds since it was admitted; the
-    seconds from the grant of a bundle until it decodes.
+    GPU-seconds it expects to use until its last step (`left_gpu_s`); the seconds from the grant of a bundle until it
+    decodes (`load_s`).
     """
 
     trajectories: int
@@ -99,8 +99,6 @@ class Demand:
     work_s: float = 0.0
     floor_s: float = 0.0
     left_gpu_s: float = 0.0
-    used_gpu_s: float = 0.0
-    age_s: float = 0.0
     load_s: float = 0.0
 
 

@@ -41,8 +41,9 @@ class RolloutState:
     """A rollout cluster: where its replicas may sit and what it still has to do.
 
     `bundles[k]` are the device ids of replica k; bundles of one rollout are disjoint and equally large.
-    `waited` is 0 while the rollout holds a bundle or needs none; otherwise it counts the demand reports of the whole
-    pool since then. Reports are heartbeats, so this is the planner's measure of time: it has no clock.
+    `waited_s` is 0 while the rollout holds a bundle or needs none; otherwise the seconds since it has demand and none.
+    `used_gpu_s` are the GPU-seconds its pipeline has had under leases, `age_s` the seconds since it was admitted: what
+    the control plane measures, while `demand` is what the job says.
     `gang_devices` are those the pipeline's other clusters will ask for once the rollout is over; `gang_expected`: any
     moment now, because the rollout or another gang of the pipeline has just ended.
     """
@@ -51,7 +52,9 @@ class RolloutState:
     cluster: str
     bundles: tuple[tuple[int, ...], ...]
     demand: Demand
-    waited: int = 0
+    waited_s: float = 0.0
+    used_gpu_s: float = 0.0
+    age_s: float = 0.0
     gang_devices: tuple[int, ...] = ()
     gang_expected: bool = False
 

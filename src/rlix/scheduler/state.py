@@ -39,7 +39,7 @@ class _Rollout:
     demand: Demand
     leases: set[int]
     gang_devices: tuple[int, ...]
-    waits_since: int | None = None  # the pool's count of demand reports when it was left without a bundle
+    waits_since: float | None = None  # when it was left without a bundle
 
 
 class State:
@@ -63,7 +63,7 @@ class State:
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
         self._last_epoch = 0
         self._last_request = 0
-        self._reports = 0
+        self._now = 0.0  # of the event that is being applied
         self._handle: Callable[[Event], tuple[Lease, ...]] = self._apply  # to bind it costs more than an event
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -110,16 +110,20 @@ class State:
     def leases_of(self, pipeline_id: str) -> tuple[LeaseStatus, ...]:
         return tuple(self._leases[epoch] for epoch in sorted(self._leases_of.get(pipeline_id, ())))
 
-    def snapshot(self) -> Snapshot:
-        """What the planner needs, admitted pipelines only. Costs a pass over rollouts and references to the rest."""
+    def snapshot(self, now: float) -> Snapshot:
+        """What the planner needs, admitted pipelines only. Costs a pass over rollouts and references to the rest.
+
+        `now`: seconds of the clock that the events' times were read from. What pipelines have used, and since when, is
+        not known here; whoever measures it puts it in.
+        """
         rollouts = tuple(
             RolloutState(
                 key[0],
                 key[1],
                 rollout.bundles,
                 rollout.demand,
-                0 if rollout.waits_since is None else self._reports - rollout.waits_since,
-                rollout.gang_devices,
+                0.0 if rollout.waits_since is None else now - rollout.waits_since,
+                gang_devices=rollout.gang_devices,
             )
             for key, rollout in self._rollouts.items()
             if key[0] in self._admitted
@@ -129,11 +133,13 @@ class State:
 
     # -- changing ------------------------------------------------------------------------------------------------
 
-    def apply(self, event: Event) -> tuple[Lease, ...]:
-        """Take the event into account; returns the leases that became active by it, by epoch.
+    def apply(self, event: Event, now: float) -> tuple[Lease, ...]:
+        """Take the event of the moment `now` (seconds of any clock that never goes back) into account.
 
+        Returns the leases that became active by it, by epoch.
         Raises StateError (or PipelineGoneError) and changes nothing when the event contradicts what is known.
         """
+        self._now = now
         return self._handle(event)
 
     @singledispatchmethod
@@ -245,7 +251,6 @@ class State:
             bundles = self._bundles.setdefault(bundles, bundles)
             rollout = _Rollout(bundles, event.demand, set(), self._gang_devices(event.pipeline_id, event.cluster))
             self._rollouts[key] = rollout
-        self._reports += 1
         rollout.demand = event.demand
         self._note_waiting(rollout)
         return ()
@@ -379,7 +384,7 @@ class State:
         if rollout.leases or not rollout.demand.trajectories:
             rollout.waits_since = None
         elif rollout.waits_since is None:
-            rollout.waits_since = self._reports
+            rollout.waits_since = self._now
 
     def _registration(self, pipeline_id: str) -> Registration:
         if pipeline_id not in self._registrations:

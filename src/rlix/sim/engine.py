@@ -1,6 +1,6 @@
-"""The simulation loop: events reach `scheduler.State`, `plan` answers, `check` validates, and time passes.
+"""The simulation loop: events reach `scheduler.State`, `decide` answers, and time passes.
 
-The control plane runs the same three calls on the same event types; only the jobs and the clock are simulated here.
+The control plane runs the same two calls on the same event types; only the jobs and the clock are simulated here.
 All events of one moment are applied before the one planning cycle that answers them.
 """
 
@@ -8,6 +8,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,11 +27,10 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import Lease, LeaseState, ReleaseReason
 from rlix.protocol.types import ClusterName, Phase
-from rlix.scheduler.plan import Plan
-from rlix.scheduler.planner import plan
+from rlix.scheduler.commit import decide
 from rlix.scheduler.policies.base import Policy
+from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
-from rlix.scheduler.validate import check
 from rlix.sim.admission import Admission
 from rlix.sim.jobs import Job, devices_of
 from rlix.sim.ledger import Ledger, Use
@@ -76,7 +76,7 @@ class Simulation:
         self._all_steps = sum(job.steps for job in jobs)
 
     def run(self) -> Trace:
-        self.state.apply(DevicesDiscovered(devices_of(self.workload)))
+        self.state.apply(DevicesDiscovered(devices_of(self.workload)), self.now)
         for job in self._jobs:
             self._at(job.arrives_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
             if job.departs_s < math.inf:
@@ -123,43 +123,41 @@ class Simulation:
         self._resized.clear()
 
     def _cycle(self) -> None:
-        snapshot = self.state.snapshot()
-        start = time.perf_counter()
-        decided = plan(snapshot, self.policy)
-        self.trace.plan_ms.append((time.perf_counter() - start) * 1e3)
+        snapshot = self._snapshot()
         self._cycles += 1
-        if self._cycles % self._check_every == 0:
-            check(snapshot, decided)
-        self._execute(decided)
+        start = time.perf_counter()
+        events = decide(snapshot, self.state, self.policy, check_plan=self._cycles % self._check_every == 0)
+        self.trace.plan_ms.append((time.perf_counter() - start) * 1e3)
+        for event in events:
+            if isinstance(event, ShrinkStarted):
+                self._shrink(event)
+            elif isinstance(event, LeaseGranted):
+                self._grant(event)
 
-    def _execute(self, decided: Plan) -> None:
-        for shrink in decided.shrinks:
-            self._shrink(self.state.leases[shrink.epoch].lease)
-        for grant in decided.grants:
-            request = self.state.requests[grant.request_id]
-            lease = Lease(
-                self.state.next_epoch, request.pipeline_id, request.cluster, request.phase, tuple(grant.devices)
-            )
-            self._grant(lease, grant.request_id)
-        for expand in decided.expands:
-            cluster = self._live[expand.pipeline_id].infer
-            devices = cluster.bundles[expand.bundle]
-            lease = Lease(
-                self.state.next_epoch, expand.pipeline_id, expand.cluster, Phase.ROLLOUT, devices, expand.bundle
-            )
-            self._grant(lease, None)
+    def _snapshot(self) -> Snapshot:
+        """The state as the control plane would see it: with what each job has used so far."""
+        snapshot = self.state.snapshot(self.now)
+        return replace(snapshot, rollouts=tuple(map(self._as_seen, snapshot.rollouts)))
+
+    def _as_seen(self, rollout: RolloutState) -> RolloutState:
+        live = self._live[rollout.pipeline_id]
+        live.use(self.now, 0)
+        return replace(rollout, used_gpu_s=live.used_gpu_s, age_s=self.now - live.admitted_s)
+
+    def _grant(self, event: LeaseGranted) -> None:
+        lease = event.lease
+        if lease.phase is Phase.ROLLOUT:
             self.trace.switches += 1
-
-    def _grant(self, lease: Lease, request_id: int | None) -> None:
-        active = self.state.apply(LeaseGranted(lease, request_id))
+        active = self.state.apply(event, self.now)
         if not active:
             self._promised.update(lease.devices)
             for device in lease.devices:  # those already free wait for the others
                 self.ledger.put((device,), Use.DRAIN)
         self._activate(active)
 
-    def _shrink(self, lease: Lease) -> None:
-        self.state.apply(ShrinkStarted(lease.epoch))
+    def _shrink(self, event: ShrinkStarted) -> None:
+        lease = self.state.leases[event.epoch].lease
+        self.state.apply(event, self.now)
         self._drop_bundle(lease)
         self.ledger.put(lease.devices, Use.DRAIN)
         self._at(self.now + self.workload.switching.shrink_s, lambda: self._release(lease.epoch, ReleaseReason.SHRUNK))
@@ -175,7 +173,7 @@ class Simulation:
 
     def _apply(self, event: Event) -> None:
         self._changed = True
-        self._activate(self.state.apply(event))
+        self._activate(self.state.apply(event, self.now))
 
     def _release(self, epoch: int, reason: ReleaseReason) -> None:
         status = self.state.leases.get(epoch)
@@ -220,9 +218,9 @@ class Simulation:
 
     def _admit(self) -> None:
         for job, registration in self._admission.admit():
-            self.state.apply(PipelineAllocated(job.id, "sim"))
-            self.state.apply(PipelineRegistered(registration))
-            self.state.apply(PipelineAdmitted(job.id))
+            self.state.apply(PipelineAllocated(job.id, "sim"), self.now)
+            self.state.apply(PipelineRegistered(registration), self.now)
+            self.state.apply(PipelineAdmitted(job.id), self.now)
             self._live[job.id] = LiveJob(job, registration, self.now, self.workload.switching.expand_s)
             self._request(self._live[job.id], ClusterName.ACTOR_TRAIN, Phase.INITIALIZATION)
 
@@ -310,7 +308,7 @@ class Simulation:
 
     def _report(self, live: LiveJob) -> None:
         live.touch(self.now)
-        self._apply(DemandReported(live.id, ClusterName.ACTOR_INFER, live.demand(self.now)))
+        self._apply(DemandReported(live.id, ClusterName.ACTOR_INFER, live.demand()))
 
     def _finish(self, live: LiveJob) -> None:
         if self.trace.first is None:

@@ -18,9 +18,10 @@ from rlix.protocol.events import (
     PipelineAllocated,
     PipelineRegistered,
 )
-from rlix.protocol.messages import Lease, ReleaseReason
+from rlix.protocol.messages import ReleaseReason
 from rlix.protocol.types import ClusterName, Phase
-from rlix.scheduler.planner import plan
+from rlix.scheduler.commit import decide
+from rlix.scheduler.policies.proportional import proportional
 from rlix.scheduler.state import State
 from rlix.sim.jobs import Job, devices_of
 from rlix.sim.workload import Workload
@@ -39,11 +40,11 @@ class _Queue:
         self._granted: dict[int, Callable[[int], None]] = {}  # request -> what to do with its lease
         self._seconds: dict[str, float] = {}
         self._state = State()
-        self._state.apply(DevicesDiscovered(devices_of(workload)))
+        self._state.apply(DevicesDiscovered(devices_of(workload)), self._now)
         for job in jobs:
-            self._state.apply(PipelineAllocated(job.id, "sim"))
-            self._state.apply(PipelineRegistered(job.registration))
-            self._state.apply(PipelineAdmitted(job.id))
+            self._state.apply(PipelineAllocated(job.id, "sim"), self._now)
+            self._state.apply(PipelineRegistered(job.registration), self._now)
+            self._state.apply(PipelineAdmitted(job.id), self._now)
             self._at(job.arrives_s, lambda job=job: self._initialize(job))  # type: ignore[misc]
 
     def run(self) -> dict[str, float]:
@@ -58,21 +59,19 @@ class _Queue:
         heapq.heappush(self._events, (when, next(self._order), what))
 
     def _grant(self) -> None:
-        requests = dict(self._state.requests)
-        for grant in plan(self._state.snapshot()).grants:
-            request, epoch = requests[grant.request_id], self._state.next_epoch
-            lease = Lease(epoch, request.pipeline_id, request.cluster, request.phase, grant.devices)
-            self._state.apply(LeaseGranted(lease, request.id))
-            self._granted.pop(request.id)(epoch)
+        for event in decide(self._state.snapshot(self._now), self._state, proportional):
+            if isinstance(event, LeaseGranted) and event.request_id is not None:
+                self._state.apply(event, self._now)
+                self._granted.pop(event.request_id)(event.lease.epoch)
 
     def _gang(self, job: Job, cluster: str, phase: Phase, seconds: float, then: Callable[[], None]) -> None:
         def ended(epoch: int) -> None:
-            self._state.apply(LeaseReleased(epoch, ReleaseReason.RELEASED))
+            self._state.apply(LeaseReleased(epoch, ReleaseReason.RELEASED), self._now)
             then()
 
         request_id = self._state.next_request_id
         self._granted[request_id] = lambda epoch: self._at(self._now + seconds, lambda: ended(epoch))
-        self._state.apply(GangRequested(request_id, job.id, cluster, phase))
+        self._state.apply(GangRequested(request_id, job.id, cluster, phase), self._now)
 
     def _initialize(self, job: Job) -> None:
         seconds = job.spec.initialization_s

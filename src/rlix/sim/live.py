@@ -120,14 +120,12 @@ class LiveJob:
         self.step = self.job.step(self.number)
         return True
 
-    def demand(self, now: float) -> Demand:
+    def demand(self) -> Demand:
         """What a job can honestly report: its lengths are guessed from the step before, not known in advance."""
-        self.use(now, 0)
-        age_s = now - self.admitted_s
         step_gpu_s = self.step.gang_gpu_s + float(self._expected.tight_gpu_s[-1])
         left_gpu_s = (self.job.steps - self.number) * step_gpu_s
         if self.rollout is None:
-            return Demand(0, left_gpu_s=left_gpu_s, used_gpu_s=self.used_gpu_s, age_s=age_s)
+            return Demand(0, left_gpu_s=left_gpu_s)
         alive, depth, curve = self.rollout.alive, self.rollout.depth, self._expected
         like = curve.alive(depth)
         pace_s = curve.alone_s
@@ -145,7 +143,5 @@ class LiveJob:
             work_s=work_s,
             floor_s=floor_s,
             left_gpu_s=left_gpu_s,
-            used_gpu_s=self.used_gpu_s,
-            age_s=age_s,
             load_s=self.load_s,
         )

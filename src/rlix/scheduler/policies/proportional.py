@@ -9,8 +9,7 @@ within reach. Restricted as it is, this is progressive filling: a rollout that f
 - No seat beyond the number of trajectories: such a seat is worth nothing and is the first to be given up. That makes
   all seats of a rollout without demand worth nothing: it keeps them until somebody can use them.
 - Held seats stay. One is taken only for a seat worth more than `1 + margin` times as much: equal rollouts never swap.
-- When there are more rollouts than bundles, one that waited `patience` rounds takes the bundle held longest. A round is
-  as many demand reports as there are rollouts with demand.
+- When there are more rollouts than bundles, one that waited `patience_s` takes the bundle held longest.
 """
 
 import heapq
@@ -27,7 +26,7 @@ from rlix.scheduler.snapshot import RolloutState, bundle_at
 @dataclass(frozen=True, slots=True)
 class Proportional:
     margin: float = 0.25
-    patience: int = 30
+    patience_s: float = 150.0
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
         return _Division(pool, self).run()
@@ -128,13 +127,13 @@ class _Division:
             return 0.0
         return math.inf if number == 1 else self.per_device[i] / number
 
-    def _bid(self, i: int) -> tuple[float, int, int] | None:
+    def _bid(self, i: int) -> tuple[float, float, int] | None:
         """The place of rollout i in the queue for one more seat; None when it can use none."""
         number = self.count[i] + 1
         if number > len(self.rollouts[i].bundles):
             return None
         worth = self._worth(i, number)
-        return (-worth, -self.rollouts[i].waited, i) if worth > 0 else None
+        return (-worth, -self.rollouts[i].waited_s, i) if worth > 0 else None
 
     def _serve(self, i: int) -> list[int] | None:
         """Award rollout i one seat. Returns the rollouts that lost one for it; None when there is no seat for i."""
@@ -318,8 +317,7 @@ class _Division:
 
     def _bundle_after_patience(self, i: int) -> int | None:
         """For a rollout that waited too long: the bundle whose holders have held theirs longest."""
-        with_demand = sum(1 for r in self.rollouts if r.demand.trajectories > 0)
-        if self.rollouts[i].waited < self.policy.patience * with_demand:
+        if self.rollouts[i].waited_s < self.policy.patience_s:
             return None
         best: tuple[int, int] | None = None
         for bundle, devices in enumerate(self.rollouts[i].bundles):

@@ -15,12 +15,12 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
 3. A held bundle moves only if what that adds, over the time it may last, is more than the GPU-seconds a switch costs.
    Without demand a bundle is worth nothing to its rollout, which keeps it warm until anybody has a use for it. A tail's
    last bundles are worth little, so tails are narrowed first.
-4. Nobody with demand stays without a bundle for long: after `patience` rounds it may take somebody's second one, after
-   `starving` rounds anyone's. A round is as many demand reports as there are rollouts with demand.
+4. Nobody with demand stays without a bundle for long: after `patience_s` it may take somebody's second one, after
+   `starving_s` anyone's.
 5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout.
 6. No bundle is loaded where a gang will take it back before it has decoded `payback` times as long as it took to load:
    where a rollout whose job trains there is about to end, where a job is between two gangs, where a gang waits for
-   nothing but rollouts to drain. A first bundle waits at most `patience` rounds for that reason.
+   nothing but rollouts to drain. A first bundle waits at most `patience_s` for that reason.
 """
 
 import heapq
@@ -52,8 +52,8 @@ class Rlix:
     near_s: float = 60.0
     guard: float = 0.8
     slope: float = 0.35
-    patience: int = 4
-    starving: int = 120
+    patience_s: float = 20.0
+    starving_s: float = 600.0
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
         return _Division(pool, self).run()
@@ -105,8 +105,7 @@ class _Division:
         self.most = [min(r.demand.trajectories, len(r.bundles)) for r in self.rollouts]
         self.spare = any(c > m and s for c, m, s in zip(self.count, self.most, self.seats, strict=True))
         self.batch = [r.demand.trajectories / (r.demand.knee or _SOME_KNEE) for r in self.rollouts]
-        self.demanding = sum(1 for most in self.most if most)
-        self.order = _Queueing(pool, policy, self.demanding).orders()
+        self.order = _Queueing(pool, policy, sum(1 for most in self.most if most)).orders()
         self.shared: dict[int, _Placement] = {}  # by identity of the bundles
         self.placements: list[_Placement | None] = [None] * len(self.rollouts)
         self.due_s = self._gangs_due()
@@ -223,7 +222,7 @@ class _Division:
         if soonest_s <= 0.0:
             return False
         rollout = self.rollouts[i]
-        if self.count[i] == 0 and rollout.waited >= self.policy.patience * self.demanding:
+        if self.count[i] == 0 and rollout.waited_s >= self.policy.patience_s:
             return True
         return soonest_s >= self.policy.payback * rollout.demand.load_s
 
@@ -270,10 +269,10 @@ class _Division:
     def _limit(self, i: int) -> float:
         """What the present holders of a bundle may lose, at most, by its going to rollout i (rules 3 and 4)."""
         demand, first = self.rollouts[i].demand, self.count[i] == 0
-        rounds = self.rollouts[i].waited / max(1, self.demanding)
-        if first and rounds >= self.policy.starving:
+        waited_s = self.rollouts[i].waited_s
+        if first and waited_s >= self.policy.starving_s:
             return math.inf
-        if first and rounds >= self.policy.patience:
+        if first and waited_s >= self.policy.patience_s:
             return 1.0
         ends_s = demand.floor_s + demand.work_s / (self.count[i] + 1)  # 0: not known
         switch_gpu_s = self.policy.payback * (demand.load_s or _SOME_LOAD_S)
@@ -332,7 +331,7 @@ class _Queueing:
     def _order(self, rollout: RolloutState) -> Order:
         demand = rollout.demand
         share = _share(rollout)
-        if demand.age_s and share < self.policy.guard * self.equal_share:
+        if rollout.age_s and share < self.policy.guard * self.equal_share:
             return 0.0, share, 0.0
         ends_s = demand.floor_s + demand.work_s
         near = 0.0 < ends_s < self.policy.near_s and self.busy[rollout.gang_devices]
@@ -355,4 +354,4 @@ class _Queueing:
 
 def _share(rollout: RolloutState) -> float:
     """GPUs used on average since the job was admitted."""
-    return rollout.demand.used_gpu_s / max(rollout.demand.age_s, 1.0)
+    return rollout.used_gpu_s / max(rollout.age_s, 1.0)

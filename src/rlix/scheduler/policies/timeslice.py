@@ -15,7 +15,7 @@ class Timeslice:
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
         def turn(index: int) -> tuple[int, int]:
-            return int(pool.rollouts[index].demand.used_gpu_s // self.quantum_gpu_s), index
+            return int(pool.rollouts[index].used_gpu_s // self.quantum_gpu_s), index
 
         order = sorted((i for i, r in enumerate(pool.rollouts) if r.demand.trajectories), key=turn)
         rank = {index: place for place, index in enumerate(order)}
