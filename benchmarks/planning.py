@@ -33,7 +33,7 @@ from rlix.protocol.events import (
     LeaseReleased,
     PipelineAdmitted,
     PipelineRegistered,
-    ShrinkStarted,
+    DrainStarted,
 )
 from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Registration, ReleaseReason
 from rlix.protocol.types import Phase
@@ -87,7 +87,7 @@ def carry_out(state: State, events: tuple[Event, ...]) -> None:
     for event in events:
         state.apply(event, NOW)
     for event in events:
-        if isinstance(event, ShrinkStarted):
+        if isinstance(event, DrainStarted):
             state.apply(LeaseReleased(event.epoch, ReleaseReason.SHRUNK), NOW)
 
 

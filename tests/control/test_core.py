@@ -1,76 +1,18 @@
-"""The single writer without Ray: what it records and how it takes failures."""
+"""The single writer without Ray: what it records, how leases end, and how it takes failures."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlix.control import core as core_module
-from rlix.control.coordinator_link import CoordinatorError
-from rlix.control.core import Core
-from rlix.control.job import Job
 from rlix.control.journal import Journal, JournalError
-from rlix.control.settings import Settings
 from rlix.control.usage import Usage
-from rlix.protocol.errors import RlixError
-from rlix.protocol.events import DemandReported, DevicesDiscovered, Event, LeaseReleased, PipelineRegistered
-from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Registration, ReleaseReason
+from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
+from rlix.protocol.messages import Cluster, LeaseState, ReleaseReason
 from rlix.protocol.types import Phase
-from rlix.scheduler.commit import decide
-from rlix.scheduler.policies import Policy
-from rlix.scheduler.snapshot import Snapshot
-from rlix.scheduler.state import State
+from tests.control.world import DEVICES, INFER, TRAIN, World, process
 
-DEVICES = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(4))
-TRAIN = Cluster("actor_train", 1, (0, 1))
-INFER = Cluster("actor_infer", 1, (0, 1, 2, 3))
-
-
-class Link:
-    """A coordinator that is always there and always agrees."""
-
-    def __init__(self, registration: Registration) -> None:
-        self.registration = registration
-
-    async def grow(self, leases: object, timeout_s: float) -> None: ...
-
-    async def shrink(self, leases: object, deadline_s: float) -> None: ...
-
-    async def bundles_lost(self, leases: object, timeout_s: float) -> None: ...
-
-    async def ended(self, given_up: Callable[[], bool]) -> str:
-        await asyncio.Event().wait()
-        return "never"
-
-
-def with_core(tmp_path: Path, scenario: Callable[[Core], Coroutine[None, None, None]]) -> State:
-    """Runs a scenario on a core with two admitted jobs; returns the state at its end."""
-
-    async def main() -> State:
-        core = Core(Settings(home=tmp_path), Journal(tmp_path / "journal.db"))
-        core.record(DevicesDiscovered(DEVICES))
-        core.start()
-        for _ in range(2):
-            registration = Registration(core.allocate("ft"), "ns", (TRAIN, INFER))
-            core.record(PipelineRegistered(registration))
-            core.admit(registration)
-        await asyncio.wait_for(scenario(core), 20)
-        core.close()
-        return core.state
-
-    return asyncio.run(main())
-
-
-@pytest.fixture(autouse=True)
-def coordinators_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlix.control.job.CoordinatorLink", Link)
-
-
-async def gang(core: Core, job_id: str) -> int:
-    return (await core.request(job_id, TRAIN, Phase.ACTOR_TRAINING, 5.0).answer).epoch
+CRITIC = Cluster("critic", 1, (1, 2))
 
 
 def test_gpu_seconds_count_from_grant_to_release() -> None:
@@ -84,154 +26,217 @@ def test_gpu_seconds_count_from_grant_to_release() -> None:
     assert usage.age_s(15.0) == 5.0
 
 
-def test_the_planner_sees_what_each_job_has_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Snapshot] = []
-
-    def spy(snapshot: Snapshot, state: State, policy: Policy) -> tuple[Event, ...]:
-        seen.append(snapshot)
-        return decide(snapshot, state, policy)
-
-    monkeypatch.setattr(core_module, "decide", spy)
-
-    async def scenario(core: Core) -> None:
-        core.record(LeaseReleased(await gang(core, "ft_1"), ReleaseReason.RELEASED))
-        core.record(DemandReported("ft_1", "actor_infer", Demand(0)))
-        core.record(DemandReported("ft_2", "actor_infer", Demand(9, work_s=1.0)))
-        while len(seen[-1].rollouts) < 2:
-            await asyncio.sleep(0)
-
-    with_core(tmp_path, scenario)
-    first, second = seen[-1].rollouts
-    assert first.used_gpu_s > 0
-    assert first.age_s > second.age_s > 0
-    assert (second.demand.trajectories, second.demand.work_s) == (9, 1.0)
+def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    world.run(3.0)
+    world.release(lease)
+    world.roll("ft_1", 0)
+    world.roll("ft_2", 9)
+    first, second = world.core.snapshot().rollouts
+    assert (first.used_gpu_s, first.age_s) == (6.0, 3.0)
+    assert second.used_gpu_s == 0.0
+    assert first.gang_expected
+    world.run(1.0)
+    assert not world.core.snapshot().rollouts[0].gang_expected
 
 
-def test_a_gang_is_expected_for_a_moment_after_a_phase_of_a_job_has_ended(tmp_path: Path) -> None:
-    async def scenario(core: Core) -> None:
-        def expected() -> bool:
-            return core._snapshot().rollouts[0].gang_expected
-
-        core.record(DemandReported("ft_1", "actor_infer", Demand(9)))
-        assert not expected()
-        core.record(DemandReported("ft_1", "actor_infer", Demand(0)))
-        assert expected()
-        epoch = await gang(core, "ft_1")
-        while expected():
-            await asyncio.sleep(0.01)
-        core.record(DemandReported("ft_1", "actor_infer", Demand(0)))  # a heartbeat ends nothing
-        assert not expected()
-        core.record(LeaseReleased(epoch, ReleaseReason.RELEASED))
-        assert expected()
-        core.record(DemandReported("ft_1", "actor_infer", Demand(5)))  # the next step's rollout
-        assert not expected()
-
-    with_core(tmp_path, scenario)
+def test_a_gang_given_back_while_its_devices_are_locked_is_ended_not_believed() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    trainer = process(7)
+    world.core.name_holders("ft_1", TRAIN.name, [(0, trainer)])
+    world.machine.lock(lease, trainer)
+    second = world.ask("ft_2")
+    world.release(lease)
+    world.run(1.0)
+    assert second.outcome is None
+    assert "still locked by process 7" in world.core.state.leases[lease.epoch].reason
+    world.run(5.0)
+    assert world.machine.killed == [trainer]
+    assert second.outcome == world.held("ft_2")[0]
+    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.KILLED
 
 
-def without_waits(state: State) -> Snapshot:
-    """What a state knows apart from when it came to know it."""
-    snapshot = state.snapshot(0.0)
-    return replace(snapshot, rollouts=tuple(replace(rollout, waited_s=0.0) for rollout in snapshot.rollouts))
+def test_a_gang_whose_lock_goes_a_moment_after_its_word_is_simply_released() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    world.machine.lock(lease, process(7))
+    world.release(lease)
+    world.run(0.5)
+    world.machine.unlock(process(7))
+    world.run(0.5)
+    assert world.machine.killed == []
+    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
 
 
-def test_the_state_is_a_fold_over_the_journal(tmp_path: Path) -> None:
-    async def scenario(core: Core) -> None:
-        core.record(DemandReported("ft_1", "actor_infer", Demand(9, 900)))
-        await gang(core, "ft_2")
-        core.request("ft_1", TRAIN, Phase.OLD_LOG_PROBS, None)
-        await core.end("ft_1", "enough")
-        core.request("ft_2", TRAIN, Phase.OLD_LOG_PROBS, None)
-        core.record(DemandReported("ft_2", "actor_infer", Demand(1)))
-        await asyncio.sleep(0)
+def test_what_cannot_be_killed_is_quarantined_tried_again_and_given_up_by_a_person_only() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    undead = process(7)
+    world.machine.immortal.add(undead)
+    world.machine.lock(lease, undead, [0])
+    world.core.endings.take(lease, "it hangs")
+    second = world.ask("ft_2")
+    world.run(30.0)
+    status = world.core.state.leases[lease.epoch]
+    assert status.state is LeaseState.QUARANTINED
+    assert status.reason == "it hangs; and device 0 is still locked by process 7, although it was killed"
+    assert len(world.machine.killed) > 2
+    assert second.outcome is None
+    assert world.core.endings.give_up(3) == ()
+    assert world.core.endings.give_up(0) == (lease,)
+    world.run(0.0)
+    assert second.outcome == world.held("ft_2")[0]
+    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.GIVEN_UP
 
-    state = with_core(tmp_path, scenario)
+
+def test_a_quarantine_ends_by_itself_and_sends_who_waited_for_the_device_back_to_its_place() -> None:
+    world = World()
+    world.core.name_holders("ft_1", INFER.name, [(n, process(10 + n)) for n in range(4)])
+    bundles = world.roll("ft_1", 9)
+    for bundle in bundles:
+        world.machine.lock(bundle, process(10 + bundle.devices[0]))
+    world.machine.immortal.add(process(10))
+    gang = world.ask("ft_2")
+    later = world.ask("ft_2")
+    assert [lease.devices for lease in world.held("ft_2", LeaseState.PENDING)] == [(0, 1)]
+    world.run(world.settings.shrink_deadline_s + 1.0)
+    assert world.held("ft_2", LeaseState.PENDING) == ()
+    assert gang.request_id in world.core.state.requests
+    assert [s.lease.devices for s in world.core.state.leases.values() if s.state is LeaseState.QUARANTINED] == [(0,)]
+    world.machine.immortal.clear()
+    world.run(30.0)
+    assert gang.outcome == world.held("ft_2")[0]
+    assert later.outcome is None
+
+
+def test_ending_a_job_ends_its_program_first_then_its_workers_and_can_be_repeated() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    world.core.name_holders("ft_1", "", [(0, process(1))])
+    world.core.name_holders("ft_1", TRAIN.name, [(0, process(2)), (1, process(3))])
+    stray = process(9)  # nobody named it, but it locks a device
+    world.machine.lock(lease, stray, [0])
+    waiting = world.ask("ft_1")
+    done: list[int] = []
+    world.core.endings.end("ft_1", "enough", done=lambda: done.append(1))
+    assert world.machine.killed == [process(1), process(2), process(3), stray]
+    assert isinstance(waiting.outcome, PipelineGoneError)
+    assert done == [1]
+    assert "ft_1" not in world.core.state.registrations
+    assert world.gang("ft_2").devices == (0, 1)
+
+
+def test_a_job_with_an_undead_worker_stays_until_its_device_is_free_and_the_others_are_free_at_once() -> None:
+    world = World(clusters=(TRAIN, CRITIC, INFER))
+    train, undead = world.gang("ft_1"), process(7)
+    world.machine.lock(train, undead, [0])
+    world.machine.immortal.add(undead)
+    done: list[int] = []
+    world.core.endings.end("ft_1", "enough", done=lambda: done.append(1))
+    assert done == [1]
+    assert world.core.state.ending == {"ft_1": "enough"}
+    with pytest.raises(AssertionError):
+        world.gang("ft_2")
+    world.machine.immortal.clear()
+    world.core.endings.end("ft_1", "again", done=lambda: done.append(2))
+    assert done == [1, 2]
+    assert "ft_1" not in world.core.state.registrations
+
+
+def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
+    world = World()
+    me = process(1)
+    world.core.name_holders("ft_1", "", [(0, me)])
+    world.core.endings.end("ft_1", "done", spare=me, done=lambda: None)
+    assert world.machine.killed == []
+    world.core.name_holders("ft_2", "", [(0, me)])
+    world.machine.lock(world.gang("ft_2"), me)
+    world.core.endings.end("ft_2", "done", spare=me, done=lambda: None)
+    assert world.machine.killed == [me]
+
+
+def test_a_phase_that_takes_longer_than_it_declared_is_ended_and_others_go_on() -> None:
+    world = World()
+    world.core.name_holders("ft_1", TRAIN.name, [(0, process(7))])
+    world.gang("ft_1", longest_s=5.0)
+    second = world.ask("ft_2")
+    world.run(4.9)
+    assert second.outcome is None
+    world.run(0.2)
+    assert world.machine.killed == [process(7)]
+    assert second.outcome is not None
+
+
+def test_waiting_lasts_as_long_as_it_takes_unless_the_job_says_otherwise() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    patient, hasty = world.ask("ft_2"), world.ask("ft_2", timeout_s=1.0)
+    world.run(100_000.0)
+    assert patient.outcome is None
+    assert isinstance(hasty.outcome, WaitTimeoutError)
+    assert "ft_1/actor_train (ACTOR_TRAINING, active) holds [0, 1]" in str(hasty.outcome)
+    world.release(lease)
+    assert patient.outcome is not None
+
+
+def test_parts_of_a_job_that_wait_for_each_other_are_found_and_named() -> None:
+    left, right = Cluster("left", 1, (0,)), Cluster("right", 1, (1,))
+    world = World(1, clusters=(left, right, Cluster("elsewhere", 1, (3,))))
+    one, other = world.gang("ft_1", left), world.gang("ft_1", right)
+    first = world.ask("ft_1", right, holding=(one.epoch,))
+    assert first.outcome is None
+    second = world.ask("ft_1", left, holding=(other.epoch,))
+    assert isinstance(second.outcome, DeadlockError)
+    assert "ft_1/left (ACTOR_TRAINING) waits for devices [0] of lease 1" in str(second.outcome)
+    assert "waits for ft_1/right (ACTOR_TRAINING)" in str(second.outcome)
+    world.release(other)
+    assert first.outcome is not None
+
+
+def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Journal(tmp_path / "journal.db") as journal:
-        again = State()
-        for event in journal.replay():
-            again.apply(event, 0.0)
-    assert without_waits(again) == without_waits(state)
-    assert len(again.leases) >= 1
-    assert len(again.requests) == 1
-    assert again.registrations == state.registrations
-    assert again.next_epoch == state.next_epoch
+        world = World(journal=journal)
+        lease = world.gang("ft_1")
+        full = {"disk": True}
+        append = journal.append
+
+        def refuse(events: object) -> None:
+            if full["disk"]:
+                raise JournalError("cannot write to the journal: disk full")
+            append(events)  # type: ignore[arg-type]
+
+        journal.append = refuse  # type: ignore[method-assign, assignment]
+        second = world.ask("ft_2")
+        with caplog.at_level(logging.CRITICAL):
+            world.release(lease)
+            world.run(10.0)
+        assert second.outcome is None
+        assert lease.epoch not in world.core.state.leases
+        assert "disk full" in world.core.writer.trouble
+        with pytest.raises(JournalError, match="disk full"):
+            world.core.allocate("ft")
+        full["disk"] = False
+        world.run(1.5)
+        assert world.core.writer.trouble == ""
+        assert second.outcome is not None
+        before = world.core.state
+        world.restart(list(journal.replay()))
+        assert world.core.state.leases == before.leases
+        assert world.core.state.next_epoch == before.next_epoch
 
 
-def test_a_bug_in_the_planner_costs_one_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(core: Core) -> None:
-        def broken(*_: object) -> None:
-            monkeypatch.setattr(core_module, "decide", decide)
-            raise IndexError("a bug")
-
-        monkeypatch.setattr(core_module, "decide", broken)
-        first = core.request("ft_1", TRAIN, Phase.ACTOR_TRAINING, None)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not first.answer.done()
-        core.record(DemandReported("ft_2", "actor_infer", Demand(0)))
-        assert (await first.answer).devices == TRAIN.devices
-
-    with caplog.at_level(logging.CRITICAL):
-        with_core(tmp_path, scenario)
-    assert "a task of the control plane failed: planning" in caplog.text
-
-
-def test_a_journal_that_cannot_be_written_stops_no_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(core: Core) -> None:
-        def full(_: object) -> None:
-            raise JournalError("cannot write to the journal: disk full")
-
-        monkeypatch.setattr(core.journal, "append", full)
-        epoch = await gang(core, "ft_1")
-        core.record(LeaseReleased(epoch, ReleaseReason.RELEASED))
-
-    with_core(tmp_path, scenario)
-    assert "a restart will not know of them" in caplog.text
-
-
-def test_an_event_that_contradicts_the_state_changes_nothing(tmp_path: Path) -> None:
-    async def scenario(core: Core) -> None:
-        before = len(core.journal), core.state.snapshot(0.0)
-        with pytest.raises(RlixError, match="lease 99"):
-            core.record(LeaseReleased(99, ReleaseReason.RELEASED))
-        assert (len(core.journal), core.state.snapshot(0.0)) == before
-
-    with_core(tmp_path, scenario)
-
-
-def test_a_hung_job_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hang(*_: object) -> None:
-        await asyncio.sleep(0.05)
-        raise CoordinatorError("did not return within 0.05 s")
-
-    async def scenario(core: Core) -> None:
-        core.record(DemandReported("ft_1", "actor_infer", Demand(100)))
-        while len(core.state.leases) < 4:
-            await asyncio.sleep(0)
-        monkeypatch.setattr(core.jobs["ft_1"].link, "shrink", hang)
-        blocked = core.request("ft_2", TRAIN, Phase.ACTOR_TRAINING, 5.0)
-        await asyncio.sleep(0.01)
-        assert not blocked.answer.done()
-        third = Registration(core.allocate("ft"), "ns", (Cluster("critic", 1, (3,)),))
-        core.record(PipelineRegistered(third))
-        core.admit(third)
-        other = core.request("ft_3", third.clusters[0], Phase.CRITIC_TRAINING, 5.0)
-        assert (await blocked.answer).devices == (0, 1)
-        assert (await other.answer).devices == (3,)
-        killed = [r.lease.devices for r in core.log.since("ft_1", 0) if r.reason is ReleaseReason.KILLED]
-        assert sorted(killed) == [(0,), (1,), (3,)]
-
-    with_core(tmp_path, scenario)
-
-
-def test_pauses_after_failures_grow_to_a_minute_and_end_with_success() -> None:
-    job = Job(Registration("ft_1", "ns", (INFER,)), now=0.0)
-    assert [job.failed(0.0) for _ in range(8)] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    assert job.muted(59.9)
-    assert not job.muted(60.0)
-    job.succeeded()
-    assert job.failed(0.0) == 1.0
+def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_numbers() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    waiting = world.ask("ft_2")
+    world.core.found(DEVICES[2:])
+    assert lease.epoch not in world.core.state.leases
+    assert isinstance(waiting.outcome, PipelineGoneError)
+    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.NODE_LOST
+    assert world.core.state.next_device_id == 4
+    world.core.found(DEVICES)
+    assert world.gang("ft_2").devices == (0, 1)

@@ -14,7 +14,7 @@ from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.pipeline.rollout import RolloutManager
 from rlix.pipeline.router import Router, Sampling, Trajectory
 from rlix.protocol.errors import StaleEpochError
-from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, LeaseStatus
+from rlix.protocol.messages import Cluster, Demand, Fence, Lease, LeaseState, LeaseStatus, Process
 from rlix.protocol.types import Phase
 
 
@@ -68,6 +68,7 @@ class World:
         self.cluster = Cluster("actor_infer", 1, tuple(range(replicas)))
         self.calls: list[Call] = []
         self.alive = [True] * replicas
+        self.lives = [0] * replicas
         self.resident = [False] * replicas
         self.version = [-1] * replicas
         self.held: dict[int, Lease] = {}
@@ -94,8 +95,8 @@ class World:
     # ---- the replicas ----------------------------------------------------------------------------------------
 
     @property
-    def handles(self) -> tuple[Any, ...]:
-        return tuple(range(len(self.alive)))
+    def processes(self) -> Mapping[int, Process]:
+        return {rank: Process("node", rank, self.lives[rank]) for rank in range(len(self.alive))}
 
     def call(self, method: str, *args: Any, ranks: Sequence[int]) -> list[Any]:
         (rank,) = ranks
@@ -112,7 +113,7 @@ class World:
             return [call]
         assert rank in self.held, f"{method} on replica {rank}, which has no lease"
         if method in ("load", "offload"):
-            assert args[-1] == self.held[rank].epoch, f"{method} under a lease that has ended"
+            assert args[-1].epoch == self.held[rank].epoch, f"{method} under a lease that has ended"
         if method == "load":
             self.resident[rank] = True
         else:
@@ -130,6 +131,7 @@ class World:
     def restart(self, rank: int) -> None:
         self.kill(rank)
         self.alive[rank] = True
+        self.lives[rank] += 1
 
     def fail(self, call: Call, error: Exception) -> None:
         self.calls.remove(call)
@@ -159,8 +161,11 @@ class World:
     def report_demand(self, cluster: str, demand: Demand) -> None:
         self.demands.append(demand)
 
-    def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:
-        assert set(workers) <= set(range(len(self.alive)))
+    def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
+        assert all(self.processes[rank] == process for rank, process in processes.items())
+
+    def fence(self, lease: Lease) -> Fence:
+        return Fence("pool", lease.epoch)
 
     def release(self, lease: Lease) -> None:
         if self.held.get(lease.bundle or 0) != lease:

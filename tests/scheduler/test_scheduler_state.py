@@ -15,7 +15,7 @@ from rlix.protocol.events import (
     PipelineAllocated,
     PipelineRegistered,
     PipelineUnregistered,
-    ShrinkStarted,
+    DrainStarted,
 )
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
@@ -71,8 +71,8 @@ def registered(*clusters: Cluster) -> PipelineRegistered:
         (LeaseGranted(Lease(3, "a", TRAIN, Phase.OLD_LOG_PROBS, (3,)), 2), "asked for"),
         (LeaseGranted(Lease(3, "a", TRAIN, Phase.ACTOR_TRAINING, (2,)), 2), "asked for"),
         (LeaseGranted(Lease(3, "a", TRAIN, Phase.ACTOR_TRAINING, (2,)), 1), "not waiting"),
-        (ShrinkStarted(2), "only an active rollout"),
-        (ShrinkStarted(9), "not held"),
+        (DrainStarted(2), "only an active rollout"),
+        (DrainStarted(9), "not held"),
         (LeaseReleased(9, ReleaseReason.RELEASED), "not held"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_pending_lease_becomes_active_with_its_last_device() -> None:
     world = busy_world()
     world.apply(GangCancelled(2))
     world.apply(LeaseReleased(2, ReleaseReason.RELEASED))
-    world.apply(ShrinkStarted(1))
+    world.apply(DrainStarted(1))
     world.register("b", [0], train=[1, 2])
     world.request("b")
     assert world.apply(LeaseGranted(Lease(3, "b", TRAIN, Phase.ACTOR_TRAINING, (1, 2)), 3)) == ()

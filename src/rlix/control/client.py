@@ -1,89 +1,186 @@
-"""What a job uses to ask for devices: a synchronous face of the scheduler service."""
+"""What a job uses to ask for devices: a synchronous face of the scheduler service, for any process."""
 
 import contextlib
+import os
+import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
 
-from rlix.control.rpc import get
-from rlix.protocol.errors import PipelineGoneError, RlixError, StaleEpochError
-from rlix.protocol.messages import Demand, Device, GangAnswer, Lease, LeaseRecord, LeaseStatus, Registration
+from rlix.control.core import Asked
+from rlix.control.heartbeat import Heartbeat
+from rlix.control.rollout_lease import RolloutLease
+from rlix.control.rpc import Patient
+from rlix.node.process import this_process
+from rlix.protocol.errors import PipelineGoneError, RlixError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.messages import (
+    Demand,
+    Device,
+    Fence,
+    GangAnswer,
+    Lease,
+    LeaseRecord,
+    LeaseStatus,
+    Process,
+    Registration,
+    RolloutAnswer,
+)
 from rlix.protocol.types import NAMESPACE, SCHEDULER_ACTOR_NAME, Phase
+
+_STOP_POLL_S = 0.5  # how soon somebody who waits in the queue notices that he should stop
 
 
 class JobClient:
-    """The leases of one pipeline. Works in any process of the Ray cluster; a request ends with its process."""
+    """The leases of one pipeline. Works in any process of the Ray cluster; a request ends with its process.
+
+    Calls wait while the control plane is away, and go on with the one that comes back. Thread-safe.
+    """
 
     def __init__(
-        self, pipeline_id: str, *, scheduler: Any = None, answer_timeout_s: float = 30.0, poll_s: float = 5.0
+        self, pipeline_id: str, *, answer_timeout_s: float = 30.0, poll_s: float = 5.0, patience_s: float = 60.0
     ) -> None:
         """`answer_timeout_s` bounds every call, besides what a call is asked to wait. While it waits for devices, the
-        client asks again every `poll_s` seconds, so that a request whose caller is gone does not stay.
+        client asks again every `poll_s` seconds. `patience_s`: how long the control plane may be away.
 
         Raises:
             RlixError: there is no control plane here.
         """
         self.pipeline_id = pipeline_id
+        self.process = this_process(ray.get_runtime_context().get_node_id(), f"{pipeline_id}'s program")
         self._timeout_s = answer_timeout_s
         self._poll_s = poll_s
-        if scheduler is None:
-            try:
-                scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
-            except ValueError:
-                raise RlixError("no control plane in this Ray cluster; call rlix.init first") from None
-        self._scheduler = scheduler
+        self._scheduler = Patient(_find_scheduler, "the scheduler", patience_s=patience_s)
+        self._of_thread = threading.local()
+        self._pool: str | None = None
+        self._name = pipeline_id
+        self.heartbeat = Heartbeat(lambda held: self._ask("beat", self.process, held), pipeline_id)
+
+    # -- gangs -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def phase(self, cluster: str, phase: Phase, timeout_s: float | None = None) -> Iterator[Lease]:
-        """Holds the cluster's devices for the duration of the block. Raises what `acquire` raises."""
-        lease = self.acquire(cluster, phase, timeout_s)
+    def phase(
+        self,
+        cluster: str,
+        phase: Phase,
+        timeout_s: float | None = None,
+        *,
+        longest_s: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[Lease]:
+        """Holds the cluster's devices for the duration of the block. Raises what `acquire` raises, and StaleEpochError at
+        its end when the lease was taken back meanwhile."""
+        lease = self.acquire(cluster, phase, timeout_s, longest_s=longest_s, stop=stop)
+        mine = self._held_here()
+        mine.append(lease.epoch)
         try:
             yield lease
-        finally:
-            # The lease is gone when the pipeline was ended meanwhile; what the block raised says more than that.
+        except BaseException:  # raised again
+            # The lease may be gone, because the pipeline was ended meanwhile; what the block raised says more than that.
             with contextlib.suppress(StaleEpochError):
                 self.release(lease)
+            raise
+        else:
+            self.release(lease)
+        finally:
+            mine.remove(lease.epoch)
 
-    def acquire(self, cluster: str, phase: Phase, timeout_s: float | None = None) -> Lease:
+    def acquire(
+        self,
+        cluster: str,
+        phase: Phase,
+        timeout_s: float | None = None,
+        *,
+        longest_s: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> Lease:
         """Waits until all devices of the cluster are this pipeline's; the caller must `release` them.
+
+        Args:
+            timeout_s: longest wait; by default as long as it takes.
+            longest_s: after so many seconds with the devices the lease is taken back and its workers are ended.
+            stop: ends the wait when it is set.
 
         Raises:
             SpecError: the request makes no sense.
             PipelineGoneError: the pipeline is not admitted, or ended meanwhile.
             WaitTimeoutError: not granted within `timeout_s` seconds; says who holds the devices.
+            DeadlockError: it waits for what this job itself keeps.
+            InterruptedError: `stop` was set.
         """
-        request_id: int | None = None
-        while True:
-            ref = self._scheduler.poll_gang.remote(
-                self.pipeline_id, cluster, phase, timeout_s=timeout_s, request_id=request_id, wait_s=self._poll_s
-            )
-            answer: GangAnswer = self._get(ref, "poll_gang", self._poll_s)
-            if answer.lease is not None:
-                self._ask("accept_gang", answer.request_id)
-                return answer.lease
-            request_id = answer.request_id
+        key = uuid.uuid4().hex
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        holding = tuple(self._held_here())
+        try:
+            while True:
+                if stop is not None and stop.is_set():
+                    raise InterruptedError(f"told to stop while waiting for {cluster} ({phase.name})")
+                # A wait that is over is still answered: with who holds the devices.
+                left_s = timeout_s if deadline is None else max(0.001, deadline - time.monotonic())
+                wait_s = self._poll_s if stop is None else min(self._poll_s, _STOP_POLL_S)
+                asked = Asked(key, self.process, holding, left_s, longest_s)
+                answer: GangAnswer = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)
+                if answer.lease is not None:
+                    self.heartbeat.holds(answer.lease.epoch)
+                    return answer.lease
+        except (WaitTimeoutError, InterruptedError, KeyboardInterrupt):
+            with contextlib.suppress(RlixError):
+                self._ask("withdraw_gang", key)
+            raise
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease back, once its devices' memory is released.
+        """Gives a lease back, once its devices' memory is released. Who still locks a device then, two seconds later, is
+        ended.
 
         Raises:
             StaleEpochError: it is not held any more.
         """
-        self._ask("release", lease.epoch)
+        self.heartbeat.gave_back(lease.epoch)
+        self._call("release", lease.epoch)
+
+    # -- rollouts ----------------------------------------------------------------------------------------------------
+
+    def rollout(self, cluster: str, demand: Demand | int = 0) -> RolloutLease:
+        """The bundles of an elastic cluster, which come and go; see `RolloutLease`. A context manager."""
+        lease = RolloutLease(self, cluster)
+        self.report_demand(cluster, demand)
+        return lease
+
+    def poll_rollout(
+        self, cluster: str, held: tuple[int, ...], draining: tuple[int, ...], wait_s: float
+    ) -> RolloutAnswer:
+        """What is new about the cluster's bundles for who knows of these epochs; what `RolloutLease` is made of."""
+        answer: RolloutAnswer = self._ask("poll_rollout", cluster, self.process, held, draining, wait_s, wait_s=wait_s)
+        return answer
 
     def report_demand(self, cluster: str, demand: Demand | int) -> None:
         """What the rollout still has to do, at least how many trajectories: the scheduler grants bundles by it."""
         known = demand if isinstance(demand, Demand) else Demand(demand)
-        self._ask("report_demand", self.pipeline_id, cluster, known)
+        self._ask("report_demand", cluster, known)
 
-    def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None:
-        """Names the cluster's worker actors by rank, so that those that do not give a device back can be killed."""
-        self._ask("attach_workers", self.pipeline_id, cluster, dict(workers))
+    # -- the pipeline ------------------------------------------------------------------------------------------------
+
+    def join(self, name: str = "") -> None:
+        """Says that this process is the pipeline's program: the pipeline ends when it dies."""
+        self._ask("name_holders", "", {0: Process(self.process.node_id, self.process.pid, self.process.started, name)})
+
+    def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
+        """Names the processes that keep bytes under the cluster's leases, by rank (of a rollout, by bundle): so that they
+        are shown, and ended when they do not give a device back."""
+        self._ask("name_holders", cluster, dict(processes))
+
+    def fence(self, lease: Lease) -> Fence:
+        """What the device lock is told of a lease: whose it is, and which."""
+        if self._pool is None:
+            self._pool = str(self._call("pool_id"))
+            self._name = self.registration().name or self.pipeline_id
+        return Fence(self._pool, lease.epoch, self._name, lease.phase.name.lower())
 
     def leases(self) -> tuple[LeaseStatus, ...]:
         """The leases this pipeline holds now, in order of grant."""
-        leases: tuple[LeaseStatus, ...] = self._ask("leases", self.pipeline_id)
+        leases: tuple[LeaseStatus, ...] = self._ask("leases")
         return leases
 
     def registration(self) -> Registration:
@@ -92,27 +189,45 @@ class JobClient:
         Raises:
             PipelineGoneError: it is not registered.
         """
-        registration: Registration = self._ask("registration", self.pipeline_id)
+        registration: Registration = self._ask("registration")
         return registration
 
-    def devices(self) -> tuple[Device, ...]:
-        """The pool's devices; a device's id is its place in this tuple."""
-        devices: tuple[Device, ...] = self._ask("devices")
-        return devices
+    def devices(self) -> dict[int, Device]:
+        """The pool's devices by id."""
+        devices: tuple[Device, ...] = self._call("devices")
+        return {device.id: device for device in devices}
 
     def lease_log(self, since: int = 0) -> tuple[LeaseRecord, ...]:
         """What happened to this pipeline's leases after record number `since`."""
-        records: tuple[LeaseRecord, ...] = self._ask("lease_log", self.pipeline_id, since)
+        records: tuple[LeaseRecord, ...] = self._ask("lease_log", since)
         return records
 
     def unregister(self, reason: str = "") -> None:
-        """Ends the pipeline; fine when it has ended already."""
+        """Ends the pipeline and all its processes but this one; fine when it has ended already."""
+        self.heartbeat.stop()
         with contextlib.suppress(PipelineGoneError):
-            self._ask("unregister_pipeline", self.pipeline_id, reason)
+            self._ask("unregister_pipeline", reason, self.process)
 
-    def _ask(self, method: str, *args: object) -> Any:
-        return self._get(getattr(self._scheduler, method).remote(*args), method)
+    def _held_here(self) -> list[int]:
+        """The epochs of the `phase` blocks that this thread is in."""
+        if not hasattr(self._of_thread, "held"):
+            self._of_thread.held = []
+        held: list[int] = self._of_thread.held
+        return held
 
-    def _get(self, ref: Any, method: str, wait_s: float = 0.0) -> Any:
-        what = f"the scheduler's {method} for pipeline {self.pipeline_id!r}"
-        return get(ref, what=what, timeout_s=self._timeout_s + wait_s)
+    def _ask(self, method: str, *args: object, wait_s: float = 0.0) -> Any:
+        return self._call(method, self.pipeline_id, *args, wait_s=wait_s)
+
+    def _call(self, method: str, *args: object, wait_s: float = 0.0) -> Any:
+        if self.process.pid != os.getpid():
+            raise RlixError(
+                f"a JobClient of process {self.process.pid} was used in process {os.getpid()}: make another"
+            )
+        return self._scheduler.ask(method, *args, timeout_s=self._timeout_s + wait_s)
+
+
+def _find_scheduler() -> Any:
+    try:
+        return ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
+    except ValueError:
+        raise RlixError("no control plane in this Ray cluster; call rlix.init first") from None

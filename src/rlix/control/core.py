@@ -1,188 +1,321 @@
 """The single writer: events into journal and state, plans into events, and what follows from them for the jobs."""
 
-import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from rlix.control.coordinator_link import CoordinatorError, kill_workers
+from rlix.control.endings import Endings
 from rlix.control.gang_queue import GangQueue, Ticket
 from rlix.control.job import GANG_GAP_S, Job
-from rlix.control.journal import Journal, JournalError
 from rlix.control.lease_log import LeaseLog
+from rlix.control.ports import Clock, Nodes, Timer
+from rlix.control.rollouts import Rollouts
 from rlix.control.settings import POLICIES, Settings
 from rlix.control.uncollected import uncollected
-from rlix.protocol.errors import PipelineGoneError, PlanError, RlixError, WaitTimeoutError
+from rlix.control.watch import Watch
+from rlix.control.writer import EventStore, Writer
+from rlix.protocol.errors import (
+    DeadlockError,
+    PipelineGoneError,
+    PlanError,
+    RlixError,
+    StaleEpochError,
+    WaitTimeoutError,
+)
 from rlix.protocol.events import (
     DemandReported,
+    DevicesDiscovered,
+    DrainStarted,
     Event,
     GangCancelled,
     GangRequested,
+    GrantRevoked,
+    HoldersNamed,
     LeaseGranted,
     LeaseReleased,
     PipelineAdmitted,
     PipelineAllocated,
     PipelineUnregistered,
-    ShrinkStarted,
 )
-from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
+from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, Process, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
+from rlix.scheduler.cycles import find_cycle
+from rlix.scheduler.image import image
+from rlix.scheduler.policies import Policy
 from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
 
 logger = logging.getLogger(__name__)
 
-_PLANNING = "planning"
 _SHORT_TURN_S = 0.001
 _PAUSE_TURNS = 4
 
 
-class Core:
-    """Every change is an event that goes through `record`. After a change, one turn of the planning loop takes all
-    changes so far into account. Whatever waits for a job runs in a task of its own, so that no job holds the loop up.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a gang request may carry besides what it asks for; times are seconds. See `GangRequested`."""
 
-    Needs a running event loop and belongs to it.
+    key: str = ""
+    holder: Process | None = None
+    holding: tuple[int, ...] = ()
+    timeout_s: float | None = None
+    longest_s: float | None = None
+
+
+_PLAIN = Asked()
+
+
+class Core:
+    """Every change is an event that goes through `record`. After a change, one turn of planning takes all changes so
+    far into account. It never waits: whatever takes time is asked of `nodes`, or of jobs that call again, and goes on
+    when the answer is there.
+
+    Not thread-safe; it belongs to the thread of its clock.
+
+    Args:
+        pool: names this pool in device locks.
+        wall: unix seconds.
     """
 
-    def __init__(self, settings: Settings, journal: Journal) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        journal: EventStore,
+        *,
+        clock: Clock,
+        nodes: Nodes,
+        pool: str,
+        wall: Callable[[], float] = time.time,
+        policy: Policy | None = None,
+    ) -> None:
         self.state = State()
-        self.journal = journal
-        self.gangs = GangQueue()
-        self.log = LeaseLog(now=time.time)
+        self.settings = settings
+        self.clock = clock
+        self.nodes = nodes
+        self.pool = pool
+        self.wall = wall
+        self.gangs = GangQueue(clock)
+        self.log = LeaseLog()
         self.jobs: dict[str, Job] = {}
-        self._settings = settings
-        self._policy = POLICIES[settings.policy]
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._allocated = 0
-        self._turn_s = 0.0  # what the last turn of the planning loop took
-        self._later: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Starts to plan."""
-        self._spawn(self._plan_forever(), _PLANNING)
+        self.granted_at: dict[int, float] = {}  # unix seconds, by epoch
+        self.endings = Endings(self)
+        self.rollouts = Rollouts(self)
+        self.watch = Watch(self)
+        self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self.changed)
+        self._policy: Policy = POLICIES[settings.policy] if policy is None else policy
+        self._turn_s = 0.0  # what the last turn of planning took
+        self._turn: Timer | None = None
+        self._turn_at = 0.0
+        self._not_before = 0.0
+        self.closed = False
 
     def close(self) -> None:
-        """Stops all tasks and closes the journal."""
-        for task in self._tasks:
-            task.cancel()
-        self.journal.close()
+        """Plans no more and closes the journal."""
+        self.closed = True
+        self.writer.close()
+
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def record(self, *events: Event) -> None:
         """Takes events into account, in order: the only way in which the control plane's state changes.
 
         They are in the journal before anybody learns of them.
         """
+        now = self.clock.time()
         active: list[Lease] = []
-        applied, now = 0, self._loop.time()
+        applied = 0
         try:
             for event in events:
-                ended = self._leases_ended_by(event)
-                active.extend(self.state.apply(event, now))
+                active.extend(self._fold(event, now, self.wall()))
                 applied += 1
-                self._note(event, ended)
         finally:
-            self._write(events[:applied])
-        self._hand_out(active)
+            self.writer.append(events[:applied])
+        for lease in active:
+            self._hand_out(lease)
         if all(isinstance(event, DemandReported) for event in events):
-            self._plan_soon()
+            self._changed_a_little()
         else:
-            self._changed.set()
+            self.changed()
 
-    def _write(self, events: Sequence[Event]) -> None:
-        try:
-            self.journal.append(events)
-        except JournalError:
-            # The pool is worth more than its record: a full disk must not stop every job.
-            logger.critical(
-                "%d events are not in the journal: a restart will not know of them", len(events), exc_info=True
-            )
+    def recover(self, events: Iterable[tuple[float, Event]]) -> int:
+        """Folds what an earlier control plane of this pool has recorded, with its times; returns how much it was.
+
+        Nothing is planned for `settle_s`: holders say first what they hold.
+        """
+        count = 0
+        now, wall = self.clock.time(), self.wall()
+        for at, event in events:
+            count += 1
+            for lease in self._fold(event, now - max(0.0, wall - at), at):
+                self._note_grant(lease, now - max(0.0, wall - at), at)
+        if not count:
+            return 0
+        self._not_before = now + self.settings.settle_s
+        for request in self.state.requests.values():
+            cluster = self.state.registrations[request.pipeline_id].cluster(request.cluster)
+            self.gangs.open(request.id, request.key, request.pipeline_id, cluster, request.phase)
+        for status in self.state.leases.values():
+            if status.lease.phase is not Phase.ROLLOUT:
+                self._reopen(status.lease, pending=status.state is LeaseState.PENDING)
+        for job in self.jobs.values():
+            job.heard_at = now
+        self.rollouts.recover()
+        self.endings.recover()
+        self.changed()
+        return count
+
+    def _reopen(self, lease: Lease, *, pending: bool) -> None:
+        cluster = self.state.registrations[lease.pipeline_id].cluster(lease.cluster)
+        ticket = self.gangs.open(-lease.epoch, lease.key, lease.pipeline_id, cluster, lease.phase)
+        self.gangs.granted(-lease.epoch, lease.epoch)
+        if not pending:
+            ticket.decide(lease)
+            self._limit(lease, self.granted_at.get(lease.epoch, self.wall()))
+
+    def _fold(self, event: Event, now: float, wall: float) -> tuple[Lease, ...]:
+        """The state after the event, and what is kept about jobs beside it. Returns the leases that became active."""
+        ended = self._leases_ended_by(event)
+        active = self.state.apply(event, now)
+        for lease, reason in ended:
+            self.log.add("released", lease, wall, reason=reason)
+            self.granted_at.pop(lease.epoch, None)
+            job = self.jobs.get(lease.pipeline_id)
+            if job is not None:
+                job.usage.released(lease.epoch, now)
+                if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
+                    self._phase_ended(job)
+            ticket = self.gangs.holding(lease.epoch)
+            if ticket is not None:
+                self.gangs.close(ticket)
+        match event:
+            case PipelineAdmitted():
+                self.jobs.setdefault(event.pipeline_id, Job(now))
+            case PipelineUnregistered():
+                self.jobs.pop(event.pipeline_id, None)
+                self.log.end(event.pipeline_id)
+            case DemandReported():
+                job = self.jobs.get(event.pipeline_id)
+                if job is not None and job.rollout_ended(event.demand.trajectories):
+                    self._phase_ended(job)
+            case DrainStarted():
+                self.log.add("shrinking", self.state.leases[event.epoch].lease, wall)
+            case LeaseGranted() if event.request_id is not None:
+                self.gangs.granted(event.request_id, event.lease.epoch)
+            case GrantRevoked():
+                self.gangs.revoked(event.epoch)
+        return active
+
+    def _leases_ended_by(self, event: Event) -> list[tuple[Lease, ReleaseReason]]:
+        if isinstance(event, LeaseReleased) and event.epoch in self.state.leases:
+            return [(self.state.leases[event.epoch].lease, event.reason)]
+        return []
+
+    def _phase_ended(self, job: Job) -> None:
+        """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
+        job.phase_ended(self.clock.time())
+        self.clock.call_later(GANG_GAP_S, self.changed)
+
+    def _note_grant(self, lease: Lease, now: float, wall: float, waited_s: float | None = None) -> None:
+        self.log.add("granted", lease, wall, waited_s=waited_s)
+        self.granted_at[lease.epoch] = wall
+        self.jobs[lease.pipeline_id].usage.granted(lease.epoch, len(lease.devices), now)
+
+    def _hand_out(self, lease: Lease) -> None:
+        """Tells whoever waited that the lease is active."""
+        self._note_grant(lease, self.clock.time(), self.wall(), self.gangs.answer(lease))
+        if lease.phase is Phase.ROLLOUT:
+            self.rollouts.granted(lease)
+        else:
+            self._limit(lease, self.wall())
+
+    def _limit(self, lease: Lease, since: float) -> None:
+        ticket = self.gangs.holding(lease.epoch)
+        if ticket is None or lease.longest_s is None:
+            return
+        why = f"{lease.phase.name} of {lease.pipeline_id}/{lease.cluster} took longer than the {lease.longest_s:g} s it declared"
+        left_s = max(0.0, since + lease.longest_s - self.wall())
+        self.gangs.after(ticket, "longest", left_s, lambda: self.endings.take(lease, why))
 
     # -- what callers ask for ----------------------------------------------------------------------------------------
 
     def allocate(self, kind: str) -> str:
-        self._allocated += 1
-        pipeline_id = f"{kind}_{self._allocated}"
+        self.writer.check()
+        pipeline_id = f"{kind}_{self.state.next_pipeline}"
         self.record(PipelineAllocated(pipeline_id, kind))
         return pipeline_id
 
-    def admit(self, registration: Registration) -> None:
-        pipeline_id = registration.pipeline_id
-        self.record(PipelineAdmitted(pipeline_id))
-        job = self.jobs[pipeline_id] = Job(registration, self._loop.time())
-        job.watch = self._spawn(self._watch(pipeline_id, job), f"watch over {pipeline_id}")
+    def request(self, pipeline_id: str, cluster: Cluster, phase: Phase, asked: Asked = _PLAIN) -> Ticket:
+        """Records a gang request; the ticket decides once it is active, or with the error.
 
-    def request(self, pipeline_id: str, cluster: Cluster, phase: Phase, timeout_s: float | None) -> Ticket:
-        """Records a gang request; the ticket's future brings the lease once it is active, or the error."""
-        ticket = self.gangs.open(self.state.next_request_id, pipeline_id, cluster, phase)
-        self.record(GangRequested(ticket.request_id, pipeline_id, cluster.name, phase))
-        if timeout_s is not None:
+        Raises:
+            DeadlockError: it could never be granted: parts of the job wait for each other in a circle.
+        """
+        request_id = self.state.next_request_id
+        ticket = self.gangs.open(request_id, asked.key, pipeline_id, cluster, phase)
+        event = GangRequested(
+            request_id, pipeline_id, cluster.name, phase, asked.key, asked.holder, asked.holding, asked.longest_s
+        )
+        self.record(event)
+        circle = find_cycle(self.state.requests, self.state.leases, request_id)
+        if circle:
+            self.withdraw(ticket, DeadlockError(f"pipeline {pipeline_id!r}: {circle}"))
+        elif asked.timeout_s is not None:
+            timeout_s = asked.timeout_s
             self.gangs.after(ticket, "expiry", timeout_s, lambda: self._expire(ticket, timeout_s))
         return ticket
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: Ticket, error: RlixError | None = None) -> None:
         """Ends a request, waiting or granted, for which nobody will use the lease."""
         if ticket.request_id in self.state.requests:
             self.record(GangCancelled(ticket.request_id))
         elif ticket.epoch is not None and ticket.epoch in self.state.leases:
-            self.record(LeaseReleased(ticket.epoch, ReleaseReason.RELEASED))
+            self.endings.given_back(self.state.leases[ticket.epoch].lease)
+        text = f"the request of {ticket.pipeline_id}/{ticket.cluster.name} was withdrawn"
+        ticket.decide(error or StaleEpochError(text))
+        self.gangs.close(ticket)
 
     def abandon(self, ticket: Ticket) -> None:
         """Drops the request of a caller that stopped asking."""
         logger.warning("nobody waits for request %d of %s any more", ticket.request_id, ticket.pipeline_id)
         self.withdraw(ticket)
-        self.gangs.close(ticket)
 
-    async def end(self, pipeline_id: str, reason: str) -> None:
-        """Ends a pipeline: refuses its requests, kills its workers, then frees its devices."""
-        job = self.jobs.get(pipeline_id)
-        if job is None:
-            self.record(PipelineUnregistered(pipeline_id, reason))
+    def name_holders(self, pipeline_id: str, cluster: str, processes: Sequence[tuple[int, Process]]) -> None:
+        named = tuple(sorted(processes))
+        known = self.state.holders(pipeline_id, cluster)
+        if any(known.get(rank) != process for rank, process in named):
+            self.record(HoldersNamed(pipeline_id, cluster, named))
+
+    def report(self, pipeline_id: str, cluster: str, demand: Demand) -> None:
+        self.record(DemandReported(pipeline_id, cluster, demand))
+
+    def found(self, devices: tuple[Device, ...]) -> None:
+        """Takes the pool's devices as they are now into account."""
+        if devices == self.state.devices:
             return
-        if job.closing is None:
-            job.closing = self._spawn(self._end(pipeline_id, job, reason), f"end of {pipeline_id}")
-        await asyncio.shield(job.closing)
-
-    async def _end(self, pipeline_id: str, job: Job, reason: str) -> None:
-        logger.info("pipeline %s ends: %s", pipeline_id, reason or "unregistered")
-        for ticket in self.gangs.of_pipeline(pipeline_id):
-            self.withdraw(ticket)
-            text = f"pipeline {pipeline_id!r} was unregistered while it waited for {ticket.cluster.name!r}"
-            self.gangs.refuse(ticket, PipelineGoneError(f"{text}: {reason}" if reason else text))
-        await kill_workers(job.workers())
-        if job.watch is not None:
-            job.watch.cancel()
-        del self.jobs[pipeline_id]
-        self.record(PipelineUnregistered(pipeline_id, reason))
-        self.log.end(pipeline_id)
-
-    async def _watch(self, pipeline_id: str, job: Job) -> None:
-        def given_up() -> bool:
-            """A pipeline may do without a coordinator as long as it uses the control plane itself."""
-            waits = any(request.pipeline_id == pipeline_id for request in self.state.requests.values())
-            silent_s = time.monotonic() - job.heard_at
-            return not waits and not self.state.leases_of(pipeline_id) and silent_s > self._settings.coordinator_wait_s
-
-        reason = await job.link.ended(given_up)
-        job.watch = None
-        await self.end(pipeline_id, reason)
+        self.record(DevicesDiscovered(devices))
+        here = {device.id for device in devices}
+        for ticket in self.gangs.waiting():
+            if not any(here.issuperset(choice) for choice in ticket.cluster.choices):
+                text = (
+                    f"{ticket.pipeline_id}/{ticket.cluster.name} waits for devices that left the pool with their node"
+                )
+                self.withdraw(ticket, PipelineGoneError(f"{text}: {list(ticket.cluster.devices)}"))
+        for status in list(self.state.leases.values()):
+            if not here.issuperset(status.lease.devices):
+                self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
-        if ticket.answer.done():
+        if ticket.outcome is not None:
             return
         what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
         wanted = " or ".join(str(list(devices)) for devices in ticket.cluster.choices)
-        error = WaitTimeoutError(
-            f"devices {wanted} were not granted to {what} within {timeout_s:g} s; {self._who_is_in_the_way(ticket)}"
-        )
-        self.withdraw(ticket)
-        self.gangs.refuse(ticket, error)
+        text = f"devices {wanted} were not granted to {what} within {timeout_s:g} s; {self.behind(ticket)}"
+        self.withdraw(ticket, WaitTimeoutError(text))
 
-    def _who_is_in_the_way(self, ticket: Ticket) -> str:
+    def behind(self, ticket: Ticket) -> str:
+        """Who is in the way of a request: for people."""
         wanted = set().union(*ticket.cluster.choices)
         held = [
             f"{s.lease.pipeline_id}/{s.lease.cluster} ({s.lease.phase.name}, {s.state}) holds {sorted(common)}"
@@ -194,37 +327,51 @@ class Core:
             for r in self.state.requests.values()
             if wanted.intersection(r.devices) and (r.phase, r.id) < (ticket.phase, ticket.request_id)
         ]
-        return "; ".join(held + ahead) or "nobody holds them: the scheduler did not come to it"
+        stuck = [self.writer.trouble] if self.writer.trouble else []
+        return "; ".join(held + ahead + stuck) or "nobody holds them: the scheduler did not come to it"
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
-    async def _plan_forever(self) -> None:
-        while True:
-            await self._changed.wait()
-            await asyncio.sleep(0)  # lets callers that are ready now be part of this turn
-            self._changed.clear()
-            start = time.monotonic()
-            snapshot = self._snapshot()
-            try:
-                with uncollected():
-                    events = decide(snapshot, self.state, self._policy)
-            except PlanError:
-                logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
-            else:
-                self._carry_out(events)
-            self._turn_s = time.monotonic() - start
+    def changed(self) -> None:
+        self._plan_at(self.clock.time())
 
-    def _plan_soon(self) -> None:
+    def _changed_a_little(self) -> None:
         """Plans after a pause in proportion to what a turn takes: heartbeats must not keep a large pool's loop busy."""
-        if self._turn_s < _SHORT_TURN_S:
-            self._changed.set()
-        elif self._later is None or self._later.when() <= self._loop.time():
-            self._later = self._loop.call_later(_PAUSE_TURNS * self._turn_s, self._changed.set)
+        pause_s = 0.0 if self._turn_s < _SHORT_TURN_S else _PAUSE_TURNS * self._turn_s
+        self._plan_at(self.clock.time() + pause_s)
 
-    def _snapshot(self) -> Snapshot:
-        """The state as the planner should see it: with what each job has used so far; a job that is ending or
+    def _plan_at(self, when: float) -> None:
+        when = max(when, self._not_before)
+        if self._turn is not None:
+            if self._turn_at <= when:
+                return
+            self._turn.cancel()
+        self._turn_at = when
+        self._turn = self.clock.call_later(max(0.0, when - self.clock.time()), self._plan)
+
+    def _plan(self) -> None:
+        self._turn = None
+        if self.closed or self.writer.trouble:
+            return  # what is not in the journal must not be promised to anybody
+        start = time.monotonic()
+        snapshot = self.snapshot()
+        try:
+            with uncollected():
+                events = decide(snapshot, self.state, self._policy)
+        except PlanError:
+            logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
+            return
+        if events:
+            self.record(*events)
+        for event in events:
+            if isinstance(event, DrainStarted):
+                self.rollouts.draining(self.state.leases[event.epoch].lease)
+        self._turn_s = time.monotonic() - start
+
+    def snapshot(self) -> Snapshot:
+        """The state as the planner should see it: rollouts with what each job has used so far; a job that is ending or
         failed a moment ago wants nothing; one that has just ended a phase may ask for a gang any moment."""
-        now = self._loop.time()
+        now = self.clock.time()
         snapshot = self.state.snapshot(now)
         rollouts = (self._as_seen(rollout, self.jobs[rollout.pipeline_id], now) for rollout in snapshot.rollouts)
         return replace(snapshot, rollouts=tuple(rollouts))
@@ -232,109 +379,5 @@ class Core:
     def _as_seen(self, rollout: RolloutState, job: Job, now: float) -> RolloutState:
         if job.muted(now):
             return replace(rollout, demand=Demand(0))
-        used_gpu_s, age_s = job.usage.gpu_s(now), job.usage.age_s(now)
         expected = rollout.demand.trajectories == 0 and job.expects_gang(now)
-        return replace(rollout, used_gpu_s=used_gpu_s, age_s=age_s, gang_expected=expected)
-
-    def _carry_out(self, events: Sequence[Event]) -> None:
-        if not events:
-            return
-        shrinking = [self.state.leases[event.epoch].lease for event in events if isinstance(event, ShrinkStarted)]
-        self.record(*events)
-        for pipeline_id, leases in _by_pipeline(shrinking):
-            self._spawn(self._shrink(self.jobs[pipeline_id], leases), f"shrink of {pipeline_id}")
-
-    # -- what follows ------------------------------------------------------------------------------------------------
-
-    def _leases_ended_by(self, event: Event) -> list[tuple[Lease, ReleaseReason]]:
-        if isinstance(event, LeaseReleased) and event.epoch in self.state.leases:
-            return [(self.state.leases[event.epoch].lease, event.reason)]
-        if isinstance(event, PipelineUnregistered):
-            return [(s.lease, ReleaseReason.UNREGISTERED) for s in self.state.leases_of(event.pipeline_id)]
-        return []
-
-    def _note(self, event: Event, ended: Sequence[tuple[Lease, ReleaseReason]]) -> None:
-        for lease, reason in ended:
-            self.log.add("released", lease, reason=reason)
-            if lease.pipeline_id in self.jobs:
-                self.jobs[lease.pipeline_id].usage.released(lease.epoch, self._loop.time())
-            if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
-                self._phase_ended(lease.pipeline_id)
-        if isinstance(event, DemandReported):
-            job = self.jobs.get(event.pipeline_id)
-            if job is not None and job.rollout_ended(event.demand.trajectories):
-                self._phase_ended(event.pipeline_id)
-        if isinstance(event, ShrinkStarted):
-            self.log.add("shrinking", self.state.leases[event.epoch].lease)
-        if isinstance(event, LeaseGranted) and event.request_id is not None:
-            self.gangs.grant(event.request_id, event.lease.epoch)
-
-    def _phase_ended(self, pipeline_id: str) -> None:
-        """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
-        if pipeline_id in self.jobs:
-            self.jobs[pipeline_id].phase_ended(self._loop.time())
-            self._loop.call_later(GANG_GAP_S, self._changed.set)
-
-    def _hand_out(self, active: Sequence[Lease]) -> None:
-        """Tells those who waited that their leases are active."""
-        for lease in active:
-            self.log.add("granted", lease, waited_s=self.gangs.answer(lease))
-            self.jobs[lease.pipeline_id].usage.granted(lease.epoch, len(lease.devices), self._loop.time())
-        for pipeline_id, leases in _by_pipeline([lease for lease in active if lease.phase is Phase.ROLLOUT]):
-            self._spawn(self._grow(self.jobs[pipeline_id], leases), f"growth of {pipeline_id}")
-
-    async def _grow(self, job: Job, leases: tuple[Lease, ...]) -> None:
-        try:
-            await job.link.grow(leases, self._settings.grow_timeout_s)
-        except CoordinatorError as error:
-            await self._take_back(job, leases, error, LeaseState.ACTIVE)
-        else:
-            job.succeeded()
-
-    async def _shrink(self, job: Job, leases: tuple[Lease, ...]) -> None:
-        deadline_s = self._settings.shrink_deadline_s
-        try:
-            await job.link.shrink(leases, deadline_s)
-        except CoordinatorError as error:
-            await self._take_back(job, leases, error, LeaseState.DRAINING)
-        else:
-            job.succeeded()
-            self._release(leases, ReleaseReason.SHRUNK, LeaseState.DRAINING)
-
-    async def _take_back(self, job: Job, leases: tuple[Lease, ...], error: RlixError, state: LeaseState) -> None:
-        """Ends leases of a job that failed to note or to give back bundles, without its help."""
-        pause = job.failed(self._loop.time())
-        self._loop.call_later(pause, self._changed.set)
-        name = job.registration.pipeline_id
-        logger.warning("%s loses %d rollout bundles and gets none for %.0f s: %s", name, len(leases), pause, error)
-        await kill_workers(job.take_workers_of(leases))
-        self._release(leases, ReleaseReason.KILLED, state)
-        try:
-            await job.link.bundles_lost(leases, self._settings.grow_timeout_s)
-        except CoordinatorError as lost:
-            logger.info("%s", lost)
-
-    def _release(self, leases: Sequence[Lease], reason: ReleaseReason, state: LeaseState) -> None:
-        """Releases those leases that are still held in this state: they may have ended meanwhile."""
-        held = self.state.leases
-        alive = [lease.epoch for lease in leases if lease.epoch in held and held[lease.epoch].state is state]
-        if alive:
-            self.record(*(LeaseReleased(epoch, reason) for epoch in alive))
-
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> "asyncio.Task[None]":
-        task = self._loop.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("a task of the control plane failed: %s", task.get_name(), exc_info=error)
-            if task.get_name() == _PLANNING:  # a bug that one state of the pool brings out must not stop all planning
-                self.start()
-
-
-def _by_pipeline(leases: Sequence[Lease]) -> list[tuple[str, tuple[Lease, ...]]]:
-    ordered = sorted(leases, key=lambda lease: (lease.pipeline_id, lease.epoch))
-    return [(pipeline_id, tuple(group)) for pipeline_id, group in groupby(ordered, key=lambda lease: lease.pipeline_id)]
+        return replace(rollout, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now), gang_expected=expected)

@@ -1,44 +1,69 @@
 """Callers that wait for a gang."""
 
-import asyncio
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from rlix.control.ports import Clock, Timer
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Cluster, Lease
 from rlix.protocol.types import Phase
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One gang request and whoever waits for it. `epoch` is set once it is granted, perhaps before it is active."""
 
     request_id: int
+    key: str
     pipeline_id: str
     cluster: Cluster
     phase: Phase
-    asked_at: float
-    answer: "asyncio.Future[Lease]"
+    asked_at: float  # of the clock
     epoch: int | None = None
-    timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    outcome: Lease | RlixError | None = None
+    watchers: list[Callable[[], None]] = field(default_factory=list)
+    longest_s: float | None = None
+    timers: dict[str, Timer] = field(default_factory=dict)
+
+    def decide(self, outcome: Lease | RlixError) -> None:
+        """Tells whoever waits; the first word counts."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        watchers, self.watchers = self.watchers, []
+        for watcher in watchers:
+            watcher()
 
 
 class GangQueue:
-    """The tickets of requests whose answer has not been collected yet."""
+    """The tickets of requests that wait, or whose lease is held; found by the client's key."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self._granted: dict[int, Ticket] = {}  # by epoch, while the lease is not active yet
-        self._loop = asyncio.get_running_loop()
+        self._by_key: dict[tuple[str, str], Ticket] = {}
+        self._by_epoch: dict[int, Ticket] = {}
 
-    def open(self, request_id: int, pipeline_id: str, cluster: Cluster, phase: Phase) -> Ticket:
-        ticket = Ticket(request_id, pipeline_id, cluster, phase, time.monotonic(), self._loop.create_future())
-        self._tickets[ticket.request_id] = ticket
+    def open(self, request_id: int, key: str, pipeline_id: str, cluster: Cluster, phase: Phase) -> Ticket:
+        ticket = Ticket(request_id, key, pipeline_id, cluster, phase, self._clock.time())
+        self._tickets[request_id] = ticket
+        if key:
+            self._by_key[pipeline_id, key] = ticket
         return ticket
 
-    def get(self, request_id: int) -> Ticket | None:
+    def find(self, pipeline_id: str, key: str) -> Ticket | None:
+        return self._by_key.get((pipeline_id, key))
+
+    def request(self, request_id: int) -> Ticket | None:
         return self._tickets.get(request_id)
+
+    def holding(self, epoch: int) -> Ticket | None:
+        """The ticket that this lease answers."""
+        return self._by_epoch.get(epoch)
+
+    def waiting(self) -> list[Ticket]:
+        """The tickets without an answer."""
+        return [ticket for ticket in self._tickets.values() if ticket.outcome is None]
 
     def of_pipeline(self, pipeline_id: str) -> Iterator[Ticket]:
         return (ticket for ticket in list(self._tickets.values()) if ticket.pipeline_id == pipeline_id)
@@ -46,39 +71,41 @@ class GangQueue:
     def after(self, ticket: Ticket, name: str, delay_s: float, action: Callable[[], None]) -> None:
         """Runs `action` in `delay_s` seconds, unless the ticket is closed or the timer of this name stopped before."""
         self.stop_timer(ticket, name)
-        ticket.timers[name] = self._loop.call_later(delay_s, action)
+        ticket.timers[name] = self._clock.call_later(delay_s, action)
 
     def stop_timer(self, ticket: Ticket, name: str) -> None:
         timer = ticket.timers.pop(name, None)
         if timer is not None:
             timer.cancel()
 
-    def grant(self, request_id: int, epoch: int) -> None:
+    def granted(self, request_id: int, epoch: int) -> None:
         """Notes which lease answers the request, once it becomes active."""
         ticket = self._tickets.get(request_id)
         if ticket is not None:
             ticket.epoch = epoch
-            self._granted[epoch] = ticket
+            self._by_epoch[epoch] = ticket
+
+    def revoked(self, epoch: int) -> None:
+        """The request waits again."""
+        ticket = self._by_epoch.pop(epoch, None)
+        if ticket is not None:
+            ticket.epoch = None
 
     def answer(self, lease: Lease) -> float | None:
         """Hands the lease to whoever waits for it; returns how many seconds it took, None when nobody waits."""
-        ticket = self._granted.pop(lease.epoch, None)
-        if ticket is None or ticket.answer.done():
+        ticket = self._by_epoch.get(lease.epoch)
+        if ticket is None or ticket.outcome is not None:
             return None
         self.stop_timer(ticket, "expiry")
-        ticket.answer.set_result(lease)
-        return time.monotonic() - ticket.asked_at
-
-    def refuse(self, ticket: Ticket, error: RlixError) -> None:
-        """Ends the wait with an error. The ticket stays until somebody collects that."""
-        if not ticket.answer.done():
-            ticket.answer.set_exception(error)
-            ticket.answer.exception()  # nobody may be left to collect it, and that is not worth a warning
+        ticket.decide(lease)
+        return self._clock.time() - ticket.asked_at
 
     def close(self, ticket: Ticket) -> None:
-        """Forgets the ticket: its answer was collected, or nobody will."""
+        """Forgets the ticket: its lease has ended, or it will never be granted."""
         for name in list(ticket.timers):
             self.stop_timer(ticket, name)
         self._tickets.pop(ticket.request_id, None)
+        if self._by_key.get((ticket.pipeline_id, ticket.key)) is ticket:
+            del self._by_key[ticket.pipeline_id, ticket.key]
         if ticket.epoch is not None:
-            self._granted.pop(ticket.epoch, None)
+            self._by_epoch.pop(ticket.epoch, None)

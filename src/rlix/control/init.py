@@ -161,17 +161,23 @@ def _start_control_plane(settings: Settings, log_level: int) -> Any:
             "namespace": NAMESPACE,
             "get_if_exists": True,
             "lifetime": "detached",
-            "max_restarts": 0,
+            "max_restarts": -1,  # each comes back by itself, with what it was made with
             "max_concurrency": _MAX_CALLS,
             "resources": {"node:__internal_head__": 0.001},
         }
         return ray.remote(num_cpus=0)(actor_class).options(**options).remote(*args)
 
-    manager = start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, log_level)
-    scheduler = start(Scheduler, SCHEDULER_ACTOR_NAME, settings, log_level)
-    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, scheduler, manager, log_level)
+    start(Scheduler, SCHEDULER_ACTOR_NAME, settings, _pool_id(), log_level)
+    start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, log_level)
+    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, log_level)
     get(orchestrator.ready.remote(), what="start of the control plane's actors", timeout_s=START_TIMEOUT_S)
     return orchestrator
+
+
+def _pool_id() -> str:
+    """The head node's id: no other Ray cluster ever has it."""
+    head = next(node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"])
+    return str(head["NodeID"])
 
 
 def _stop_ray() -> None:

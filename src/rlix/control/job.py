@@ -1,49 +1,51 @@
-"""What the scheduler service keeps about one admitted pipeline besides the recorded state."""
+"""What the control plane keeps about one admitted pipeline besides the recorded state."""
 
-import asyncio
-import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
-from rlix.control.coordinator_link import CoordinatorLink
 from rlix.control.usage import Usage
-from rlix.protocol.messages import Lease, Registration
+from rlix.protocol.messages import Process
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 GANG_GAP_S = 0.2  # between two phases of a job: until its next gang request is in
 
 
-class Job:
-    """The line to the job's coordinator, what it used, the workers that may be killed, and how often it failed lately.
+@dataclass(slots=True)
+class Caller:
+    """A process that speaks for the job: when it last did, and what it said that it holds."""
 
-    `now` is the event loop's time when the pipeline was admitted.
+    heard_at: float
+    held: frozenset[int] = frozenset()
+    stopped_at: float | None = None  # since when it has been found stopped
+    unheld: dict[int, float] = field(default_factory=dict)  # leases it asked for but does not know, since when
+
+
+class Job:
+    """What the job used, who speaks for it, and how often it failed lately. Times are the clock's.
+
+    `now` is when the pipeline was admitted.
     """
 
-    def __init__(self, registration: Registration, now: float) -> None:
-        self.registration = registration
+    def __init__(self, now: float) -> None:
         self.usage = Usage(now)
-        self.link = CoordinatorLink(registration)
-        self.watch: asyncio.Task[None] | None = None
-        self.closing: asyncio.Task[None] | None = None
-        self.heard_at = time.monotonic()  # when the pipeline last called
-        self._workers: dict[tuple[str, int], Any] = {}
+        self.heard_at = now
+        self.callers: dict[Process, Caller] = {}
+        self.ending = False
         self._failures = 0
         self._muted_until = 0.0
         self._rolling = False
         self._gang_until = 0.0
 
-    def attach(self, cluster: str, workers: Mapping[int, Any]) -> None:
-        for rank, handle in workers.items():
-            self._workers[cluster, rank] = handle
-
-    def workers(self) -> list[Any]:
-        return list(self._workers.values())
-
-    def take_workers_of(self, leases: Iterable[Lease]) -> list[Any]:
-        """The attached workers of these rollout bundles (a worker's rank is its bundle), which are then forgotten."""
-        keys = [(lease.cluster, lease.bundle) for lease in leases if lease.bundle is not None]
-        return [self._workers.pop(key) for key in keys if key in self._workers]
+    def heard(self, process: Process | None, now: float) -> None:
+        """Notes that somebody spoke for the job."""
+        self.heard_at = now
+        if process is None:
+            return
+        caller = self.callers.get(process)
+        if caller is None:
+            self.callers[process] = Caller(now)
+        else:
+            caller.heard_at = now
 
     def failed(self, now: float) -> float:
         """Notes that a grow or shrink failed; returns the seconds for which the job gets no further bundle."""
@@ -70,4 +72,4 @@ class Job:
 
     def muted(self, now: float) -> bool:
         """Whether the job must not get further bundles for now: it is ending, or failed a moment ago."""
-        return self.closing is not None or now < self._muted_until
+        return self.ending or now < self._muted_until

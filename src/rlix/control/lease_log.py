@@ -1,7 +1,6 @@
 """What happened to each pipeline's leases, for the job's own record."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import Literal
 
 from rlix.protocol.messages import Lease, LeaseRecord, ReleaseReason
@@ -11,11 +10,13 @@ KEPT_PIPELINES = 256
 
 
 class LeaseLog:
-    """The last records of each pipeline, numbered from 1; those of ended pipelines stay readable for a while."""
+    """The last records of each pipeline; those of ended pipelines stay readable for a while.
 
-    def __init__(self, *, now: Callable[[], float]) -> None:
-        """`now` gives unix seconds."""
-        self._now = now
+    A record's number is its time in microseconds, or one more than that of the record before it: numbers grow also
+    across restarts of the control plane, after which those who read on find what they have not read yet.
+    """
+
+    def __init__(self) -> None:
         self._records: dict[str, deque[LeaseRecord]] = {}
         self._ended: deque[str] = deque()
 
@@ -23,16 +24,17 @@ class LeaseLog:
         self,
         event: Literal["granted", "shrinking", "released"],
         lease: Lease,
+        time: float,
         *,
         reason: ReleaseReason | None = None,
         waited_s: float | None = None,
     ) -> None:
+        """`time`: unix seconds."""
         records = self._records.setdefault(lease.pipeline_id, deque(maxlen=KEPT_RECORDS))
-        number = records[-1].number + 1 if records else 1
-        record = LeaseRecord(
-            number=number, event=event, lease=lease, time=self._now(), reason=reason, waited_s=waited_s
+        number = max(int(time * 1e6), records[-1].number + 1 if records else 0)
+        records.append(
+            LeaseRecord(number=number, event=event, lease=lease, time=time, reason=reason, waited_s=waited_s)
         )
-        records.append(record)
 
     def since(self, pipeline_id: str, number: int) -> tuple[LeaseRecord, ...]:
         """The records after `number` (0: all that are kept), oldest first."""

@@ -3,33 +3,42 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from rlix.control.rpc import call
-from rlix.protocol.messages import ControlStatus, Device, Registration
+import ray
+
+from rlix.control.rpc import Patient
+from rlix.control.watchdog import here, watch_over
+from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration
+from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
+_THREADS = 32  # calls that wait for the scheduler at the same time
 
 
 class Orchestrator:
-    """Ray actor that admits pipelines. It keeps no state: the scheduler service is the only writer."""
+    """Ray actor that admits pipelines. It keeps no state: the scheduler service is the only writer. Its calls wait for a
+    scheduler that is being started again."""
 
-    def __init__(self, scheduler: Any, resource_manager: Any, log_level: int = logging.INFO) -> None:
+    def __init__(self, log_level: int = logging.INFO) -> None:
         logging.getLogger("rlix").setLevel(log_level)
-        self._scheduler = scheduler
-        self._resource_manager = resource_manager
-        self._starting = asyncio.Lock()
+        self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
+        self._manager = Patient(lambda: ray.get_actor(RESOURCE_MANAGER_ACTOR_NAME, NAMESPACE), "the resource manager")
+        self._threads = ThreadPoolExecutor(_THREADS, "orchestrator")
+        watch_over((RESOURCE_MANAGER_ACTOR_NAME,))
+
+    async def process(self) -> Process:
+        """The process this is."""
+        return here()
 
     async def ready(self) -> int:
-        """Brings the control plane up, once; returns the number of devices it found."""
-        async with self._starting:
-            devices = await call(
-                self._resource_manager.discover.remote(), what="device discovery", timeout_s=CALL_TIMEOUT_S
-            )
-            await self._ask("start", devices)
-        return len(devices)
+        """Brings the control plane up; returns the number of devices it found."""
+        count: int = await self._in_thread(self._manager, "discover")
+        return count
 
     async def allocate_pipeline_id(self, kind: str) -> str:
         """A new pipeline id, such as "ft_1" for kind "ft"."""
@@ -42,8 +51,11 @@ class Orchestrator:
         cluster_tp_configs: Mapping[str, int],
         cluster_device_mappings: Mapping[str, Sequence[int]],
         cluster_device_alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
+        name: str = "",
     ) -> Registration:
         """Declares which devices each cluster of the pipeline may use, and its tensor-parallel size.
+
+        `name` is what people call it.
 
         `cluster_device_alternatives`: for a cluster that asks for gangs, further lists of as many devices on which it
         can run just as well. It is granted one of them when it would queue for its own behind another gang and nobody
@@ -59,6 +71,7 @@ class Orchestrator:
             cluster_tp_configs,
             cluster_device_mappings,
             cluster_device_alternatives,
+            name,
         )
         return registration
 
@@ -67,8 +80,14 @@ class Orchestrator:
         await self._ask("admit_pipeline", pipeline_id)
 
     async def unregister_pipeline(self, pipeline_id: str, reason: str = "") -> None:
-        """Ends a pipeline: its workers are killed, its devices freed, its waiting requests refused."""
+        """Ends a pipeline: its program and workers are killed, its devices freed, its waiting requests refused. May be
+        repeated."""
         await self._ask("unregister_pipeline", pipeline_id, reason)
+
+    async def give_up_device(self, device_id: int) -> tuple[Lease, ...]:
+        """A person says that a quarantined device is free; returns the leases that kept it."""
+        leases: tuple[Lease, ...] = await self._ask("give_up_device", device_id)
+        return leases
 
     async def status(self) -> ControlStatus:
         """Everything a terminal view shows; cheap enough to poll."""
@@ -90,5 +109,8 @@ class Orchestrator:
         return registration
 
     async def _ask(self, method: str, *args: object) -> Any:
-        ref = getattr(self._scheduler, method).remote(*args)
-        return await call(ref, what=f"the scheduler's {method}", timeout_s=CALL_TIMEOUT_S)
+        return await self._in_thread(self._scheduler, method, *args)
+
+    async def _in_thread(self, actor: Patient, method: str, *args: object) -> Any:
+        ask = partial(actor.ask, method, *args, timeout_s=CALL_TIMEOUT_S)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)

@@ -19,6 +19,8 @@ def build_registration(
     cluster_device_mappings: object,
     devices: Sequence[Device],
     cluster_device_alternatives: object = None,
+    *,
+    name: str = "",
 ) -> Registration:
     """Turns the arguments of `register_pipeline` into a `Registration`.
 
@@ -43,7 +45,7 @@ def build_registration(
         for name in sorted(alternatives.keys() - mappings.keys()):
             raise SpecError(f"{where}: cluster_device_alternatives: cluster {name!r} is not in cluster_device_mappings")
         clusters = tuple(_with_alternatives(where, c, alternatives.get(c.name, ()), devices) for c in clusters)
-    return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters)
+    return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters, name=name)
 
 
 def check_gang_request(registration: Registration, cluster: object, phase: object) -> Cluster:

@@ -1,38 +1,116 @@
-"""Which devices there are, over every node of the Ray cluster."""
+"""Which devices there are, over every node of the Ray cluster, as nodes come and go."""
 
-import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlix.protocol.messages import Device, DeviceKind
-from rlix.protocol.types import VIRTUAL_DEVICE_RESOURCE
+from rlix.control.live_nodes import NodeAgent
+from rlix.control.rpc import Patient, get
+from rlix.control.watchdog import here, watch_over
+from rlix.node.devices import device_keys
+from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import Device, DeviceKind, Process
+from rlix.protocol.types import (
+    NAMESPACE,
+    NODE_AGENT_NAME_PREFIX,
+    ORCHESTRATOR_ACTOR_NAME,
+    SCHEDULER_ACTOR_NAME,
+    VIRTUAL_DEVICE_RESOURCE,
+)
 
 logger = logging.getLogger(__name__)
 
 _HEAD_RESOURCE = "node:__internal_head__"
+_LOOK_EVERY_S = 1.0
+_ANSWER_TIMEOUT_S = 30.0
 
 
 class ResourceManager:
-    """Ray actor that finds the pool's devices."""
+    """Ray actor that finds the pool's devices and tells the scheduler of them. It keeps nothing that a restarted one does
+    not find again."""
 
     def __init__(self, log_level: int = logging.INFO) -> None:
         logging.getLogger("rlix").setLevel(log_level)
+        self._here = ray.get_runtime_context().get_node_id()
+        self._keys: dict[str, tuple[str, ...]] = {}  # by node
+        self._looking = threading.Lock()
+        self._told: tuple[Device, ...] | None = None
+        self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
+        threading.Thread(target=self._look_forever, name="nodes", daemon=True).start()
+        watch_over((SCHEDULER_ACTOR_NAME, ORCHESTRATOR_ACTOR_NAME))
 
-    async def discover(self) -> tuple[Device, ...]:
-        """Every device of every node that is alive; see `devices_of`."""
-        devices = devices_of(await asyncio.to_thread(ray.nodes))
+    def discover(self) -> int:
+        """Looks now, and tells the scheduler; returns the number of devices.
+
+        Raises:
+            RlixError: there are none.
+        """
+        with self._looking:
+            devices = self._devices()
+            count: int = self._scheduler.ask("found", devices, timeout_s=_ANSWER_TIMEOUT_S)
+            self._told = devices
         logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
-        return devices
+        return count
+
+    def process(self) -> Process:
+        """The process this is."""
+        return here()
+
+    def _look_forever(self) -> None:
+        waiting = threading.Event()
+        while not waiting.wait(_LOOK_EVERY_S):
+            try:
+                with self._looking:
+                    changed = self._devices() != self._told
+                if changed:
+                    self.discover()
+            except (RayError, RlixError) as error:
+                logger.warning("cannot look for nodes: %s", error)
+
+    def _devices(self) -> tuple[Device, ...]:
+        nodes = ray.nodes()
+        for node in nodes:
+            node_id = node["NodeID"]
+            if node["Alive"] and node_id not in self._keys:
+                self._keys[node_id] = self._ask_keys(node_id, VIRTUAL_DEVICE_RESOURCE in node["Resources"])
+        return devices_of(nodes, self._keys)
+
+    def _ask_keys(self, node_id: str, virtual: bool) -> tuple[str, ...]:
+        """The names of a node's GPUs; starts the agent of a node that is not this one."""
+        if node_id == self._here:
+            return () if virtual else device_keys()
+        agent = (
+            ray.remote(num_cpus=0)(NodeAgent)
+            .options(
+                name=f"{NODE_AGENT_NAME_PREFIX}{node_id}",
+                namespace=NAMESPACE,
+                get_if_exists=True,
+                lifetime="detached",
+                max_restarts=-1,
+                max_concurrency=100,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote(node_id)
+        )
+        keys: Sequence[str] = get(
+            agent.keys.remote(virtual), what=f"the device keys of node {node_id}", timeout_s=_ANSWER_TIMEOUT_S
+        )
+        return tuple(keys)
 
 
-def devices_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Device, ...]:
-    """Numbers the devices of Ray's node table densely from 0: the head node's first, then by address and node id.
+def devices_of(
+    nodes: Iterable[Mapping[str, Any]], keys: Mapping[str, Sequence[str]] | None = None
+) -> tuple[Device, ...]:
+    """The devices of Ray's node table, numbered from 0: the head node's first, then by address and node id.
 
-    A node's devices are virtual where the node carries the resource `VIRTUAL_DEVICE_RESOURCE`.
+    A node's devices are virtual where the node carries the resource `VIRTUAL_DEVICE_RESOURCE`; `keys` are the names of
+    the others, by node.
     """
     alive = [node for node in nodes if node["Alive"]]
     alive.sort(key=lambda node: (_HEAD_RESOURCE not in node["Resources"], *_address(node), node["NodeID"]))
@@ -44,9 +122,16 @@ def devices_of(nodes: Iterable[Mapping[str, Any]]) -> tuple[Device, ...]:
             node_ip=node["NodeManagerAddress"],
             index=index,
             kind=DeviceKind.CPU if VIRTUAL_DEVICE_RESOURCE in node["Resources"] else DeviceKind.CUDA,
+            key=_key(node, index, (keys or {}).get(node["NodeID"], ())),
         )
         for number, (node, index) in enumerate(slots)
     )
+
+
+def _key(node: Mapping[str, Any], index: int, keys: Sequence[str]) -> str:
+    if VIRTUAL_DEVICE_RESOURCE in node["Resources"]:
+        return f"virtual-{node['NodeID'][:12]}-{index}"
+    return keys[index] if index < len(keys) else str(index)
 
 
 def _address(node: Mapping[str, Any]) -> tuple[int, int]:

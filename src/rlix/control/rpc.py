@@ -1,12 +1,19 @@
 """Calls between Ray actors: bounded, and raising what the other side raised."""
 
 import asyncio
+import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.errors import RlixError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 def root_cause(error: RayTaskError) -> BaseException:
@@ -46,3 +53,42 @@ async def _value(ref: Any) -> Any:
         return await ref
     except RayTaskError as error:
         raise root_cause(error) from None
+
+
+class Patient:
+    """An actor that may be killed and comes back: calls wait for it, and are made again.
+
+    Only for calls that may be made twice. Args: `find` looks the actor up; `patience_s` is how long it may be away.
+    """
+
+    def __init__(self, find: Callable[[], Any], name: str, *, patience_s: float = 60.0) -> None:
+        self._find = find
+        self._name = name
+        self._patience_s = patience_s
+        self._handle = find()
+
+    def ask(self, method: str, *args: object, timeout_s: float) -> Any:
+        """What the actor's method returns.
+
+        Raises:
+            RlixError: the actor did not come back within `patience_s`.
+            WaitTimeoutError: it is there and did not answer within `timeout_s`.
+        """
+        deadline = time.monotonic() + self._patience_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return get(
+                    getattr(self._handle, method).remote(*args), what=f"{self._name}'s {method}", timeout_s=timeout_s
+                )
+            except RayActorError as error:
+                if time.monotonic() > deadline:
+                    raise RlixError(f"{self._name} has been away for {self._patience_s:g} s: {error}") from None
+                if pause_s == _FIRST_PAUSE_S:
+                    logger.info("%s is away: waiting for it to come back", self._name)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                self._handle = self._find()
+            except (ValueError, RlixError):
+                logger.debug("%s is not there yet", self._name)

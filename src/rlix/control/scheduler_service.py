@@ -3,26 +3,24 @@
 import asyncio
 import logging
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
-from rlix.control.core import Core
+import ray
+
+from rlix.control.core import Asked, Core
 from rlix.control.gang_queue import Ticket
 from rlix.control.job import Job
 from rlix.control.journal import open_journal
+from rlix.control.live_nodes import LiveNodes
 from rlix.control.registration import build_registration, check_gang_request, check_rollout_cluster
 from rlix.control.settings import Settings
+from rlix.control.status import status_of
+from rlix.control.watchdog import here
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError
-from rlix.protocol.events import (
-    DemandReported,
-    DevicesDiscovered,
-    LeaseReleased,
-    PipelineRegistered,
-)
+from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     ControlStatus,
     Demand,
@@ -31,58 +29,90 @@ from rlix.protocol.messages import (
     Lease,
     LeaseRecord,
     LeaseStatus,
-    PipelineStatus,
+    Process,
     Registration,
-    ReleaseReason,
+    RolloutAnswer,
 )
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_TIMEOUT_S = 10.0
+
 
 class Scheduler:
-    """Ray actor. It checks what callers say; `Core` records and acts."""
+    """Ray actor. It checks what callers say; `Core` records and acts.
 
-    def __init__(self, settings: Settings, log_level: int = logging.INFO) -> None:
+    Nothing calls jobs from here: they ask, in turns, and everything they ask for may be asked again. So one that was
+    restarted reads its journal and goes on, and its callers notice a pause.
+    """
+
+    def __init__(self, settings: Settings, pool: str, log_level: int = logging.INFO) -> None:
+        """`pool`: an id that no other pool ever has."""
         logging.getLogger("rlix").setLevel(log_level)
         self._settings = settings
+        self._pool = pool
+        self._starting = asyncio.Lock()
         self._started: Core | None = None
+        self._nodes: LiveNodes | None = None
+        self._closed = False
 
-    @property
-    def _core(self) -> Core:
-        if self._started is None:
-            raise RlixError("the control plane is not started; call rlix.init first")
+    async def _core(self) -> Core:
+        """Opens the journal at the first call, and goes on from there."""
+        if self._started is not None:
+            return self._started
+        async with self._starting:
+            if self._closed:
+                raise RlixError("the control plane is shutting down")
+            if self._started is None:
+                self._started = await self._start()
         return self._started
 
-    async def start(self, devices: tuple[Device, ...]) -> None:
-        """Opens the journal and starts to plan. Calling it again changes nothing.
+    async def _start(self) -> Core:
+        journal = await asyncio.to_thread(open_journal, self._settings.home, self._pool)
+        _log_to(self._settings.home / "logs" / f"{journal.path.stem}.log")
+        self._nodes = LiveNodes(ray.get_runtime_context().get_node_id(), self._pool)
+        core = Core(self._settings, journal, clock=asyncio.get_running_loop(), nodes=self._nodes, pool=self._pool)
+        count = core.recover(list(journal.replay()))
+        if count:
+            logger.warning("going on from %d events in %s", count, journal.path)
+        core.watch.start()
+        return core
+
+    async def process(self) -> Process:
+        """The process this is."""
+        await self._core()
+        return here()
+
+    async def found(self, devices: tuple[Device, ...]) -> int:
+        """The pool's devices as they are now, with any ids; returns how many there are.
 
         Raises:
-            RlixError: there are no devices.
+            RlixError: there are none, and never were.
         """
-        if self._started is not None:
-            return
-        if not devices:
+        core = await self._core()
+        if not devices and not core.state.devices:
             raise RlixError(
                 "the Ray cluster has no GPUs; start its nodes with GPUs, or with virtual ones: "
                 "ray start --num-gpus=8 --resources='{\"rlix_virtual\": 1}'; "
                 "or set RAY_ADDRESS=local to start a separate one"
             )
-        journal = open_journal(self._settings.home)
-        journal.start_session()
-        _log_to(self._settings.home / "logs" / f"{journal.path.stem}.log")
-        self._started = Core(self._settings, journal)
-        self._core.record(DevicesDiscovered(devices))
-        self._core.start()
+        assert self._nodes is not None
+        known = {device.node_id for device in core.state.devices}
+        self._nodes.gone |= known - {device.node_id for device in devices}
+        core.found(numbered(core.state.devices, devices, core.state.next_device_id))
+        return len(devices)
 
     async def close(self) -> None:
         """Ends every pipeline, then stops planning and closes the journal."""
-        if self._started is None:
+        self._closed = True
+        core, self._started = self._started, None
+        if core is None:
             return
-        running = list(self._core.state.registrations)
-        await asyncio.gather(*(self._core.end(pipeline_id, "the control plane shuts down") for pipeline_id in running))
-        self._core.close()
-        self._started = None
+        ended = [asyncio.ensure_future(_ended(core, job, "the control plane shuts down", None)) for job in core.jobs]
+        if ended:
+            await asyncio.wait(ended, timeout=_CLOSE_TIMEOUT_S)
+        core.close()
 
     # -- pipelines ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +124,7 @@ class Scheduler:
         """
         if not isinstance(kind, str) or not kind.isidentifier():
             raise SpecError(f"allocate_pipeline_id: kind must be a word such as 'ft' or 'lora', got {kind!r}")
-        return self._core.allocate(kind)
+        return (await self._core()).allocate(kind)
 
     async def register_pipeline(
         self,
@@ -103,13 +133,11 @@ class Scheduler:
         cluster_tp_configs: object,
         cluster_device_mappings: object,
         cluster_device_alternatives: object = None,
+        name: str = "",
     ) -> Registration:
-        """See `Orchestrator.register_pipeline`."""
-        if pipeline_id in self._core.state.registrations:
-            raise SpecError(
-                f"register_pipeline({pipeline_id!r}): already registered; allocate another id for another pipeline"
-            )
-        if pipeline_id not in self._core.state.allocated:
+        """See `Orchestrator.register_pipeline`. Registering the same again changes nothing."""
+        core = await self._core()
+        if pipeline_id not in core.state.allocated:
             raise SpecError(
                 f"register_pipeline: unknown pipeline id {pipeline_id!r}; get one from allocate_pipeline_id first"
             )
@@ -118,103 +146,141 @@ class Scheduler:
             ray_namespace,
             cluster_tp_configs,
             cluster_device_mappings,
-            self._core.state.devices,
+            core.state.devices,
             cluster_device_alternatives,
+            name=name,
         )
-        self._core.record(PipelineRegistered(registration))
+        before = core.state.registrations.get(pipeline_id)
+        if before is not None and before != registration:
+            raise SpecError(
+                f"register_pipeline({pipeline_id!r}): already registered; allocate another id for another pipeline"
+            )
+        if before is None:
+            core.record(PipelineRegistered(registration))
         return registration
 
     async def admit_pipeline(self, pipeline_id: str) -> None:
         """See `Orchestrator.admit_pipeline`. Admitting an admitted pipeline changes nothing."""
-        registration = self._registration(pipeline_id, "admit_pipeline")
-        if pipeline_id not in self._core.jobs:
-            self._core.admit(registration)
+        core = await self._core()
+        _registration(core, pipeline_id, "admit_pipeline")
+        if pipeline_id not in core.jobs:
+            core.record(PipelineAdmitted(pipeline_id))
 
-    async def unregister_pipeline(self, pipeline_id: str, reason: str = "") -> None:
-        """See `Orchestrator.unregister_pipeline`."""
-        self._registration(pipeline_id, "unregister_pipeline")
-        await self._core.end(pipeline_id, reason)
+    async def unregister_pipeline(self, pipeline_id: str, reason: str = "", spare: Process | None = None) -> None:
+        """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks, which is not ended with the others."""
+        core = await self._core()
+        _registration(core, pipeline_id, "unregister_pipeline")
+        await _ended(core, pipeline_id, reason, spare)
 
-    async def attach_workers(self, pipeline_id: str, cluster: str, workers: Mapping[int, Any]) -> None:
-        """Names the actors of a cluster by rank, so that they can be killed when the job does not give devices back."""
-        job = self._job(pipeline_id, "attach_workers")
-        if cluster not in [c.name for c in job.registration.clusters]:
-            raise SpecError(f"attach_workers({pipeline_id!r}): cluster {cluster!r} is not registered")
-        job.attach(cluster, workers)
+    async def name_holders(self, pipeline_id: str, cluster: str, processes: Mapping[int, Process]) -> None:
+        """Names the processes that keep bytes under a cluster's leases, by rank; cluster "" is the pipeline's program,
+        whose end is the pipeline's."""
+        core = await self._core()
+        _job(core, pipeline_id, "name_holders")
+        if cluster and cluster not in [c.name for c in core.state.registrations[pipeline_id].clusters]:
+            raise SpecError(f"name_holders({pipeline_id!r}): cluster {cluster!r} is not registered")
+        core.name_holders(pipeline_id, cluster, tuple(processes.items()))
+
+    async def beat(self, pipeline_id: str, process: Process, held: Sequence[int]) -> None:
+        """A process that speaks for the pipeline lives, and knows that it holds these leases."""
+        core = await self._core()
+        _job(core, pipeline_id, "beat")
+        core.watch.beat(pipeline_id, process, frozenset(held))
 
     # -- devices -----------------------------------------------------------------------------------------------------
 
-    async def request_gang(self, pipeline_id: str, cluster: str, phase: Phase, timeout_s: float | None = None) -> Lease:
-        """Waits until all devices of the cluster are the pipeline's.
-
-        For callers that live as long as the pipeline; others use `JobClient`, whose requests end with their caller.
+    async def poll_gang(
+        self, pipeline_id: str, cluster: str, phase: Phase, asked: Asked, wait_s: float = 5.0
+    ) -> GangAnswer:
+        """Asks for all devices of the cluster, or asks again by the same key; answers after `wait_s` seconds at the
+        latest. A request about which nobody asks any more is dropped.
 
         Raises:
             SpecError: the request makes no sense.
             PipelineGoneError: the pipeline is not admitted, or ended meanwhile.
-            WaitTimeoutError: not granted within `timeout_s` seconds; says who holds the devices.
+            WaitTimeoutError: not granted within the `timeout_s` asked for; says who holds the devices.
+            DeadlockError: it waits for what its own caller keeps.
         """
-        ticket = self._open_ticket(pipeline_id, cluster, phase, timeout_s)
-        try:
-            return await asyncio.shield(ticket.answer)
-        except asyncio.CancelledError:
-            self._core.withdraw(ticket)
-            raise
-        finally:
-            self._core.gangs.close(ticket)
+        core = await self._core()
+        job = _job(core, pipeline_id, "poll_gang")
+        job.heard(asked.holder, core.clock.time())
+        ticket = core.gangs.find(pipeline_id, asked.key) if asked.key else None
+        if ticket is None:
+            ticket = self._ask(core, pipeline_id, cluster, phase, asked)
+        core.gangs.stop_timer(ticket, "abandoned")
+        if ticket.outcome is None:
+            decided = asyncio.Event()
+            ticket.watchers.append(decided.set)
+            try:
+                await asyncio.wait_for(decided.wait(), wait_s)
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                core.abandon(ticket)
+                raise
+        if isinstance(ticket.outcome, RlixError):
+            raise ticket.outcome
+        if ticket.outcome is None:
+            limit_s = self._settings.abandon_after_s
+            core.gangs.after(ticket, "abandoned", limit_s, lambda: core.abandon(ticket))
+        return GangAnswer(ticket.request_id, ticket.outcome)
 
-    async def poll_gang(
-        self,
-        pipeline_id: str,
-        cluster: str,
-        phase: Phase,
-        *,
-        timeout_s: float | None = None,
-        request_id: int | None = None,
-        wait_s: float = 5.0,
-    ) -> GangAnswer:
-        """`request_gang` in turns: answers after `wait_s` seconds at the latest, then wants to be asked again with the
-        request's id, and the lease accepted. What a caller that died asked for, or got, is taken back."""
-        if request_id is None:
-            ticket = self._open_ticket(pipeline_id, cluster, phase, timeout_s)
-        else:
-            found = self._core.gangs.get(request_id)
-            if found is None or found.pipeline_id != pipeline_id:
-                raise PipelineGoneError(f"request {request_id} of pipeline {pipeline_id!r} is not waiting any more")
-            ticket = found
-        self._core.gangs.stop_timer(ticket, "abandoned")
-        try:
-            await asyncio.wait([ticket.answer], timeout=wait_s)
-        except asyncio.CancelledError:
-            self._core.abandon(ticket)
-            raise
-        self._core.gangs.after(ticket, "abandoned", self._settings.abandon_after_s, lambda: self._core.abandon(ticket))
-        if not ticket.answer.done():
-            return GangAnswer(ticket.request_id, None)
-        if ticket.answer.exception() is not None:
-            self._core.gangs.close(ticket)
-        return GangAnswer(ticket.request_id, ticket.answer.result())
+    def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
+        registration = core.state.registrations[pipeline_id]
+        found = check_gang_request(registration, cluster, phase)
+        for name in ("timeout_s", "longest_s"):
+            value = getattr(asked, name)
+            if value is not None and not value > 0:
+                raise SpecError(f"request_gang({pipeline_id!r}): {name} must be positive or None, got {value!r}")
+        return core.request(pipeline_id, found, Phase(phase), asked)
 
-    async def accept_gang(self, request_id: int) -> None:
-        """Says that the caller of `poll_gang` has the lease. One that nobody accepts goes back.
-
-        Raises:
-            StaleEpochError: it has gone back.
-        """
-        ticket = self._core.gangs.get(request_id)
-        if ticket is None or not ticket.answer.done():
-            raise StaleEpochError(f"request {request_id}: its lease was not accepted in time and has gone back")
-        self._core.gangs.close(ticket)
+    async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
+        """Nobody wants what was asked for under this key any more; fine when there is nothing."""
+        core = await self._core()
+        ticket = core.gangs.find(pipeline_id, key)
+        if ticket is not None:
+            core.withdraw(ticket)
 
     async def release(self, epoch: int) -> None:
-        """Gives a lease back. The caller has released the devices' memory.
+        """Gives a lease back. The caller has released the devices' memory; returns when that was found to be so.
 
         Raises:
             StaleEpochError: no such lease is held (any more).
         """
-        if epoch not in self._core.state.leases:
+        core = await self._core()
+        status = core.state.leases.get(epoch)
+        if status is None:
             raise StaleEpochError(f"release: lease {epoch} is not held (any more)")
-        self._core.record(LeaseReleased(epoch, ReleaseReason.RELEASED))
+        core.endings.given_back(status.lease)
+
+    async def poll_rollout(
+        self,
+        pipeline_id: str,
+        cluster: str,
+        process: Process | None,
+        held: Sequence[int],
+        draining: Sequence[int],
+        wait_s: float = 5.0,
+    ) -> RolloutAnswer:
+        """What a rollout that knows of these leases does not know yet; empty when nothing happened for `wait_s`."""
+        core = await self._core()
+        job = _job(core, pipeline_id, "poll_rollout")
+        check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
+        job.heard(process, core.clock.time())
+        known, given = frozenset(held), frozenset(draining)
+        deadline = core.clock.time() + wait_s
+        while True:
+            answer = core.rollouts.poll(pipeline_id, cluster, known, given)
+            left_s = deadline - core.clock.time()
+            if answer != RolloutAnswer() or left_s <= 0:
+                return answer
+            changed = asyncio.Event()
+            core.rollouts.watch(pipeline_id, cluster, changed.set)
+            try:
+                await asyncio.wait_for(changed.wait(), left_s)
+            except TimeoutError:
+                return RolloutAnswer()
+            _job(core, pipeline_id, "poll_rollout")
 
     async def report_demand(self, pipeline_id: str, cluster: str, demand: Demand) -> None:
         """What the rollout still has to do.
@@ -222,82 +288,90 @@ class Scheduler:
         Raises:
             SpecError: not a rollout cluster, or not a demand.
         """
-        job = self._job(pipeline_id, "report_demand")
-        check_rollout_cluster(job.registration, cluster)
+        core = await self._core()
+        job = _job(core, pipeline_id, "report_demand")
+        check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
         if not isinstance(demand, Demand) or not all(0 <= value < math.inf for value in astuple(demand)):
             raise SpecError(f"report_demand({pipeline_id!r}): needs finite numbers from 0 up, got {demand!r}")
-        self._core.record(DemandReported(pipeline_id, cluster, demand))
+        job.heard(None, core.clock.time())
+        core.report(pipeline_id, cluster, demand)
+
+    async def give_up_device(self, device_id: int) -> tuple[Lease, ...]:
+        """A person says that a quarantined device is free; returns the leases that kept it.
+
+        Raises:
+            SpecError: it is not quarantined.
+        """
+        leases = (await self._core()).endings.give_up(device_id)
+        if not leases:
+            raise SpecError(f"device {device_id} is not quarantined, so there is nothing to give up")
+        return leases
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
     async def leases(self, pipeline_id: str) -> tuple[LeaseStatus, ...]:
         """The leases the pipeline holds now, in order of grant."""
-        return self._core.state.leases_of(pipeline_id)
+        return (await self._core()).state.leases_of(pipeline_id)
 
     async def lease_log(self, pipeline_id: str, since: int = 0) -> tuple[LeaseRecord, ...]:
         """What happened to the pipeline's leases after record number `since`."""
-        return self._core.log.since(pipeline_id, since)
+        return (await self._core()).log.since(pipeline_id, since)
 
     async def devices(self) -> tuple[Device, ...]:
         """The pool's devices, by id."""
-        return self._core.state.devices
+        return (await self._core()).state.devices
+
+    async def pool_id(self) -> str:
+        """What this pool is called in device locks."""
+        return self._pool
 
     async def registration(self, pipeline_id: str) -> Registration:
         """What the pipeline registered."""
-        return self._registration(pipeline_id, "registration")
+        return _registration(await self._core(), pipeline_id, "registration")
 
     async def status(self) -> ControlStatus:
         """See `Orchestrator.status`."""
-        state = self._core.state
-        waiting: dict[str, list[str]] = {}
-        for request in state.requests.values():
-            waiting.setdefault(request.pipeline_id, []).append(request.cluster)
-        demands: dict[str, Demand] = {pipeline_id: demand for (pipeline_id, _), demand in state.demands.items()}
-        pipelines = tuple(
-            PipelineStatus(
-                pipeline_id=pipeline_id,
-                admitted=pipeline_id in state.admitted,
-                clusters=registration.clusters,
-                waiting=tuple(waiting.get(pipeline_id, ())),
-                demand=demands.get(pipeline_id, Demand(0)),
-            )
-            for pipeline_id, registration in state.registrations.items()
-        )
-        return ControlStatus(
-            devices=state.devices,
-            pipelines=pipelines,
-            leases=tuple(state.leases.values()),
-            journal_length=len(self._core.journal),
-        )
+        return status_of(await self._core())
 
-    # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _open_ticket(self, pipeline_id: str, cluster: str, phase: Phase, timeout_s: float | None) -> Ticket:
-        job = self._job(pipeline_id, "request_gang")
-        found = check_gang_request(job.registration, cluster, phase)
-        if timeout_s is not None and not timeout_s > 0:
-            raise SpecError(f"request_gang({pipeline_id!r}): timeout_s must be positive or None, got {timeout_s!r}")
-        return self._core.request(pipeline_id, found, Phase(phase), timeout_s)
+def numbered(known: Sequence[Device], found: Sequence[Device], next_id: int) -> tuple[Device, ...]:
+    """`found` with the ids that their devices had before; new ones get ids that no device ever had."""
+    ids = {(device.node_id, device.index): device.id for device in known}
+    devices = []
+    for device in found:
+        number = ids.get((device.node_id, device.index))
+        if number is None:
+            number, next_id = next_id, next_id + 1
+        devices.append(Device(number, device.node_id, device.node_ip, device.index, device.kind, device.key))
+    return tuple(sorted(devices, key=lambda device: device.id))
 
-    def _registration(self, pipeline_id: str, where: str) -> Registration:
-        registration = self._core.state.registrations.get(pipeline_id)
-        if registration is None:
-            raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is not registered (any more)")
-        return registration
 
-    def _job(self, pipeline_id: str, where: str) -> Job:
-        self._registration(pipeline_id, where)
-        job = self._core.jobs.get(pipeline_id)
-        if job is None:
-            raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is not admitted; call admit_pipeline first")
-        if job.closing is not None:
-            raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is being unregistered")
-        job.heard_at = time.monotonic()
-        return job
+async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | None) -> None:
+    ended = asyncio.Event()
+    core.endings.end(pipeline_id, reason, spare=spare, done=ended.set)
+    await ended.wait()
+
+
+def _registration(core: Core, pipeline_id: str, where: str) -> Registration:
+    registration = core.state.registrations.get(pipeline_id)
+    if registration is None:
+        raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is not registered (any more)")
+    return registration
+
+
+def _job(core: Core, pipeline_id: str, where: str) -> Job:
+    _registration(core, pipeline_id, where)
+    job = core.jobs.get(pipeline_id)
+    if job is None:
+        raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is not admitted; call admit_pipeline first")
+    if job.ending:
+        why = core.state.ending.get(pipeline_id, "")
+        raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is being unregistered{f': {why}' if why else ''}")
+    return job
 
 
 def _log_to(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger("rlix").addHandler(handler)

@@ -17,10 +17,15 @@ class Settings:
     """Times are seconds.
 
     `ray_address` is where Ray is looked for: an address, "auto" (this machine) or "local" (start a new one).
-    `virtual_gpus` is how many virtual GPUs a machine without real ones gets. A rollout that has not acknowledged a
-    shrink within `shrink_deadline_s` loses its workers. A coordinator has `grow_timeout_s` to note new bundles. A
-    pipeline without a coordinator ends when it has held nothing and said nothing for `coordinator_wait_s`. A waiting
-    gang request whose caller has not asked again for `abandon_after_s` is dropped. `policy` is one of `POLICIES`.
+    `virtual_gpus` is how many virtual GPUs a machine without real ones gets. `policy` is one of `POLICIES`.
+
+    A rollout that has not given a bundle back within `shrink_deadline_s` loses its processes, one that has not noted a
+    bundle within `grow_timeout_s` loses the bundle. A gang that is given back while somebody still locks its devices
+    has `release_grace_s` until its processes are ended. A process that has been stopped (SIGSTOP) for `stopped_s` is
+    ended; so is one that runs but has not been heard of for `silent_s`. A pipeline that holds nothing, waits for
+    nothing and says nothing for `idle_job_s` is forgotten. A waiting request whose caller has not asked again for
+    `abandon_after_s` is dropped. After a restart nothing is planned for `settle_s`, while holders say what they hold. A
+    quarantined device is looked at again after `quarantine_retry_s`, then ever more rarely.
     """
 
     home: Path
@@ -29,8 +34,13 @@ class Settings:
     policy: str = "rlix"
     shrink_deadline_s: float = 30.0
     grow_timeout_s: float = 10.0
-    coordinator_wait_s: float = 300.0
+    release_grace_s: float = 2.0
+    stopped_s: float = 10.0
+    silent_s: float = 120.0
+    idle_job_s: float = 300.0
     abandon_after_s: float = 120.0
+    settle_s: float = 1.5
+    quarantine_retry_s: float = 2.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":

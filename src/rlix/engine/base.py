@@ -11,7 +11,7 @@ from rlix.engine import placement
 from rlix.engine.residency import MoveReport, Residency
 from rlix.flow.worker_group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import Device, Process
 
 
 class Engine(ABC):
@@ -24,6 +24,11 @@ class Engine(ABC):
         self._group: WorkerGroup | None = None
         self._residency = Residency.META
         self._timeout_s = 0.0  # longest a call may take
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The workers' processes by rank: what a lease's holders are named by. Empty when nothing is built."""
+        return {} if self._group is None else self._group.processes
 
     @property
     def residency(self) -> Residency:

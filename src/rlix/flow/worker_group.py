@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from types import FunctionType
 from typing import Any, Literal, Self
@@ -23,8 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
 from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process
+from rlix.node.process import this_process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import Device, Process
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class WorkerGroup:
             self._options["namespace"] = namespace
         self._handles: list[ActorHandle[Any]] = []
         self._processes: dict[int, _Process] = {}
+        self._named: dict[int, Process] = {}
         self._closed = False
         self._rendezvous = _rendezvous_dir(name, self.placements)
         # Also when a program ends without having closed the group.
@@ -108,6 +110,11 @@ class WorkerGroup:
     @property
     def world_size(self) -> int:
         return len(self.placements)
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """The process of each rank that was constructed, as it is known on its node."""
+        return {rank: replace(process, name=f"{self.name}:{rank}") for rank, process in self._named.items()}
 
     @property
     def handles(self) -> tuple["ActorHandle[Any]", ...]:
@@ -237,9 +244,10 @@ class WorkerGroup:
         )
         pids = self._wait("__init__", ranks, futures, self._start_timeout_s)
         here = ray.get_runtime_context().get_node_id()
-        for rank, (node_id, pid) in zip(ranks, pids, strict=True):
-            if node_id == here:
-                self._processes[rank] = _Process(pid)
+        for rank, process in zip(ranks, pids, strict=True):
+            self._named[rank] = process
+            if process.node_id == here:
+                self._processes[rank] = _Process(process.pid)
 
     def _wait(self, method: str, ranks: Sequence[int], futures: Sequence[Future[Any]], timeout_s: float) -> list[Any]:
         wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
@@ -310,10 +318,10 @@ def _actor_class(worker_cls: type[Worker]) -> type[Worker]:
         self.ctx = context
         self._rlix_constructed = False
 
-    def construct(self: Any, kwargs: Mapping[str, Any]) -> tuple[str, int]:
+    def construct(self: Any, kwargs: Mapping[str, Any]) -> Process:
         worker_cls.__init__(self, **kwargs)
         self._rlix_constructed = True
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return this_process(ray.get_runtime_context().get_node_id())
 
     def close(self: Any) -> None:
         if self._rlix_constructed:  # a group may close while a rank of it is being started again

@@ -115,7 +115,7 @@ class AgenticPipeline(FullFinetunePipeline):
 
     def finished(self, playing: "Future[list[Episode]]") -> list[Episode]:
         """Wait for what `begin` started: it ends in time by itself, unless an environment blocks the thread of all."""
-        limit = self.lease_timeout_s + _GRACE_S
+        limit = self.rollout_timeout_s + _GRACE_S
         if not wait([playing], timeout=limit).done:
             raise WaitTimeoutError(
                 f"the thread of the environments did not answer within {limit:g} s: one of them blocks it; use "
@@ -147,7 +147,7 @@ class AgenticPipeline(FullFinetunePipeline):
                 await asyncio.gather(*open_, return_exceptions=True)
 
     async def _until_done(self, step: int, open_: Sequence["asyncio.Future[Episode]"]) -> None:
-        deadline = time.monotonic() + self.lease_timeout_s
+        deadline = time.monotonic() + self.rollout_timeout_s
         pending = set(open_)
         while pending:
             done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
@@ -158,7 +158,7 @@ class AgenticPipeline(FullFinetunePipeline):
             if time.monotonic() > deadline:
                 names = ", ".join(sorted(self._outstanding.tokens)[:8])
                 raise WaitTimeoutError(
-                    f"step {step}: {len(pending)} episodes were not finished within {self.lease_timeout_s:g} s: {names}"
+                    f"step {step}: {len(pending)} episodes were not finished within {self.rollout_timeout_s:g} s: {names}"
                 )
             self.rollouts.expect(self._outstanding.demand())
 

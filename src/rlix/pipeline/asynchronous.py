@@ -19,7 +19,7 @@ class AsynchronousPipeline(AheadPipeline):
         return self.rollouts.submit_all(step, self.trajectories(self._prompts(step)))
 
     def finished(self, generating: "Future[list[Trajectory]]") -> list[Trajectory]:
-        return self.rollouts.wait(generating, self.lease_timeout_s, self.stop_requested)
+        return self.rollouts.wait(generating, self.rollout_timeout_s, self.stop_requested)
 
     def sample(self, step: int) -> Samples:
         done, seconds, waited = self.collect(step)

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +14,7 @@ from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.pipeline.run_folder import RunFolder, Span
 from rlix.pipeline.spec import JobSpec
-from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Lease
+from rlix.protocol.messages import Device, Fence, Lease
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -69,9 +68,9 @@ class JobSummary:
 
 
 class Resident(Protocol):
-    """An engine that moves on and off its devices under a lease's epoch."""
+    """An engine that moves on and off its devices under a lease."""
 
-    def acquire(self, epoch: int) -> object: ...
+    def acquire(self, lease: Fence) -> object: ...
 
     def release(self, epoch: int) -> object: ...
 
@@ -82,7 +81,7 @@ class Pipeline(ABC):
     Runs as a Ray actor with several threads: `run` occupies one, the coordinator's calls use the others.
     """
 
-    lease_timeout_s = 3600.0
+    rollout_timeout_s = 3600.0  # longest that a step's trajectories may take, once there are devices for them
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
         self.pipeline_id = pipeline_id
@@ -93,6 +92,7 @@ class Pipeline(ABC):
         self.devices = self.client.devices()
         self.folder = RunFolder(config.run_dir)
         self.stop_requested = threading.Event()
+        self._stops_waiting: threading.Event | None = self.stop_requested  # None once the last checkpoint is due
         self._ended = threading.Event()
         self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
         self._rewards: list[float] = []
@@ -122,15 +122,6 @@ class Pipeline(ABC):
 
     def teardown(self) -> None:
         """Stop what `setup` started."""
-
-    def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
-        raise RlixError(f"{type(self).__name__} has no rollout, yet it was given {leases}")
-
-    def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
-        raise RlixError(f"{type(self).__name__} has no rollout, yet it was asked to shrink {leases}")
-
-    def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
-        """The control plane killed the replicas of `leases` because they missed their deadline."""
 
     def expect_gpu_s(self, left: float) -> None:
         """After each step: the GPU-seconds the job will use until its last one, if the next are like those so far."""
@@ -173,15 +164,21 @@ class Pipeline(ABC):
 
     @contextmanager
     def phase(self, cluster: str, phase: Phase, engine: Resident | None = None) -> Iterator[Lease]:
-        """Hold the cluster's devices, with `engine` resident on them, for the duration of the block."""
+        """Hold the cluster's devices, with `engine` resident on them, for the duration of the block.
+
+        Waits in the queue as long as it takes.
+
+        Raises:
+            InterruptedError: the job was asked to stop while it waited.
+        """
         name, step = phase.name.lower(), self._status.step
         self._update(phase=f"waiting for {name}")
-        with self.client.phase(cluster, phase, timeout_s=self.lease_timeout_s) as lease:
+        with self.client.phase(cluster, phase, stop=self._stops_waiting) as lease:
             self._update(phase=name)
             marks = [time.time()]
             try:
                 if engine is not None:
-                    engine.acquire(lease.epoch)
+                    engine.acquire(self.client.fence(lease))
                 marks.append(time.time())
                 yield lease
             finally:
@@ -192,6 +189,10 @@ class Pipeline(ABC):
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
                 spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
                 self.folder.spans([span for span in spans if span.end > span.start])
+
+    def devices_of(self, ids: Iterable[int]) -> tuple[Device, ...]:
+        """The devices with these ids, in their order."""
+        return tuple(self.devices[id] for id in ids)
 
     def note_phase(self, text: str) -> None:
         """Show `text` as what the job is doing."""
@@ -208,7 +209,7 @@ class Pipeline(ABC):
             self.folder = RunFolder.resumed(self.config.run_dir, checkpoint[0])
         self._event("job", event="started", detail=None)
         self.folder.write_spec(self.spec.to_yaml())
-        pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices]
+        pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)
         self.setup()
         if checkpoint is None:
@@ -241,6 +242,7 @@ class Pipeline(ABC):
                 self._checkpoint(done)
                 saved = done
         if every and done > saved:
+            self._stops_waiting = None
             self._checkpoint(done)
         return "stopped" if done < self.spec.steps else "finished"
 

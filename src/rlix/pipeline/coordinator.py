@@ -1,4 +1,4 @@
-"""The coordinator: the one actor of a job that the control plane talks to."""
+"""The coordinator: the actor of a job that people and their programs talk to."""
 
 import asyncio
 import importlib
@@ -14,7 +14,6 @@ from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
 from rlix.pipeline.spec import JobSpec
 from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Lease
 from rlix.protocol.types import pipeline_namespace
 
 logger = logging.getLogger(__name__)
@@ -28,13 +27,13 @@ _BUILT_IN = {
 }
 _PIPELINE_FORMS = f"use {', '.join(_BUILT_IN)} or 'package.module:Class'"
 _PIPELINE_THREADS = 16
-"""`run` and `wait_ended` keep one each; the rest serve grow, shrink and status calls, which may overlap."""
+"""`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
 
 
 class PipelineCoordinator:
-    """Creates a job's pipeline actor, passes the scheduler's grow and shrink calls on, and notices its end.
+    """Creates a job's pipeline actor, asks it how it does, and notices its end.
 
-    Its methods are coroutines, so that a slow shrink never keeps a status call or the next grow waiting.
+    The control plane never calls it: a pipeline asks for what it needs, and its process is watched.
     """
 
     def __init__(self, pipeline_id: str, pipeline_config: JobConfig | JobSpec) -> None:
@@ -66,16 +65,6 @@ class PipelineCoordinator:
         self._watch = asyncio.create_task(self._watch_pipeline())
         return self._pipeline
 
-    async def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
-        await self._pipeline.grow_rollout.remote(leases)
-
-    async def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
-        """Return when the bundles' device memory is released."""
-        await self._pipeline.shrink_rollout.remote(leases, deadline_s)
-
-    async def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
-        await self._pipeline.bundles_lost.remote(leases)
-
     async def status(self) -> JobStatus | None:
         """None until the pipeline actor exists."""
         return None if self._pipeline is None else await self._pipeline.status.remote()
@@ -102,9 +91,14 @@ class PipelineActor:
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
         self._pipeline: Pipeline = resolve_pipeline(config.spec.pipeline)(pipeline_id, config)
+        self._pipeline.client.join(config.spec.name)
 
     def run(self) -> JobSummary:
-        return self._pipeline.run()
+        """Trains to the end, however it comes; then nothing of the job is left but its run folder."""
+        try:
+            return self._pipeline.run()
+        finally:
+            self._pipeline.client.unregister("its run ended")
 
     def wait_ended(self) -> None:
         self._pipeline.wait_ended()
@@ -114,15 +108,6 @@ class PipelineActor:
 
     def status(self) -> JobStatus:
         return self._pipeline.status()
-
-    def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
-        self._pipeline.grow_rollout(leases)
-
-    def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
-        self._pipeline.shrink_rollout(leases, deadline_s)
-
-    def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
-        self._pipeline.bundles_lost(leases)
 
 
 def check_importable(name: str) -> None:

@@ -23,6 +23,7 @@ from rlix.pipeline.algorithms import (
 )
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import TokenBatch, collate
+from rlix.pipeline.bundle_feed import BundleFeed
 from rlix.pipeline.policy import OptimizedModule, PolicyBatch, policy_on_meta
 from rlix.pipeline.rollout import RolloutManager
 from rlix.pipeline.router import Router, Sampling, Trajectory
@@ -31,7 +32,6 @@ from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.spec_training import OptimizerSpec
 from rlix.pipeline.tasks import Prompt
 from rlix.pipeline.tokenizer import load_tokenizer
-from rlix.protocol.messages import Lease
 from rlix.protocol.types import ClusterName, Phase
 
 _SLOTS_PER_REPLICA = 64
@@ -81,7 +81,7 @@ class FullFinetunePipeline(Pipeline):
         """A group of samples for each prompt, next to each other, on whatever devices the scheduler grants."""
         start = time.time()
         self.note_phase("rollout")
-        done = self.rollouts.generate(step, self.trajectories(prompts), self.lease_timeout_s, self.stop_requested)
+        done = self.rollouts.generate(step, self.trajectories(prompts), self.rollout_timeout_s, self.stop_requested)
         self.note_rollout(done, time.time() - start)
         return done
 
@@ -241,9 +241,11 @@ class FullFinetunePipeline(Pipeline):
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
         caches = spec.rollout.executor == "vllm"
         router = Router(len(cluster.bundles), _SLOTS_PER_REPLICA, _CHUNK, prefix_cache=caches)
+        self.bundles = BundleFeed(self.client, cluster.name)
         self.rollouts = RolloutManager(
-            cluster, replicas=self.replicas.replicas, router=router, client=self.client, folder=self.folder
+            cluster, replicas=self.replicas.replicas, router=router, client=self.bundles, folder=self.folder
         )
+        self.bundles.feed(self.rollouts)
         self.reference: TrainEngine | None = None
 
     def initialize(self) -> None:
@@ -266,18 +268,9 @@ class FullFinetunePipeline(Pipeline):
         self.build_others()
 
     def teardown(self) -> None:
-        for part in ("rollouts", "replicas", "actor", "reference"):
+        for part in ("bundles", "rollouts", "replicas", "actor", "reference"):
             if (found := getattr(self, part, None)) is not None:
                 found.close()
-
-    def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
-        self.rollouts.grow(leases)
-
-    def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
-        self.rollouts.shrink(leases, deadline_s)
-
-    def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
-        self.rollouts.lost(leases)
 
     def expect_gpu_s(self, left: float) -> None:
         self.rollouts.expect_gpu_s(left)
@@ -306,7 +299,7 @@ class FullFinetunePipeline(Pipeline):
         engine = InferenceEngine(str(self.model_path), executor=self.spec.rollout.executor)
         engine.build(
             tensor_parallel_size=cluster.tensor_parallel_size,
-            devices=tuple(self.devices[i] for i in cluster.devices),
+            devices=self.devices_of(cluster.devices),
             namespace=self.registration.ray_namespace,
             load=False,  # nothing may be on a device before there is a lease for it
         )
@@ -324,13 +317,14 @@ class FullFinetunePipeline(Pipeline):
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
                 tensor_parallel_size=cluster.tensor_parallel_size,
-                devices=tuple(self.devices[i] for i in cluster.devices),
+                devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
                 dtype=self.spec.model.dtype,
                 weights_path=path,
+                lease=self.client.fence(lease),
             )
-            engine.acquire(lease.epoch)
+            self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer)
             engine.release(lease.epoch)
         return engine

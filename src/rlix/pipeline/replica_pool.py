@@ -15,7 +15,7 @@ from rlix.pipeline.rebalance import running_mean
 from rlix.pipeline.router import ReplicaState, Router
 from rlix.pipeline.run_folder import RunFolder, Span
 from rlix.protocol.errors import RlixError, StaleEpochError
-from rlix.protocol.messages import Cluster, Demand, Lease, LeaseStatus
+from rlix.protocol.messages import Cluster, Demand, Fence, Lease, LeaseStatus, Process
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +38,19 @@ class Replicas(Protocol):
     def restart(self, rank: int) -> None: ...
 
     @property
-    def handles(self) -> tuple[Any, ...]: ...
+    def processes(self) -> Mapping[int, Process]: ...
 
 
 class RolloutClient(Protocol):
-    """What rollouts need of the control plane; `JobClient` fits."""
+    """What rollouts need of the control plane; `BundleFeed` is the real one."""
 
     def report_demand(self, cluster: str, demand: Demand) -> None: ...
 
     def release(self, lease: Lease) -> None: ...
 
-    def attach_workers(self, cluster: str, workers: Mapping[int, Any]) -> None: ...
+    def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None: ...
+
+    def fence(self, lease: Lease) -> Fence: ...
 
     def leases(self) -> tuple[LeaseStatus, ...]: ...
 
@@ -101,7 +103,7 @@ class ReplicaPool:
         self.grown = False  # a replica became ready since the caller last cleared this
         self.step = 0  # that spans belong to
         self.load_s: float | None = None  # what a load took lately
-        client.attach_workers(cluster.name, dict(enumerate(replicas.handles)))
+        client.name_holders(cluster.name, replicas.processes)
 
     # ---- the manager's requests ------------------------------------------------------------------------------
 
@@ -179,12 +181,12 @@ class ReplicaPool:
         bundle, state = self._bundles[number], self._router.state(number)
         if bundle.lease is None or bundle.moving:
             return
-        epoch, weights = bundle.lease.epoch, self.weights
+        fence, weights = self._client.fence(bundle.lease), self.weights
         if state is ReplicaState.DRAINING:
             if bundle.replace or bundle.version is None:
                 self._end_lease(number)  # nothing is on the device
             elif not self._router.in_flight(number):
-                self._start_move(number, "offload", None, "offload", epoch)
+                self._start_move(number, "offload", None, "offload", fence)
         elif state is ReplicaState.LOADING and weights is not None and not bundle.background:
             if bundle.replace:
                 self._replace(number)
@@ -192,7 +194,7 @@ class ReplicaPool:
                 self._router.ready(number)
                 self.grown = True
             elif bundle.version is None:
-                self._start_move(number, "load", weights.version, "load", weights, epoch)
+                self._start_move(number, "load", weights.version, "load", weights, fence)
             else:
                 self._start_move(number, "sync", weights.version, "update", weights)
 
@@ -290,7 +292,7 @@ class ReplicaPool:
 
         def replace() -> None:
             self._replicas.restart(number)
-            self._client.attach_workers(self._cluster.name, {number: self._replicas.handles[number]})
+            self._client.name_holders(self._cluster.name, {number: self._replicas.processes[number]})
 
         def replaced(answer: "Future[None]") -> None:
             bundle.background = False
@@ -306,7 +308,7 @@ class ReplicaPool:
     def _confirm(self, number: int) -> None:
         """Ask whether the lease still holds: when it was taken by force, that killed the old worker, not the new one.
 
-        From when it is attached the new one is killed as well, so a lease that holds now fences off whatever follows.
+        From when it is named the new one is killed as well, so a lease that holds now fences off whatever follows.
         """
         bundle = self._bundles[number]
         lease = bundle.lease

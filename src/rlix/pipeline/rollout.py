@@ -167,28 +167,11 @@ class RolloutManager:
             self._thread.join(timeout=10)
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    # ---- called by the coordinator ---------------------------------------------------------------------------
+    # ---- called by the bundle feed ---------------------------------------------------------------------------
 
     def grow(self, leases: Sequence[Lease]) -> None:
         """Raises RlixError when the rollout was closed."""
         self._post_or_raise(partial(self._pool.grow, tuple(leases)))
-
-    def shrink(self, leases: Sequence[Lease], deadline_s: float) -> None:
-        """Return once the bundles' device memory is released: the return is the acknowledgement.
-
-        Raises:
-            WaitTimeoutError: a replica has not released it after `deadline_s`.
-            RlixError: the rollout was closed.
-        """
-        end = self._clock() + deadline_s
-        for lease, ack in zip(leases, self.request_shrink(leases), strict=True):
-            try:
-                ack.result(timeout=max(0.0, end - self._clock()))
-            except TimeoutError:
-                raise WaitTimeoutError(
-                    f"replica {lease.bundle} of {self._cluster.name} on devices {lease.devices} did not release its "
-                    f"memory within {deadline_s:g} s"
-                ) from None
 
     def request_shrink(self, leases: Sequence[Lease]) -> list["Future[None]"]:
         """Start to give `leases` back; each future completes when the device memory of its lease is released."""
@@ -199,6 +182,10 @@ class RolloutManager:
     def lost(self, leases: Sequence[Lease]) -> None:
         """The control plane killed these replicas: what they generated continues elsewhere."""
         self._post(partial(self._pool.lost, tuple(leases)))
+
+    def fail(self, error: RlixError) -> None:
+        """Nothing will be generated any more: whoever waits for trajectories is told why."""
+        self._post(partial(self._drop_all, error))
 
     # ---- the loop --------------------------------------------------------------------------------------------
 

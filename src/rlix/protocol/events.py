@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlix.protocol.messages import Demand, Device, Lease, Registration, ReleaseReason
+from rlix.protocol.messages import Demand, Device, Lease, LeaseStatus, Process, Registration, ReleaseReason
 from rlix.protocol.types import Phase
 
 
@@ -28,8 +28,28 @@ class PipelineAdmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldersNamed:
+    """The processes that keep bytes under the leases of a cluster, by rank; of a rollout, a rank is a bundle.
+
+    Cluster "" is the pipeline's own program: the process whose death ends the pipeline.
+    """
+
+    pipeline_id: str
+    cluster: str
+    processes: tuple[tuple[int, Process], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineEnding:
+    """Takes requests and demand with it; the pipeline's leases are on their way out and end one by one."""
+
+    pipeline_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineUnregistered:
-    """Ends the pipeline: its leases, requests and demand go with it."""
+    """Forgets a pipeline that holds no lease any more."""
 
     pipeline_id: str
     reason: str
@@ -37,12 +57,21 @@ class PipelineUnregistered:
 
 @dataclass(frozen=True, slots=True)
 class GangRequested:
-    """`request_id` grows with every request, so it is also the arrival order."""
+    """`request_id` grows with every request, so it is also the arrival order.
+
+    `key` is the client's own name for the request, by which it may ask again; `holder` is the process that asks, and
+    `holding` are the epochs that it keeps until this request is granted. `longest_s`: after so many seconds with the
+    devices the lease is ended, whatever its holder does.
+    """
 
     request_id: int
     pipeline_id: str
     cluster: str
     phase: Phase
+    key: str = ""
+    holder: Process | None = None
+    holding: tuple[int, ...] = ()
+    longest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +95,26 @@ class LeaseGranted:
 
 
 @dataclass(frozen=True, slots=True)
-class ShrinkStarted:
+class DrainStarted:
+    """The lease is on its way out: its holder was told, or is being ended."""
+
     epoch: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRevoked:
+    """A pending lease will not become active soon: a gang's request goes back to its place in the queue."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseQuarantined:
+    """The devices cannot be given on: somebody may still have bytes there. `reason` says who, for people."""
+
+    epoch: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +125,40 @@ class LeaseReleased:
     reason: ReleaseReason
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseKept:
+    """In a compacted journal: a lease as it stands, and the request that it answers while it is pending."""
+
+    status: LeaseStatus
+    request_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CountersKept:
+    """What a compacted journal must not forget: epochs, request ids, device ids and pipeline numbers only grow."""
+
+    last_epoch: int
+    last_request: int
+    last_device: int
+    allocated: int
+
+
 Event = (
     DevicesDiscovered
     | PipelineAllocated
     | PipelineRegistered
     | PipelineAdmitted
+    | HoldersNamed
+    | PipelineEnding
     | PipelineUnregistered
     | GangRequested
     | GangCancelled
     | DemandReported
     | LeaseGranted
-    | ShrinkStarted
+    | DrainStarted
+    | GrantRevoked
+    | LeaseQuarantined
     | LeaseReleased
+    | LeaseKept
+    | CountersKept
 )

@@ -1,6 +1,7 @@
 """Frozen messages that jobs and the control plane exchange."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -42,6 +43,20 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
+class Fence:
+    """Whose bytes are on a device: what the device lock compares, and what it shows to whom it refuses.
+
+    `epoch` is the lease's in `pool`, and grows with every lease of that pool; 0 is no lease: a program's engines share
+    their devices under one fence of their own. `job` and `phase` are for people.
+    """
+
+    pool: str
+    epoch: int
+    job: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """A named worker set of a pipeline and the devices it may use, in rank order.
 
@@ -69,11 +84,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a pipeline declares before it is admitted."""
+    """What a pipeline declares before it is admitted. `name` is what its user calls it."""
 
     pipeline_id: str
     ray_namespace: str
     clusters: tuple[Cluster, ...]
+    name: str = ""
 
     def cluster(self, name: str) -> Cluster:
         for cluster in self.clusters:
@@ -107,7 +123,8 @@ class Lease:
     """The right of one pipeline to keep bytes on `devices` during `phase`.
 
     `epoch` is unique and grows with every grant: it names the lease and fences off stale holders.
-    `bundle` is the data-parallel rank for a rollout lease, None for a gang.
+    `bundle` is the data-parallel rank for a rollout lease, None for a gang. `key`, `holder` and `longest_s` are those of
+    the request that a gang's lease answers: the process that asked for it holds it, besides the cluster's workers.
     """
 
     epoch: int
@@ -116,6 +133,9 @@ class Lease:
     phase: Phase
     devices: tuple[int, ...]
     bundle: int | None = None
+    key: str = ""
+    holder: Process | None = None
+    longest_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +149,57 @@ class GangAnswer:
 class LeaseState(StrEnum):
     PENDING = "pending"  # granted, waits for the leases on its devices to drain
     ACTIVE = "active"
-    DRAINING = "draining"  # told to shrink, not yet acknowledged
+    DRAINING = "draining"  # on its way out: its holder was told, or is being ended
+    QUARANTINED = "quarantined"  # its holder may still have bytes there: nobody else gets the devices
 
 
 class ReleaseReason(StrEnum):
     RELEASED = "released"
     SHRUNK = "shrunk"
-    KILLED = "killed"  # missed its shrink deadline
+    KILLED = "killed"  # its holder did not give it back, and was ended
     UNREGISTERED = "unregistered"
+    NODE_LOST = "node lost"  # the node left, and its processes with it
+    GIVEN_UP = "given up"  # by a person's command
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatus:
+    """`reason`: why a lease drains or is quarantined, where that is more than its job's or the planner's wish."""
+
     lease: Lease
     state: LeaseState
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """Whoever has a device's lock: under which lease, if it is one of this pool's, and which processes they are."""
+
+    device_id: int
+    pool: str
+    epoch: int
+    job: str
+    phase: str
+    since: float  # unix seconds
+    processes: tuple[Process, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutAnswer:
+    """What a rollout does not know yet of its bundles: those to use, to give back, and that were taken from it.
+
+    `deadlines_s`: for each of `taken`, the seconds until its holder is ended.
+    """
+
+    granted: tuple[Lease, ...] = ()
+    taken: tuple[Lease, ...] = ()
+    deadlines_s: tuple[float, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """One line of a pipeline's lease history. `number` grows by one with each; `time` is in unix seconds.
+    """One line of a pipeline's lease history. `number` grows with each; `time` is in unix seconds.
 
     `waited_s`: for a gang that was granted, the seconds from its request until it could use its devices.
     """
@@ -167,13 +219,34 @@ class PipelineStatus:
     clusters: tuple[Cluster, ...]
     waiting: tuple[str, ...]  # clusters with a gang request that is not granted yet
     demand: Demand
+    name: str = ""  # what its user calls it
+    ending: str = ""  # why it ends, while its devices are taken back
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A gang request that stands in the queue, since when (unix seconds), and what is in its way."""
+
+    pipeline_id: str
+    cluster: str
+    phase: Phase
+    since: float
+    behind: str
 
 
 @dataclass(frozen=True, slots=True)
 class ControlStatus:
-    """What the control plane shows to a terminal view or a script."""
+    """What the control plane shows to a terminal view or a script.
+
+    `granted_at`: unix seconds, by epoch. `holders`: the processes behind each active lease, by epoch. `trouble`: what
+    keeps the control plane from granting anything, and what to do about it; empty while all is well.
+    """
 
     devices: tuple[Device, ...]
     pipelines: tuple[PipelineStatus, ...]
     leases: tuple[LeaseStatus, ...]
     journal_length: int
+    waiting: tuple[Waiting, ...] = ()
+    granted_at: Mapping[int, float] = field(default_factory=dict)
+    holders: Mapping[int, tuple[Process, ...]] = field(default_factory=dict)
+    trouble: str = ""

@@ -7,6 +7,7 @@ ORCHESTRATOR_ACTOR_NAME = "rlix:orchestrator"
 SCHEDULER_ACTOR_NAME = "rlix:scheduler"
 RESOURCE_MANAGER_ACTOR_NAME = "rlix:resource_manager"
 COORDINATOR_ACTOR_NAME_PREFIX = "rlix:coordinator:"
+NODE_AGENT_NAME_PREFIX = "rlix:node:"
 
 VIRTUAL_DEVICE_RESOURCE = "rlix_virtual"
 """Ray custom resource that marks a node whose GPUs are virtual (CPU-backed)."""

@@ -1,6 +1,6 @@
 """The one place where a plan becomes events, for the live pool and for the simulator."""
 
-from rlix.protocol.events import Event, LeaseGranted, ShrinkStarted
+from rlix.protocol.events import DrainStarted, Event, LeaseGranted
 from rlix.protocol.messages import Lease
 from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Plan
@@ -30,12 +30,21 @@ def events_of(snapshot: Snapshot, decided: Plan, epoch: int) -> tuple[Event, ...
     """The plan's shrinks, then its grants and expands, whose leases get epochs from `epoch` on."""
     if not decided:
         return ()
-    events: list[Event] = [ShrinkStarted(shrink.epoch) for shrink in decided.shrinks]
+    events: list[Event] = [DrainStarted(shrink.epoch) for shrink in decided.shrinks]
     requests = {request.id: request for request in snapshot.requests}
     bundles = {(rollout.pipeline_id, rollout.cluster): rollout.bundles for rollout in snapshot.rollouts}
     for grant in decided.grants:
         request = requests[grant.request_id]
-        lease = Lease(epoch, request.pipeline_id, request.cluster, request.phase, grant.devices)
+        lease = Lease(
+            epoch,
+            request.pipeline_id,
+            request.cluster,
+            request.phase,
+            grant.devices,
+            key=request.key,
+            holder=request.holder,
+            longest_s=request.longest_s,
+        )
         events.append(LeaseGranted(lease, grant.request_id))
         epoch += 1
     for expand in decided.expands:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlix.protocol.messages import Demand, Device, LeaseStatus
+from rlix.protocol.messages import Demand, Device, LeaseStatus, Process
 from rlix.protocol.types import Phase
 
 
@@ -22,6 +22,7 @@ class GangRequest:
     """A cluster waits for exactly these devices, or all of one of the alternatives.
 
     `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
+    `key`, `holder`, `holding` and `longest_s` are the client's: see `GangRequested`.
     """
 
     id: int
@@ -30,6 +31,10 @@ class GangRequest:
     phase: Phase
     devices: tuple[int, ...]
     alternatives: tuple[tuple[int, ...], ...] = ()
+    key: str = ""
+    holder: Process | None = None
+    holding: tuple[int, ...] = ()
+    longest_s: float | None = None
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:

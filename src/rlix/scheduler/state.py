@@ -1,26 +1,32 @@
 """What the control plane knows, as a fold over its events. `State.apply` is the only thing that changes it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from types import MappingProxyType
 
 from rlix.protocol.errors import PipelineGoneError, RlixError
 from rlix.protocol.events import (
+    CountersKept,
     DemandReported,
     DevicesDiscovered,
+    DrainStarted,
     Event,
     GangCancelled,
     GangRequested,
+    GrantRevoked,
+    HoldersNamed,
     LeaseGranted,
+    LeaseKept,
+    LeaseQuarantined,
     LeaseReleased,
     PipelineAdmitted,
     PipelineAllocated,
+    PipelineEnding,
     PipelineRegistered,
     PipelineUnregistered,
-    ShrinkStarted,
 )
-from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Registration
+from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Process, Registration
 from rlix.protocol.types import Phase
 from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
 
@@ -33,7 +39,7 @@ class StateError(RlixError):
 
 @dataclass(slots=True)
 class _Rollout:
-    """A rollout cluster that has reported demand. `leases` are those not draining."""
+    """A rollout cluster that has reported demand or holds bundles. `leases` are those not draining."""
 
     bundles: Bundles
     demand: Demand
@@ -53,6 +59,8 @@ class State:
         self._allocated: dict[str, str] = {}
         self._registrations: dict[str, Registration] = {}
         self._admitted: set[str] = set()
+        self._ending: dict[str, str] = {}  # why, by pipeline
+        self._holders: dict[ClusterKey, dict[int, Process]] = {}
         self._requests: dict[int, GangRequest] = {}
         self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
         self._rollouts: dict[ClusterKey, _Rollout] = {}
@@ -60,9 +68,12 @@ class State:
         self._leases_of: dict[str, set[int]] = {}  # pipeline -> epochs
         self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
         self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
+        self._answered: dict[int, GangRequest] = {}  # the request that a pending lease answers
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
         self._last_epoch = 0
         self._last_request = 0
+        self._last_device = -1
+        self._pipelines = 0  # ids handed out so far
         self._now = 0.0  # of the event that is being applied
         self._handle: Callable[[Event], tuple[Lease, ...]] = self._apply  # to bind it costs more than an event
 
@@ -86,6 +97,15 @@ class State:
         return frozenset(self._admitted)
 
     @property
+    def ending(self) -> Mapping[str, str]:
+        """Why each pipeline ends whose devices are being taken back."""
+        return MappingProxyType(self._ending)
+
+    def holders(self, pipeline_id: str, cluster: str) -> Mapping[int, Process]:
+        """The processes that were named for a cluster, by rank; cluster "" is the pipeline's own program."""
+        return MappingProxyType(self._holders.get((pipeline_id, cluster), {}))
+
+    @property
     def requests(self) -> Mapping[int, GangRequest]:
         """Gang requests that wait, by request id."""
         return MappingProxyType(self._requests)
@@ -106,6 +126,22 @@ class State:
     @property
     def next_request_id(self) -> int:
         return self._last_request + 1
+
+    @property
+    def next_device_id(self) -> int:
+        return self._last_device + 1
+
+    @property
+    def next_pipeline(self) -> int:
+        return self._pipelines + 1
+
+    def answered_by(self, epoch: int) -> GangRequest | None:
+        """The request that a pending gang lease answers."""
+        return self._answered.get(epoch)
+
+    def successors(self, devices: Iterable[int]) -> tuple[int, ...]:
+        """The pending leases that wait for any of these devices, by epoch."""
+        return tuple(sorted({self._successor[device] for device in devices if device in self._successor}))
 
     def leases_of(self, pipeline_id: str) -> tuple[LeaseStatus, ...]:
         return tuple(self._leases[epoch] for epoch in sorted(self._leases_of.get(pipeline_id, ())))
@@ -153,6 +189,7 @@ class State:
         if len(devices) != len(event.devices):
             raise StateError("the discovered devices contain an id twice; number them 0..N-1 over all nodes")
         self._devices = devices
+        self._last_device = max(self._last_device, *devices, -1)
         return ()
 
     @_apply.register
@@ -160,6 +197,7 @@ class State:
         if event.pipeline_id in self._allocated:
             raise StateError(f"pipeline id {event.pipeline_id!r} is already allocated")
         self._allocated[event.pipeline_id] = event.kind
+        self._pipelines += 1
         return ()
 
     @_apply.register
@@ -179,9 +217,6 @@ class State:
         where = f"cluster {cluster.name!r} of pipeline {pipeline_id!r}"
         if not cluster.devices or len(set(cluster.devices)) != len(cluster.devices):
             raise StateError(f"{where} must name at least one device and none twice, not {cluster.devices}")
-        missing = [device for device in cluster.devices if device not in self._devices]
-        if missing:
-            raise StateError(f"{where} names devices that are not in the pool: {missing}")
         if cluster.tensor_parallel_size < 1 or len(cluster.devices) % cluster.tensor_parallel_size:
             raise StateError(
                 f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
@@ -189,8 +224,6 @@ class State:
         for devices in cluster.alternatives:
             if len(devices) != len(cluster.devices) or len(set(devices)) != len(devices):
                 raise StateError(f"{where}: alternative {devices} must be {len(cluster.devices)} different devices")
-            if not self._devices.keys() >= set(devices):
-                raise StateError(f"{where}: alternative {devices} names devices that are not in the pool")
 
     @_apply.register
     def _(self, event: PipelineAdmitted) -> tuple[Lease, ...]:
@@ -203,20 +236,52 @@ class State:
         return ()
 
     @_apply.register
+    def _(self, event: HoldersNamed) -> tuple[Lease, ...]:
+        self._registration(event.pipeline_id)
+        self._holders.setdefault((event.pipeline_id, event.cluster), {}).update(dict(event.processes))
+        return ()
+
+    @_apply.register
+    def _(self, event: PipelineEnding) -> tuple[Lease, ...]:
+        """Requests and grants that are not active yet go at once; what is held stays until it is given back."""
+        pipeline_id = event.pipeline_id
+        self._registration(pipeline_id)
+        self._ending.setdefault(pipeline_id, event.reason)
+        self._admitted.discard(pipeline_id)
+        for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
+            del self._requests[request_id]
+        for status in self.leases_of(pipeline_id):
+            if status.state is LeaseState.PENDING:
+                self._remove(status.lease.epoch)
+            elif status.state is LeaseState.ACTIVE:
+                self._drain(status, event.reason)
+        return ()
+
+    @_apply.register
     def _(self, event: PipelineUnregistered) -> tuple[Lease, ...]:
         pipeline_id = event.pipeline_id
         if pipeline_id not in self._registrations and pipeline_id not in self._allocated:
             raise PipelineGoneError(f"pipeline {pipeline_id!r} is not registered")
+        if pipeline_id in self._leases_of:
+            raise StateError(f"pipeline {pipeline_id!r} still holds leases {sorted(self._leases_of[pipeline_id])}")
         self._allocated.pop(pipeline_id, None)
         self._registrations.pop(pipeline_id, None)
         self._admitted.discard(pipeline_id)
+        self._ending.pop(pipeline_id, None)
         for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
             del self._requests[request_id]
-        freed = [self._remove(epoch) for epoch in sorted(self._leases_of.get(pipeline_id, ()))]
-        for of_cluster in (self._rollouts, self._last_on):
+        for of_cluster in (self._rollouts, self._last_on, self._holders):
             for key in [key for key in of_cluster if key[0] == pipeline_id]:
                 del of_cluster[key]
-        return self._activate({device for devices in freed for device in devices})
+        return ()
+
+    @_apply.register
+    def _(self, event: CountersKept) -> tuple[Lease, ...]:
+        self._last_epoch = max(self._last_epoch, event.last_epoch)
+        self._last_request = max(self._last_request, event.last_request)
+        self._last_device = max(self._last_device, event.last_device)
+        self._pipelines = max(self._pipelines, event.allocated)
+        return ()
 
     @_apply.register
     def _(self, event: GangRequested) -> tuple[Lease, ...]:
@@ -228,8 +293,18 @@ class State:
         self._last_request = event.request_id
         first = self._expected_on(event.pipeline_id, cluster)
         others = tuple(devices for devices in cluster.choices if devices != first)
-        request = GangRequest(event.request_id, event.pipeline_id, event.cluster, event.phase, first, others)
-        self._requests[event.request_id] = request
+        self._requests[event.request_id] = GangRequest(
+            event.request_id,
+            event.pipeline_id,
+            event.cluster,
+            event.phase,
+            first,
+            others,
+            event.key,
+            event.holder,
+            event.holding,
+            event.longest_s,
+        )
         return ()
 
     @_apply.register
@@ -244,13 +319,7 @@ class State:
         cluster = self._cluster(event.pipeline_id, event.cluster)
         if event.demand.trajectories < 0 or event.demand.tokens < 0:
             raise StateError(f"demand of pipeline {event.pipeline_id!r} is negative: {event.demand}")
-        key = (event.pipeline_id, event.cluster)
-        rollout = self._rollouts.get(key)
-        if rollout is None:
-            bundles = Bundles(cluster.bundles)
-            bundles = self._bundles.setdefault(bundles, bundles)
-            rollout = _Rollout(bundles, event.demand, set(), self._gang_devices(event.pipeline_id, event.cluster))
-            self._rollouts[key] = rollout
+        rollout = self._rollout(event.pipeline_id, cluster)
         rollout.demand = event.demand
         self._note_waiting(rollout)
         return ()
@@ -273,19 +342,51 @@ class State:
             free = free and device not in self._holder
         self._last_epoch = lease.epoch
         if event.request_id is not None:
-            del self._requests[event.request_id]
+            request = self._requests.pop(event.request_id)
+            if not free:
+                self._answered[lease.epoch] = request
             if cluster.alternatives:
                 self._moved(lease)
-        self._leases[lease.epoch] = LeaseStatus(lease, LeaseState.ACTIVE if free else LeaseState.PENDING)
+        self._keep(LeaseStatus(lease, LeaseState.ACTIVE if free else LeaseState.PENDING))
+        return (lease,) if free else ()
+
+    @_apply.register
+    def _(self, event: LeaseKept) -> tuple[Lease, ...]:
+        status = event.status
+        lease = status.lease
+        cluster = self._cluster(lease.pipeline_id, lease.cluster)
+        self._last_epoch = max(self._last_epoch, lease.epoch)
+        if event.request_id is not None:
+            first = self._expected_on(lease.pipeline_id, cluster)
+            others = tuple(devices for devices in cluster.choices if devices != first)
+            self._answered[lease.epoch] = GangRequest(
+                event.request_id,
+                lease.pipeline_id,
+                lease.cluster,
+                lease.phase,
+                first,
+                others,
+                lease.key,
+                lease.holder,
+                longest_s=lease.longest_s,
+            )
+        elif cluster.alternatives and lease.phase is not Phase.ROLLOUT:
+            self._moved(lease)
+        self._keep(status)
+        return (lease,) if status.state is LeaseState.ACTIVE else ()
+
+    def _keep(self, status: LeaseStatus) -> None:
+        """Take the lease up, on its devices or as the one that comes next there."""
+        lease = status.lease
+        self._leases[lease.epoch] = status
         self._leases_of.setdefault(lease.pipeline_id, set()).add(lease.epoch)
-        on = self._holder if free else self._successor
+        on = self._successor if status.state is LeaseState.PENDING else self._holder
         for device in lease.devices:
             on[device] = lease.epoch
-        if lease.phase is Phase.ROLLOUT:
-            rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
+        if lease.phase is Phase.ROLLOUT and status.state in (LeaseState.ACTIVE, LeaseState.PENDING):
+            rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
             rollout.leases.add(lease.epoch)
             self._note_waiting(rollout)
-        return (lease,) if free else ()
 
     def _check_gang(self, lease: Lease, request_id: int | None) -> None:
         request = None if request_id is None else self._requests.get(request_id)
@@ -297,9 +398,9 @@ class State:
             raise StateError(f"{lease} is not what request {request_id} asked for: {request}")
 
     def _check_bundle(self, lease: Lease, request_id: int | None) -> None:
-        rollout = self._rollouts.get((lease.pipeline_id, lease.cluster))
-        if rollout is None or request_id is not None:
-            raise StateError(f"rollout lease {lease.epoch} answers no demand; it takes a report and no request id")
+        rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
+        if request_id is not None:
+            raise StateError(f"rollout lease {lease.epoch} answers request {request_id}; only gangs are asked for")
         if lease.bundle is None or not 0 <= lease.bundle < len(rollout.bundles):
             raise StateError(f"rollout lease {lease.epoch} names bundle {lease.bundle} of {len(rollout.bundles)}")
         if rollout.bundles[lease.bundle] != lease.devices:
@@ -315,12 +416,40 @@ class State:
             raise StateError(f"device {device} belongs to lease {holder}; shrink it before granting {lease.epoch}")
 
     @_apply.register
-    def _(self, event: ShrinkStarted) -> tuple[Lease, ...]:
+    def _(self, event: DrainStarted) -> tuple[Lease, ...]:
         status = self._status(event.epoch)
-        if status.lease.phase is not Phase.ROLLOUT or status.state is not LeaseState.ACTIVE:
-            raise StateError(f"only an active rollout lease can shrink, not {status}")
-        self._leases[event.epoch] = replace(status, state=LeaseState.DRAINING)
-        self._leave_rollout(status.lease)
+        if status.state is not LeaseState.ACTIVE:
+            raise StateError(f"only an active lease can drain, not {status}")
+        self._drain(status, event.reason)
+        return ()
+
+    def _drain(self, status: LeaseStatus, reason: str) -> None:
+        self._leases[status.lease.epoch] = replace(status, state=LeaseState.DRAINING, reason=reason)
+        if status.lease.phase is Phase.ROLLOUT:
+            self._leave_rollout(status.lease)
+
+    @_apply.register
+    def _(self, event: GrantRevoked) -> tuple[Lease, ...]:
+        status = self._status(event.epoch)
+        if status.state is not LeaseState.PENDING:
+            raise StateError(f"only a pending lease can be revoked, not {status}")
+        request = self._answered.get(event.epoch)
+        self._remove(event.epoch)
+        if request is not None:
+            self._requests[request.id] = request
+        return ()
+
+    @_apply.register
+    def _(self, event: LeaseQuarantined) -> tuple[Lease, ...]:
+        status = self._status(event.epoch)
+        if status.state is LeaseState.PENDING:
+            raise StateError(f"a pending lease has nothing on its devices that could be quarantined: {status}")
+        promised = sorted({self._successor[d] for d in status.lease.devices if d in self._successor})
+        if promised:
+            raise StateError(f"lease {event.epoch} cannot be quarantined: leases {promised} wait for it; revoke them")
+        if status.state is LeaseState.ACTIVE:
+            self._drain(status, event.reason)
+        self._leases[event.epoch] = replace(status, state=LeaseState.QUARANTINED, reason=event.reason)
         return ()
 
     @_apply.register
@@ -349,6 +478,7 @@ class State:
     def _remove(self, epoch: int) -> tuple[int, ...]:
         """Forget the lease; returns the devices it held."""
         status = self._leases.pop(epoch)
+        self._answered.pop(epoch, None)
         lease = status.lease
         self._leases_of[lease.pipeline_id].discard(epoch)
         if not self._leases_of[lease.pipeline_id]:
@@ -375,8 +505,18 @@ class State:
             active.append(status.lease)
         return tuple(active)
 
+    def _rollout(self, pipeline_id: str, cluster: Cluster) -> _Rollout:
+        key = (pipeline_id, cluster.name)
+        rollout = self._rollouts.get(key)
+        if rollout is None:
+            bundles = Bundles(cluster.bundles)
+            bundles = self._bundles.setdefault(bundles, bundles)
+            rollout = _Rollout(bundles, Demand(0), set(), self._gang_devices(pipeline_id, cluster.name))
+            self._rollouts[key] = rollout
+        return rollout
+
     def _leave_rollout(self, lease: Lease) -> None:
-        rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
+        rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
         rollout.leases.discard(lease.epoch)
         self._note_waiting(rollout)
 

@@ -15,6 +15,7 @@ import numpy as np
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DrainStarted,
     Event,
     GangRequested,
     LeaseGranted,
@@ -23,7 +24,6 @@ from rlix.protocol.events import (
     PipelineAllocated,
     PipelineRegistered,
     PipelineUnregistered,
-    ShrinkStarted,
 )
 from rlix.protocol.messages import Lease, LeaseState, ReleaseReason
 from rlix.protocol.types import ClusterName, Phase
@@ -129,7 +129,7 @@ class Simulation:
         events = decide(snapshot, self.state, self.policy, check_plan=self._cycles % self._check_every == 0)
         self.trace.plan_ms.append((time.perf_counter() - start) * 1e3)
         for event in events:
-            if isinstance(event, ShrinkStarted):
+            if isinstance(event, DrainStarted):
                 self._shrink(event)
             elif isinstance(event, LeaseGranted):
                 self._grant(event)
@@ -155,7 +155,7 @@ class Simulation:
                 self.ledger.put((device,), Use.DRAIN)
         self._activate(active)
 
-    def _shrink(self, event: ShrinkStarted) -> None:
+    def _shrink(self, event: DrainStarted) -> None:
         lease = self.state.leases[event.epoch].lease
         self.state.apply(event, self.now)
         self._drop_bundle(lease)

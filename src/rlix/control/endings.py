@@ -1,0 +1,277 @@
+"""How leases and pipelines end: a device passes on when its holder's bytes are gone or its holder is dead, not before."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rlix.protocol.errors import PipelineGoneError
+from rlix.protocol.events import (
+    DrainStarted,
+    GrantRevoked,
+    LeaseQuarantined,
+    LeaseReleased,
+    PipelineEnding,
+    PipelineUnregistered,
+)
+from rlix.protocol.messages import Device, Lease, LeaseState, Occupant, Process, ReleaseReason
+from rlix.protocol.types import Phase
+
+if TYPE_CHECKING:
+    from rlix.control.core import Core
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.02
+_LONGEST_PAUSE_S = 60.0
+
+
+class Endings:
+    """Nobody's word is enough for a device: who gives a lease back is believed when the device's lock is free too. Whoever
+    does not give it back is ended, and a device that is locked even then is quarantined and looked at again.
+    """
+
+    def __init__(self, core: "Core") -> None:
+        self._core = core
+        self._taking: set[int] = set()  # epochs whose holders are being ended right now
+        self._quarantine_s: dict[int, float] = {}  # by epoch: the pause before the next look
+
+    # -- a holder gives back -----------------------------------------------------------------------------------------
+
+    def given_back(self, lease: Lease) -> None:
+        """The holder says that its bytes are gone from the lease's devices."""
+        status = self._core.state.leases.get(lease.epoch)
+        if status is None or lease.epoch in self._taking:
+            return
+        if status.state is LeaseState.PENDING:
+            self._release(lease, ReleaseReason.RELEASED)
+            return
+        shrunk = lease.phase is Phase.ROLLOUT and status.state is LeaseState.DRAINING
+        reason = ReleaseReason.SHRUNK if shrunk else ReleaseReason.RELEASED
+        until = self._core.clock.time() + self._core.settings.release_grace_s
+        self._look(lease, partial(self._seen_after_word, lease, reason, until))
+
+    def _seen_after_word(self, lease: Lease, reason: ReleaseReason, until: float, there: Sequence[Occupant]) -> None:
+        status = self._core.state.leases.get(lease.epoch)
+        if status is None or lease.epoch in self._taking:
+            return
+        if not there:
+            self._release(lease, reason)
+            return
+        why = f"its holder says that its bytes are gone, but {_describe(there)}"
+        if self._core.clock.time() >= until:
+            self.take(lease, why)
+            return
+        if status.state is LeaseState.ACTIVE:
+            self._core.record(DrainStarted(lease.epoch, why))
+        again = partial(self._look, lease, partial(self._seen_after_word, lease, reason, until))
+        self._core.clock.call_later(_LOOK_AGAIN_S, again)
+
+    # -- a lease is taken --------------------------------------------------------------------------------------------
+
+    def take(self, lease: Lease, why: str, *, reason: ReleaseReason = ReleaseReason.KILLED) -> None:
+        """Ends a lease without its holder's help: its processes are ended first, then its devices are free."""
+        core = self._core
+        status = core.state.leases.get(lease.epoch)
+        if status is None or lease.epoch in self._taking:
+            return
+        if status.state is LeaseState.PENDING:
+            self._release(lease, reason)
+            return
+        self._taking.add(lease.epoch)
+        name = f"lease {lease.epoch} of {lease.pipeline_id}/{lease.cluster} on devices {list(lease.devices)}"
+        logger.warning("%s is taken back: %s", name, why)
+        if status.state is LeaseState.ACTIVE:
+            core.record(DrainStarted(lease.epoch, why))
+        job = core.jobs.get(lease.pipeline_id)
+        if lease.phase is Phase.ROLLOUT and job is not None and not job.ending:
+            core.clock.call_later(job.failed(core.clock.time()), core.changed)
+            core.rollouts.ended(lease)
+        self._kill_holders(lease, self.named_holders(lease), partial(self._seen_after_death, lease, why, reason))
+
+    def named_holders(self, lease: Lease) -> tuple[Process, ...]:
+        """The processes that were named to keep bytes under the lease."""
+        named = self._core.state.holders(lease.pipeline_id, lease.cluster)
+        if lease.bundle is not None:
+            return (named[lease.bundle],) if lease.bundle in named else ()
+        return tuple(named.values())
+
+    def _kill_holders(
+        self, lease: Lease, named: Sequence[Process], done: Callable[[Sequence[Process], Sequence[Occupant]], None]
+    ) -> None:
+        """Ends the named processes, then whoever still locks the devices under this lease."""
+        core = self._core
+
+        def after_named(survivors: tuple[Process, ...]) -> None:
+            self._look(lease, partial(after_look, survivors))
+
+        def after_look(survivors: tuple[Process, ...], there: Sequence[Occupant]) -> None:
+            found = tuple({process: None for occupant in there for process in occupant.processes})
+            if not found:
+                done(survivors, there)
+                return
+            core.nodes.kill(found, lambda left: self._look(lease, partial(done, (*survivors, *left))))
+
+        core.nodes.kill(tuple(named), after_named)
+
+    def _seen_after_death(
+        self,
+        lease: Lease,
+        why: str,
+        reason: ReleaseReason,
+        survivors: Sequence[Process],
+        there: Sequence[Occupant],
+    ) -> None:
+        self._taking.discard(lease.epoch)
+        if lease.epoch not in self._core.state.leases:
+            return
+        if there or survivors:
+            left = _describe(there) if there else _describe_processes(survivors)
+            self._quarantine(lease, f"{why}; and {left}, although it was killed")
+        else:
+            self._quarantine_s.pop(lease.epoch, None)
+            self._release(lease, reason)
+
+    # -- quarantine --------------------------------------------------------------------------------------------------
+
+    def _quarantine(self, lease: Lease, why: str) -> None:
+        core = self._core
+        revoked = core.state.successors(lease.devices)
+        logger.error("devices %s are quarantined: %s", list(lease.devices), why)
+        core.record(*(GrantRevoked(epoch) for epoch in revoked), LeaseQuarantined(lease.epoch, why))
+        pause_s = self._quarantine_s.get(lease.epoch, core.settings.quarantine_retry_s)
+        self._quarantine_s[lease.epoch] = min(2 * pause_s, _LONGEST_PAUSE_S)
+        core.clock.call_later(pause_s, partial(self._try_again, lease))
+
+    def _try_again(self, lease: Lease) -> None:
+        status = self._core.state.leases.get(lease.epoch)
+        if status is None or lease.epoch in self._taking:
+            return
+        self._taking.add(lease.epoch)
+        done = partial(self._seen_after_death, lease, _first(status.reason), ReleaseReason.KILLED)
+        self._kill_holders(lease, self.named_holders(lease), done)
+
+    def give_up(self, device_id: int) -> tuple[Lease, ...]:
+        """A person says that a quarantined device is free: ends the leases that keep it. Returns them."""
+        quarantined = [
+            status.lease
+            for status in self._core.state.leases.values()
+            if status.state is LeaseState.QUARANTINED and device_id in status.lease.devices
+        ]
+        for lease in quarantined:
+            self._quarantine_s.pop(lease.epoch, None)
+            self._release(lease, ReleaseReason.GIVEN_UP)
+        return tuple(quarantined)
+
+    # -- a pipeline ends ---------------------------------------------------------------------------------------------
+
+    def end(self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], None]) -> None:
+        """Ends a pipeline: refuses its requests, ends its program and its workers, then frees its devices. Saying it again
+        tries again. `spare` is the process that says so: it is not ended, unless it keeps devices locked.
+
+        `done` is called when that has been tried; a pipeline with quarantined devices is there until they are free.
+        """
+        core = self._core
+        job = core.jobs.get(pipeline_id)
+        if job is None:
+            core.record(PipelineUnregistered(pipeline_id, why))
+            done()
+            return
+        if pipeline_id not in core.state.ending:
+            logger.info("pipeline %s ends: %s", pipeline_id, why or "unregistered")
+            text = f"pipeline {pipeline_id!r} was unregistered while it waited"
+            for ticket in core.gangs.of_pipeline(pipeline_id):
+                waiting = ticket.outcome is None
+                if waiting:
+                    core.withdraw(
+                        ticket, PipelineGoneError(f"{text} for {ticket.cluster.name!r}: {why or 'unregistered'}")
+                    )
+            core.record(PipelineEnding(pipeline_id, why))
+        job.ending = True
+        registration = core.state.registrations[pipeline_id]
+        programs = [p for p in core.state.holders(pipeline_id, "").values() if p != spare]
+        workers = [
+            process
+            for cluster in registration.clusters
+            for process in core.state.holders(pipeline_id, cluster.name).values()
+            if process != spare
+        ]
+        # The program goes first: it would start its workers again.
+        core.nodes.kill(
+            programs, lambda _: core.nodes.kill(workers, lambda _: self._end_leases(pipeline_id, why, done))
+        )
+        for cluster in registration.clusters:
+            core.rollouts.wake(pipeline_id, cluster.name)
+
+    def _end_leases(self, pipeline_id: str, why: str, done: Callable[[], None]) -> None:
+        leases = [s.lease for s in self._core.state.leases_of(pipeline_id) if s.lease.epoch not in self._taking]
+        left = len(leases)
+
+        def one_done(lease: Lease, survivors: Sequence[Process], there: Sequence[Occupant]) -> None:
+            nonlocal left
+            self._seen_after_death(lease, why, ReleaseReason.UNREGISTERED, survivors, there)
+            left -= 1
+            if not left:
+                done()
+
+        self._taking.update(lease.epoch for lease in leases)
+        for lease in leases:
+            self._kill_holders(lease, (), partial(one_done, lease))
+        if not leases:
+            self._forget_if_empty(pipeline_id)
+            done()
+
+    def recover(self) -> None:
+        """After a restart: goes on with whatever was ending."""
+        core = self._core
+        for status in list(core.state.leases.values()):
+            if status.state is LeaseState.QUARANTINED:
+                core.clock.call_later(core.settings.settle_s, partial(self._try_again, status.lease))
+            elif status.state is LeaseState.DRAINING and (status.lease.phase is not Phase.ROLLOUT or status.reason):
+                core.clock.call_later(core.settings.settle_s, partial(self.take, status.lease, status.reason))
+        for pipeline_id, why in list(core.state.ending.items()):
+            job = core.jobs.get(pipeline_id)
+            if job is not None:
+                job.ending = True
+                end = partial(self.end, pipeline_id, why, done=lambda: None)
+                core.clock.call_later(core.settings.settle_s, end)
+
+    # -- below -------------------------------------------------------------------------------------------------------
+
+    def _look(self, lease: Lease, done: Callable[[tuple[Occupant, ...]], None]) -> None:
+        """Whom of the lease's own its devices' locks name."""
+        core = self._core
+
+        def seen(occupants: tuple[Occupant, ...]) -> None:
+            done(tuple(o for o in occupants if o.pool == core.pool and o.epoch <= lease.epoch))
+
+        here: dict[int, Device] = {device.id: device for device in core.state.devices}
+        core.nodes.occupied([here[d] for d in lease.devices if d in here], seen)
+
+    def _release(self, lease: Lease, reason: ReleaseReason) -> None:
+        core = self._core
+        core.record(LeaseReleased(lease.epoch, reason))
+        if lease.phase is Phase.ROLLOUT:
+            core.rollouts.ended(lease)
+        self._forget_if_empty(lease.pipeline_id)
+
+    def _forget_if_empty(self, pipeline_id: str) -> None:
+        state = self._core.state
+        if pipeline_id in state.ending and not state.leases_of(pipeline_id):
+            self._core.record(PipelineUnregistered(pipeline_id, state.ending[pipeline_id]))
+
+
+def _describe(there: Sequence[Occupant]) -> str:
+    return "; ".join(
+        f"device {o.device_id} is still locked by {_describe_processes(o.processes) or 'a process that cannot be named'}"
+        for o in there
+    )
+
+
+def _describe_processes(processes: Sequence[Process]) -> str:
+    return ", ".join(f"process {p.pid}{f' ({p.name})' if p.name else ''}" for p in processes)
+
+
+def _first(reason: str) -> str:
+    """The reason for which a lease was taken, without what a look found."""
+    return reason.partition("; and ")[0]

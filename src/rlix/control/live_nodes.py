@@ -1,0 +1,145 @@
+"""The pool's real nodes: this one directly, the others through their agents."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rlix.control.rpc import call
+from rlix.node.devices import device_keys
+from rlix.node.node import Node
+from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.messages import Device, Occupant, Process
+from rlix.protocol.types import NAMESPACE, NODE_AGENT_NAME_PREFIX
+
+logger = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class NodeAgent:
+    """Ray actor: one node's eyes and hands. It keeps nothing."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node = Node(node_id)
+
+    async def keys(self, virtual: bool) -> tuple[str, ...]:
+        """The names of the node's GPUs, in the order of their numbers; none of virtual ones."""
+        return () if virtual else await asyncio.to_thread(device_keys)
+
+    async def occupied(self, devices: Sequence[Device]) -> tuple[Occupant, ...]:
+        return occupants(self._node, devices)
+
+    async def kill(self, processes: Sequence[Process]) -> tuple[Process, ...]:
+        return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S)
+
+    async def states(self, processes: Sequence[Process]) -> Mapping[Process, str]:
+        return self._node.states(processes)
+
+
+def occupants(node: Node, devices: Sequence[Device]) -> tuple[Occupant, ...]:
+    """What the device locks of a node say."""
+    return tuple(
+        Occupant(device_id, r.fence.pool, r.fence.epoch, r.fence.job, r.fence.phase, r.since, r.processes)
+        for device_id, r in node.holders(devices).items()
+    )
+
+
+class LiveNodes:
+    """`Nodes` for the event loop it is made in. Devices of this node are looked at at once, without a round trip."""
+
+    def __init__(self, here: str, pool: str) -> None:
+        """`here`: this process's node id."""
+        self._here = here
+        self._pool = pool
+        self._node = Node(here)
+        self._agents: dict[str, Any] = {}
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.gone: set[str] = set()  # nodes that left the pool: what was on them is dead
+
+    def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
+        mine = [device for device in devices if device.node_id == self._here]
+        others = [device for device in devices if device.node_id != self._here]
+        found = occupants(self._node, mine)
+        if not others:
+            done(found)
+            return
+        self._spawn(self._occupied(found, others, done))
+
+    async def _occupied(
+        self, found: tuple[Occupant, ...], others: list[Device], done: Callable[[tuple[Occupant, ...]], None]
+    ) -> None:
+        for node_id, group in groupby(sorted(others, key=attrgetter("node_id")), key=attrgetter("node_id")):
+            devices = tuple(group)
+            answer = () if node_id in self.gone else await self._ask(node_id, "occupied", devices)
+            if answer is None:
+                answer = tuple(
+                    Occupant(d.id, self._pool, -1, "its node, which does not answer", "", 0.0, ()) for d in devices
+                )
+            found += answer
+        done(found)
+
+    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+        if not processes:
+            done(())
+            return
+        self._spawn(self._kill(processes, done))
+
+    async def _kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+        left: tuple[Process, ...] = ()
+        for node_id, group in _by_node(processes):
+            if node_id == self._here:
+                left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S)
+            elif node_id not in self.gone:
+                answer = await self._ask(node_id, "kill", group)
+                left += group if answer is None else answer
+        done(left)
+
+    def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
+        self._spawn(self._states(processes, done))
+
+    async def _states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
+        states: dict[Process, str] = {}
+        for node_id, group in _by_node(processes):
+            if node_id == self._here:
+                states |= self._node.states(group)
+            elif node_id in self.gone:
+                states |= dict.fromkeys(group, "dead")
+            else:
+                states |= await self._ask(node_id, "states", group) or {}
+        done(states)
+
+    async def _ask(self, node_id: str, method: str, *args: object) -> Any:
+        """None when the node's agent does not answer."""
+        try:
+            if node_id not in self._agents:
+                name = f"{NODE_AGENT_NAME_PREFIX}{node_id}"
+                self._agents[node_id] = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            ref = getattr(self._agents[node_id], method).remote(*args)
+            return await call(ref, what=f"{method} on node {node_id}", timeout_s=KILL_TIMEOUT_S + _ANSWER_TIMEOUT_S)
+        except (ValueError, RayError, WaitTimeoutError) as error:
+            self._agents.pop(node_id, None)
+            logger.warning("node %s does not answer: %s", node_id, error)
+            return None
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("a task of the control plane failed", exc_info=error)
+
+
+def _by_node(processes: Sequence[Process]) -> list[tuple[str, tuple[Process, ...]]]:
+    ordered = sorted(processes, key=attrgetter("node_id"))
+    return [(node_id, tuple(group)) for node_id, group in groupby(ordered, key=attrgetter("node_id"))]

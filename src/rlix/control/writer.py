@@ -1,0 +1,114 @@
+"""Events on their way into the journal: in order and without a hole, also while the disk is full."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rlix.control.journal import JournalError
+from rlix.control.ports import Clock
+from rlix.protocol.events import DemandReported, Event
+
+logger = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 1.0
+_COMPACT_AT = 20_000  # events
+
+
+class EventStore(Protocol):
+    """A journal; `Journal` is the real one."""
+
+    def append(self, events: Sequence[Event]) -> None: ...
+
+    def compact(self, events: Sequence[Event]) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Forgetful:
+    """Keeps nothing: for simulations."""
+
+    def append(self, events: Sequence[Event]) -> None:
+        pass
+
+    def compact(self, events: Sequence[Event]) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class Writer:
+    """What cannot be written waits, in order, and `trouble` says so; meanwhile nothing may be granted. It tries again
+    by itself, so that the control plane goes on when there is room.
+
+    Demand is not written: jobs report it again within a second.
+
+    Args:
+        image: the events that make up the present state, for compaction.
+        written: called when a trouble has ended.
+    """
+
+    def __init__(
+        self,
+        journal: EventStore,
+        clock: Clock,
+        *,
+        image: Callable[[], Sequence[Event]],
+        written: Callable[[], None],
+    ) -> None:
+        self.trouble = ""
+        self._journal = journal
+        self._clock = clock
+        self._image = image
+        self._written = written
+        self._waiting: list[Event] = []
+        self._compact_at = _COMPACT_AT
+
+    def append(self, events: Sequence[Event]) -> None:
+        kept = [event for event in events if not isinstance(event, DemandReported)]
+        if not kept:
+            return
+        self._waiting += kept
+        if not self.trouble:
+            self._write()
+
+    def check(self) -> None:
+        """Raises JournalError while something waits to be written."""
+        if self.trouble:
+            raise JournalError(self.trouble)
+
+    def __len__(self) -> int:
+        return len(self._journal)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _write(self) -> None:
+        try:
+            self._journal.append(self._waiting)
+        except JournalError as error:
+            if not self.trouble:
+                logger.critical("%s; nothing is granted until it can be written, what runs goes on", error)
+            self.trouble = f"{error}; nothing is granted until there is room for it, what runs goes on"
+            self._clock.call_later(_TRY_AGAIN_S, self._write)
+            return
+        self._waiting = []
+        if self.trouble:
+            logger.warning("the journal can be written again")
+            self.trouble = ""
+            self._written()
+        if len(self._journal) >= self._compact_at:
+            self._compact()
+
+    def _compact(self) -> None:
+        image = self._image()
+        try:
+            self._journal.compact(image)
+        except JournalError as error:
+            logger.warning("the journal was not compacted: %s", error)
+        self._compact_at = max(_COMPACT_AT, 4 * len(image))

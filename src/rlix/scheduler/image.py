@@ -1,0 +1,54 @@
+"""The shortest sequence of events that makes up a state: what a compacted journal holds."""
+
+from collections.abc import Iterator
+
+from rlix.protocol.events import (
+    CountersKept,
+    DevicesDiscovered,
+    Event,
+    GangRequested,
+    HoldersNamed,
+    LeaseKept,
+    PipelineAdmitted,
+    PipelineAllocated,
+    PipelineEnding,
+    PipelineRegistered,
+)
+from rlix.scheduler.state import State
+
+
+def image(state: State) -> tuple[Event, ...]:
+    """Events that, applied to a new state, make it equal to this one in all but demand, which jobs report again."""
+    return tuple(_events(state))
+
+
+def _events(state: State) -> Iterator[Event]:
+    yield DevicesDiscovered(state.devices)
+    for pipeline_id, kind in state.allocated.items():
+        yield PipelineAllocated(pipeline_id, kind)
+    for pipeline_id, registration in state.registrations.items():
+        yield PipelineRegistered(registration)
+        for cluster in ("", *(cluster.name for cluster in registration.clusters)):
+            if holders := state.holders(pipeline_id, cluster):
+                yield HoldersNamed(pipeline_id, cluster, tuple(holders.items()))
+        if pipeline_id in state.admitted or pipeline_id in state.ending:
+            yield PipelineAdmitted(pipeline_id)
+    for request in sorted(state.requests.values(), key=lambda request: request.id):
+        yield GangRequested(
+            request.id,
+            request.pipeline_id,
+            request.cluster,
+            request.phase,
+            request.key,
+            request.holder,
+            request.holding,
+            request.longest_s,
+        )
+    for epoch, status in state.leases.items():
+        answered = state.answered_by(epoch)
+        yield LeaseKept(status, None if answered is None else answered.id)
+    for pipeline_id, reason in state.ending.items():
+        yield PipelineEnding(pipeline_id, reason)
+    yield CountersKept(
+        state.next_epoch - 1, state.next_request_id - 1, state.next_device_id - 1, state.next_pipeline - 1
+    )
