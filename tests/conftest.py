@@ -23,7 +23,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
         virtual_gpus=VIRTUAL_GPUS,
         shrink_deadline_s=10.0,
         grow_timeout_s=5.0,
-        coordinator_wait_s=60.0,
+        stopped_s=2.0,
+        idle_job_s=60.0,
         abandon_after_s=20.0,
     )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,24 @@ import pytest
 import ray
 
 from rlix.control.client import JobClient
-from rlix.protocol.types import coordinator_actor_name, pipeline_namespace
-from tests.control.fakes import FakeCoordinator, FakeWorker
+from rlix.protocol.messages import Lease
+from rlix.protocol.types import Phase, pipeline_namespace
+from tests.control.fakes import FakeRollout, FakeWorker
 
 
 @dataclass
 class FakeJob:
     id: str
     client: JobClient
-    coordinator: Any
+    rollout: Any = None
+
+    def ask(self, cluster: str, phase: Phase, timeout_s: float | None = None) -> "Future[Lease]":
+        """Asks for a gang in a thread; wait for the answer with `result(20)`."""
+        threads = ThreadPoolExecutor(1)
+        try:
+            return threads.submit(self.client.acquire, cluster, phase, timeout_s)
+        finally:
+            threads.shutdown(wait=False)
 
 
 MakeJob = Callable[..., FakeJob]
@@ -25,7 +35,7 @@ MakeJob = Callable[..., FakeJob]
 
 @pytest.fixture
 def make_job(ray_session: Any) -> Iterator[MakeJob]:
-    """Registers and admits jobs, with a coordinator that answers as told or with none; ends them after the test."""
+    """Registers and admits jobs, with a rollout that does as told or with none; ends them after the test."""
     jobs: list[FakeJob] = []
 
     def make(
@@ -33,17 +43,9 @@ def make_job(ray_session: Any) -> Iterator[MakeJob]:
         *,
         sizes: Mapping[str, int] | None = None,
         alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
-        coordinator: Any = None,
+        rollout: Mapping[str, Any] | None = None,
     ) -> FakeJob:
         job_id = ray.get(ray_session.allocate_pipeline_id.remote("ft"), timeout=30)
-        actor = None
-        if coordinator is not None:
-            actor = (
-                ray.remote(num_cpus=0)(FakeCoordinator)
-                .options(name=coordinator_actor_name(job_id), namespace=pipeline_namespace(job_id), max_concurrency=100)
-                .remote(**coordinator)
-            )
-            ray.get(actor.pid.remote(), timeout=60)
         ray.get(
             ray_session.register_pipeline.remote(
                 pipeline_id=job_id,
@@ -55,14 +57,18 @@ def make_job(ray_session: Any) -> Iterator[MakeJob]:
             timeout=30,
         )
         ray.get(ray_session.admit_pipeline.remote(pipeline_id=job_id), timeout=30)
-        jobs.append(FakeJob(job_id, JobClient(job_id), actor))
-        return jobs[-1]
+        job = FakeJob(job_id, JobClient(job_id, poll_s=1.0))
+        jobs.append(job)
+        if rollout is not None:
+            job.rollout = ray.remote(num_cpus=0, max_concurrency=10)(FakeRollout).remote(job_id, **rollout)
+            ray.get(job.rollout.process.remote(), timeout=60)
+        return job
 
     yield make
     for job in jobs:
         job.client.unregister("the test is over")
-        if job.coordinator is not None:
-            ray.kill(job.coordinator)
+        if job.rollout is not None:
+            ray.kill(job.rollout)
 
 
 @pytest.fixture

@@ -1,69 +1,75 @@
-"""Small Ray actors that stand in for a job's coordinator, its workers and its pipeline."""
+"""Small Ray actors that stand in for a job's rollout, its workers and its program."""
 
-import asyncio
 import os
+import threading
 from typing import Any
 
+import ray
+
 from rlix.control.client import JobClient
-from rlix.protocol.messages import Lease
+from rlix.control.rollout_lease import Granted, Lost, Taken
+from rlix.node.process import this_process
+from rlix.protocol.messages import Demand, Lease, Process
 from rlix.protocol.types import Phase
 
 
-class FakeCoordinator:
-    """Answers as told: "ack", "hang" or "raise" for each of grow and shrink. Keeps what it was told."""
+class FakeRollout:
+    """Uses bundles as told: `grow` False takes none up; `shrink` False gives none back. Keeps what happened to it."""
 
-    def __init__(self, grow: str = "ack", shrink: str = "ack") -> None:
-        self._answers = {"grow": grow, "shrink": shrink}
-        self._calls: list[tuple[str, tuple[Lease, ...]]] = []
-        self._changed = asyncio.Condition()
+    def __init__(self, pipeline_id: str, cluster: str = "actor_infer", *, grow: bool = True, shrink: bool = True) -> None:
+        self._client = JobClient(pipeline_id)
+        self._rollout = self._client.rollout(cluster)
+        self._shrink = shrink
+        self._told: list[tuple[str, Lease]] = []
+        self._changed = threading.Condition()
+        self._grow = threading.Event()
+        if grow:
+            self._grow.set()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    async def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
-        await self._answer("grow", leases)
+    def _run(self) -> None:
+        self._grow.wait()
+        for change in self._rollout.changes():
+            name = {Granted: "granted", Taken: "taken", Lost: "lost"}[type(change)]
+            with self._changed:
+                self._told.append((name, change.lease))
+                self._changed.notify_all()
+            if isinstance(change, Taken) and self._shrink:
+                self._rollout.give_back(change.lease)
 
-    async def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
-        assert deadline_s > 0
-        await self._answer("shrink", leases)
+    def report(self, demand: Demand | int) -> None:
+        self._rollout.report(demand)
 
-    async def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
-        await self._note("lost", leases)
+    def take_up(self) -> None:
+        self._grow.set()
 
-    async def closed(self) -> None:
-        await asyncio.Event().wait()
+    def told(self, name: str, count: int) -> list[Lease]:
+        """All leases of the changes of this name, once they are at least `count`."""
 
-    async def set_answer(self, call: str, answer: str) -> None:
-        self._answers[call] = answer
+        def found() -> list[Lease]:
+            return [lease for kind, lease in self._told if kind == name]
 
-    async def bundles_told(self, call: str, count: int) -> list[Lease]:
-        """All leases of the calls of this name, once they are at least `count`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(found()) >= count, 20):
+                raise TimeoutError(f"{count} x {name} awaited, got {self._told}")
+            return found()
 
-        def told() -> list[Lease]:
-            return [lease for name, leases in self._calls if name == call for lease in leases]
-
-        async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(lambda: len(told()) >= count), 20)
-        return told()
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def _answer(self, call: str, leases: tuple[Lease, ...]) -> None:
-        await self._note(call, leases)
-        if self._answers[call] == "hang":
-            await asyncio.Event().wait()
-        if self._answers[call] == "raise":
-            raise RuntimeError(f"this coordinator refuses to {call}")
-
-    async def _note(self, call: str, leases: tuple[Lease, ...]) -> None:
-        async with self._changed:
-            self._calls.append((call, leases))
-            self._changed.notify_all()
+    def process(self) -> Process:
+        return this_process(ray.get_runtime_context().get_node_id(), "fake rollout")
 
 
 class FakeWorker:
-    """Holds a device, and asks for devices as a pipeline would."""
+    """Holds a device, and asks for devices as a program would."""
+
+    def process(self) -> Process:
+        return this_process(ray.get_runtime_context().get_node_id(), "fake worker")
 
     def ping(self) -> int:
         return os.getpid()
 
+    def join(self, pipeline_id: str) -> None:
+        JobClient(pipeline_id).join("fake program")
+
     def acquire(self, pipeline_id: str, cluster: str, phase: Phase) -> Any:
-        return JobClient(pipeline_id, poll_s=0.2).acquire(cluster, phase)
+        self.client = JobClient(pipeline_id, poll_s=0.2)
+        return self.client.acquire(cluster, phase)

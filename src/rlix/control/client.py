@@ -118,7 +118,7 @@ class JobClient:
                 if stop is not None and stop.is_set():
                     raise InterruptedError(f"told to stop while waiting for {cluster} ({phase.name})")
                 # A wait that is over is still answered: with who holds the devices.
-                left_s = timeout_s if deadline is None else max(0.001, deadline - time.monotonic())
+                left_s = None if deadline is None else max(0.001, round(deadline - time.monotonic(), 3))
                 wait_s = self._poll_s if stop is None else min(self._poll_s, _STOP_POLL_S)
                 asked = Asked(key, self.process, holding, left_s, longest_s)
                 answer: GangAnswer = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)

@@ -69,11 +69,16 @@ class Scheduler:
         return self._started
 
     async def _start(self) -> Core:
-        journal = await asyncio.to_thread(open_journal, self._settings.home, self._pool)
-        _log_to(self._settings.home / "logs" / f"{journal.path.stem}.log")
-        self._nodes = LiveNodes(ray.get_runtime_context().get_node_id(), self._pool)
-        core = Core(self._settings, journal, clock=asyncio.get_running_loop(), nodes=self._nodes, pool=self._pool)
-        count = core.recover(list(journal.replay()))
+        journal = open_journal(self._settings.home, self._pool)  # used by this thread only, so opened by it
+        try:
+            _log_to(self._settings.home / "logs" / f"{journal.path.stem}.log")
+            loop = asyncio.get_running_loop()
+            self._nodes = LiveNodes(ray.get_runtime_context().get_node_id(), self._pool)
+            core = Core(self._settings, journal, clock=loop, nodes=self._nodes, pool=self._pool)
+            count = core.recover(list(journal.replay()))
+        except BaseException:  # raised again: the next attempt needs the file
+            journal.close()
+            raise
         if count:
             logger.warning("going on from %d events in %s", count, journal.path)
         core.watch.start()
