@@ -42,6 +42,20 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
+class Fence:
+    """Whose bytes are on a device: what the device lock compares, and what it shows to whom it refuses.
+
+    `epoch` is the lease's in `pool`, and grows with every lease of that pool; 0 is no lease: a program's engines share
+    their devices under one fence of their own. `job` and `phase` are for people.
+    """
+
+    pool: str
+    epoch: int
+    job: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """A named worker set of a pipeline and the devices it may use, in rank order.
 

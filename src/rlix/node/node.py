@@ -1,0 +1,32 @@
+"""What a machine can tell the control plane about its devices and processes, and do about them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rlix.node import device_lock, process
+from rlix.node.device_lock import LockRecord
+from rlix.protocol.messages import Device, Process
+
+
+class Node:
+    """One machine. Every answer is immediate, but for `kill`, which waits for what it ends.
+
+    Args:
+        lock_directory: of the device locks; default: this machine's.
+    """
+
+    def __init__(self, node_id: str, lock_directory: Path | None = None) -> None:
+        self.node_id = node_id
+        self._locks = lock_directory or device_lock.lock_directory()
+
+    def holders(self, devices: Sequence[Device]) -> dict[int, LockRecord]:
+        """Who has bytes on which of these devices now, by device id; those that nobody has are left out."""
+        found = ((device.id, device_lock.holder(device.key, self._locks, self.node_id)) for device in devices)
+        return {id: record for id, record in found if record is not None}
+
+    def states(self, processes: Iterable[Process]) -> dict[Process, process.State]:
+        return {each: process.state(each) for each in processes}
+
+    def kill(self, processes: Iterable[Process], timeout_s: float) -> tuple[Process, ...]:
+        """End processes (see `process.kill`); returns those that still live after `timeout_s`."""
+        return process.kill(processes, timeout_s)

@@ -1,0 +1,138 @@
+"""Processes of this machine: who they are, whether they live, and how they end."""
+
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from rlix.protocol.messages import Process
+
+logger = logging.getLogger(__name__)
+
+_NAME_LENGTH = 200
+
+State = Literal["running", "stopped", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    state: str
+    threads: int
+    started: int
+
+
+def this_process(node_id: str = "", name: str = "") -> Process:
+    return Process(node_id, os.getpid(), start_time(os.getpid()) or 0, name)
+
+
+def describe(pid: int, node_id: str = "") -> Process | None:
+    """The process that has this number now, named by its command line; None when there is none."""
+    stat = _stat(pid)
+    return None if stat is None else Process(node_id, pid, stat.started, _command(pid))
+
+
+def start_time(pid: int) -> int | None:
+    """When the process that has this number now began, in clock ticks since boot; None when there is none."""
+    stat = _stat(pid)
+    return None if stat is None else stat.started
+
+
+def state(process: Process) -> State:
+    """ "stopped" by a signal (SIGSTOP, a debugger). A zombie is dead, and so is one whose number another has by now."""
+    stat = _stat(process.pid)
+    if stat is None or stat.started != process.started:
+        return "dead"
+    if stat.state in "ZX" and stat.threads <= 1:  # the first thread of several may end before the process does
+        return "dead"
+    return "stopped" if stat.state in "Tt" else "running"
+
+
+def alive(process: Process) -> bool:
+    return state(process) != "dead"
+
+
+def descendants(process: Process) -> tuple[Process, ...]:
+    """Every process that `process` started, and those started by these, that still lives below it."""
+    if not alive(process):
+        return ()
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return ()
+    found = (describe(child.pid, process.node_id) for child in children)
+    return tuple(child for child in found if child is not None and alive(child))
+
+
+def kill(processes: Iterable[Process], timeout_s: float) -> tuple[Process, ...]:
+    """End processes with SIGKILL, also stopped ones, and return those that still live after `timeout_s`.
+
+    One that leads a process group takes the whole group with it, unless that is the caller's own.
+    """
+    watched: dict[int, Process] = {}
+    survivors = []
+    try:
+        for process in processes:
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                continue
+            watched[descriptor] = process
+            if not alive(process):  # asked after opening: from here on the descriptor cannot mean another process
+                continue
+            try:
+                _kill(descriptor, process.pid)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                logger.warning("may not kill process %d (%s): it belongs to another user", process.pid, process.name)
+                survivors.append(process)
+        waiting = {fd: p for fd, p in watched.items() if p not in survivors and alive(p)}
+        return (*survivors, *_wait(waiting, time.monotonic() + timeout_s))
+    finally:
+        for descriptor in watched:
+            os.close(descriptor)
+
+
+def _kill(descriptor: int, pid: int) -> None:
+    if os.getpgid(pid) == pid != os.getpgrp():
+        os.killpg(pid, signal.SIGKILL)
+    else:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+
+def _wait(waiting: dict[int, Process], deadline: float) -> tuple[Process, ...]:
+    poll = select.poll()
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    while waiting:
+        ended = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ended:
+            break
+        for descriptor, _ in ended:
+            poll.unregister(descriptor)
+            del waiting[descriptor]
+    return tuple(waiting.values())
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()  # the command's name before may hold anything
+    return _Stat(fields[0].decode(), int(fields[17]), int(fields[19]))
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_NAME_LENGTH].replace(b"\0", b" ").strip()
+        return (words or Path(f"/proc/{pid}/comm").read_bytes().strip()).decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
