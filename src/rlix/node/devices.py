@@ -1,0 +1,85 @@
+"""What the devices of this machine are called: GPUs by their UUIDs, as `CUDA_VISIBLE_DEVICES` leaves them."""
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+
+from rlix.protocol.errors import RlixError
+
+_TOOL_TIMEOUT_S = 20.0
+_GPU_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
+_MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, in the order of its number, and the MIG instances it is split into."""
+
+    uuid: str
+    instances: tuple[str, ...] = ()
+
+
+def device_keys() -> tuple[str, ...]:
+    """The keys of the GPUs that programs on this machine may use, in order; run where the node's Ray was started.
+
+    Raises:
+        RlixError: `nvidia-smi` failed, or `CUDA_VISIBLE_DEVICES` names what is not there.
+    """
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return ()
+    except subprocess.TimeoutExpired:
+        raise RlixError(f"nvidia-smi -L did not end within {_TOOL_TIMEOUT_S:g} s: is the driver well?") from None
+    if listing.returncode:
+        raise RlixError(f"nvidia-smi -L failed: {(listing.stderr or listing.stdout).strip()}")
+    return visible(gpus_in(listing.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpus_in(listing: str) -> tuple[Gpu, ...]:
+    """The GPUs in what `nvidia-smi -L` prints."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        if match := _GPU_LINE.match(line):
+            gpus.append(Gpu(match[2]))
+        elif gpus and (match := _MIG_LINE.match(line)):
+            gpus[-1] = Gpu(gpus[-1].uuid, (*gpus[-1].instances, match[1]))
+    return tuple(gpus)
+
+
+def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[str, ...]:
+    """The UUIDs that a value of `CUDA_VISIBLE_DEVICES` leaves, in its order; None: of every GPU.
+
+    Numbers are those that `nvidia-smi` shows; as in CUDA, a UUID may be cut short while it is unique, and the list
+    ends at the first -1. A GPU that is split counts as its MIG instances.
+
+    Raises:
+        RlixError: an entry is no GPU of this machine, or is there twice.
+    """
+    if setting is None:
+        return tuple(uuid for gpu in gpus for uuid in gpu.instances or (gpu.uuid,))
+    chosen: list[str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry in ("", "-1", "NoDevFiles"):
+            break
+        uuid = _named(gpus, entry)
+        if uuid is None or uuid in chosen:
+            known = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
+            wrong = "is no GPU of this machine" if uuid is None else "is there twice"
+            raise RlixError(f"CUDA_VISIBLE_DEVICES={setting}: {entry!r} {wrong}; its GPUs: {known}")
+        chosen.append(uuid)
+    return tuple(chosen)
+
+
+def _named(gpus: tuple[Gpu, ...], entry: str) -> str | None:
+    if entry.isdecimal():
+        if int(entry) >= len(gpus):
+            return None
+        gpu = gpus[int(entry)]
+        return gpu.instances[0] if gpu.instances else gpu.uuid  # CUDA shows one instance of a split GPU
+    names = [uuid for gpu in gpus for uuid in (gpu.uuid, *gpu.instances)]
+    found = [uuid for uuid in names if uuid.startswith(entry)]
+    return found[0] if len(found) == 1 else None
