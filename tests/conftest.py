@@ -14,6 +14,14 @@ from rlix.control.settings import Settings
 VIRTUAL_GPUS = 8
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _locks_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Device locks that are this run's alone: whoever uses virtual devices beside it has a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLIX_LOCK_DIR", str(tmp_path_factory.mktemp("locks")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """The control plane's settings in tests: an isolated home and short waits."""

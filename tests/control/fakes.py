@@ -16,7 +16,9 @@ from rlix.protocol.types import Phase
 class FakeRollout:
     """Uses bundles as told: `grow` False takes none up; `shrink` False gives none back. Keeps what happened to it."""
 
-    def __init__(self, pipeline_id: str, cluster: str = "actor_infer", *, grow: bool = True, shrink: bool = True) -> None:
+    def __init__(
+        self, pipeline_id: str, cluster: str = "actor_infer", *, grow: bool = True, shrink: bool = True
+    ) -> None:
         self._client = JobClient(pipeline_id)
         self._rollout = self._client.rollout(cluster)
         self._shrink = shrink

@@ -9,7 +9,6 @@ from rlix.control.journal import Journal, JournalError
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
 from rlix.protocol.messages import Cluster, LeaseState, ReleaseReason
-from rlix.protocol.types import Phase
 from tests.control.world import DEVICES, INFER, TRAIN, World, process
 
 CRITIC = Cluster("critic", 1, (1, 2))

@@ -1,6 +1,9 @@
 from typing import Any
 
+import pytest
+
 from rlix.control.resource_manager import devices_of
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import DeviceKind
 
 
@@ -29,3 +32,25 @@ def test_ids_are_dense_head_first_then_by_address() -> None:
     assert [d.index for d in devices] == [0, 0, 1, 2, 0, 1]
     assert [d.kind for d in devices] == [DeviceKind.CUDA] + [DeviceKind.CPU] * 3 + [DeviceKind.CUDA] * 2
     assert devices == devices_of(reversed(nodes))
+
+
+def test_devices_have_the_keys_of_their_node_or_ones_of_their_own() -> None:
+    nodes = [
+        node("a", "10.0.0.1", 2, head=True),
+        node("0123456789abcdef", "10.0.0.2", 2, virtual=True),
+        node("b", "10.0.0.3", 1),
+    ]
+    devices = devices_of(nodes, {"a": ("GPU-4", "GPU-5"), "0123456789abcdef": ()})
+    assert [d.key for d in devices] == [
+        "GPU-4",
+        "GPU-5",
+        "virtual-0123456789ab-0",
+        "virtual-0123456789ab-1",
+        "cuda-b-0",
+    ]
+    assert [d.index for d in devices] == [0, 1, 0, 1, 0]
+
+
+def test_more_gpus_than_programs_may_use_are_refused() -> None:
+    with pytest.raises(RlixError, match=r"4 GPUs on node .* but programs there may use 2 "):
+        devices_of([node("a", "10.0.0.1", 4, head=True)], {"a": ("GPU-4", "GPU-5")})

@@ -9,7 +9,17 @@ from rlix.control.gang_queue import Ticket
 from rlix.control.settings import Settings
 from rlix.control.writer import EventStore, Forgetful
 from rlix.protocol.events import DevicesDiscovered, Event, PipelineAdmitted, PipelineRegistered
-from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Lease, LeaseState, Occupant, Process, Registration
+from rlix.protocol.messages import (
+    Cluster,
+    Demand,
+    Device,
+    DeviceKind,
+    Lease,
+    LeaseState,
+    Occupant,
+    Process,
+    Registration,
+)
 from rlix.protocol.types import Phase
 from rlix.scheduler.policies import Policy
 from rlix.sim.clock import VirtualClock

@@ -18,6 +18,7 @@ from rlix.engine.residency import Residency
 from rlix.engine.turns import Turn, TurnError
 from rlix.engine.weights import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
+from rlix.protocol.messages import Fence
 from tests.engine.models import VOCABULARY, folder, greedy, model, qwen, tokenizer
 
 pytestmark = pytest.mark.ray
@@ -159,6 +160,11 @@ def test_residency_as_in_pytorch(engine: InferenceEngine) -> None:
     assert engine.generate([[7, 8]], GREEDY)[0].outputs == before[0].outputs
 
 
+def lease(epoch: int) -> Fence:
+    """Of a pool that has no other leases."""
+    return Fence(__name__, epoch, "a job", "rollout")
+
+
 def test_a_replica_under_leases(replica: Any) -> None:
     def call(method: str, *args: Any) -> Any:
         return ray.get(getattr(replica, method).remote(*args), timeout=WAIT_S)
@@ -167,8 +173,8 @@ def test_a_replica_under_leases(replica: Any) -> None:
     with pytest.raises(NotResidentError, match="off"):
         call("generate", [request])
     with pytest.raises(NotResidentError, match="publish weights"):
-        call("load", None, 1)
-    report = call("load", stored(0, version=1), 2)
+        call("load", None, lease(1))
+    report = call("load", stored(0, version=1), lease(2))
     assert (report.phase, report.version) == ("ready", 1)
     assert report.bytes == sum(p.nbytes for p in model(0).parameters()) <= report.device_bytes
     (whole,) = call("generate", [request])
@@ -179,8 +185,8 @@ def test_a_replica_under_leases(replica: Any) -> None:
     assert (report.phase, report.device_bytes) == ("off", 0)
     (first,) = ray.get(running, timeout=WAIT_S)
     with pytest.raises(StaleEpochError):
-        call("load", stored(0, version=1), 2)
-    call("load", stored(0, version=1), 3)
+        call("load", stored(0, version=1), lease(2))
+    call("load", stored(0, version=1), lease(3))
     with pytest.raises(StaleEpochError):
         call("offload", 2)
     (second,) = call("generate", [continued(request, first)])
@@ -192,7 +198,7 @@ def test_a_replica_under_leases(replica: Any) -> None:
         call("update", publish([], 3))
     with pytest.raises(NotResidentError, match="dead"):
         call("generate", [request])
-    call("load", stored(1, version=2), 4)
+    call("load", stored(1, version=2), lease(4))
     assert call("generate", [request])[0].weight_version == 2
 
 

@@ -14,7 +14,7 @@ from rlix.engine.placement import pool_devices
 from rlix.engine.residency import Residency
 from rlix.engine.train_engine import TrainEngine
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.messages import Device, DeviceKind, Fence
 from tests.engine.models import qwen
 from tests.engine.training_models import OneBatch, Policy, batch, policy
 
@@ -234,17 +234,24 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_save(engine: Trai
     assert train(engine, range(1))
 
 
+def lease(epoch: int) -> Fence:
+    """Of a pool that has no other leases."""
+    return Fence(__name__, epoch, "a job", "actor training")
+
+
 def test_leases_move_the_bytes_and_stale_epochs_are_refused(engine: TrainEngine) -> None:
     held = sum(status.device_bytes for status in engine.status())
-    engine.acquire(5)
+    engine.acquire(lease(5))
     assert engine.release(5).bytes == held > 0
     assert engine.residency is Residency.HOST
     assert all((status.device_bytes, status.epoch) == (0, None) for status in engine.status())
     with pytest.raises(NotResidentError, match="on host"):
         engine.train_step(NeedParallel(batch(0)))
     with pytest.raises(StaleEpochError, match="epoch 5 refused: it has ended"):
-        engine.acquire(5)
-    assert engine.acquire(8).bytes == held
+        engine.acquire(lease(5))
+    assert engine.acquire(lease(8)).bytes == held
+    with pytest.raises(StaleEpochError, match="it has been used under epoch 8"):
+        engine.acquire(lease(7))
     with pytest.raises(StaleEpochError, match="epoch 7 refused: epoch 8 holds"):
         engine.release(7)
     engine._epoch = 7  # a handle that missed the change of hands

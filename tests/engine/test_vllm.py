@@ -1,5 +1,8 @@
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,11 @@ from rlix import InferenceEngine
 from rlix.engine.requests import GenerationRequest, continued
 from rlix.engine.train_engine import TrainEngine
 from rlix.engine.weights import PublishedWeights, named_weights, publish
-from rlix.protocol.errors import NotResidentError, WorkerError
+from rlix.node import process
+from rlix.node.device_lock import DeviceLocks, LockRecord
+from rlix.node.node import Node
+from rlix.protocol.errors import DeviceBusyError, NotResidentError, WorkerError
+from rlix.protocol.messages import Fence, Process
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
 from tests.engine.training_models import Policy
 
@@ -106,6 +113,37 @@ def test_a_token_outside_the_vocabulary_harms_no_later_call(engine: InferenceEng
     with pytest.raises(ValueError, match="token 97 is not in"):
         ray.get(replica.generate.remote([GenerationRequest("bad", (VOCABULARY,), 4)]), timeout=WAIT_S)
     assert answers(engine) == expected(0)
+
+
+def test_worker_processes_hold_their_devices_and_outlive_nothing_unseen(ray_session: Any, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", seed=0, config=CONFIG)
+    with InferenceEngine(path, executor="vllm") as engine:
+        engine.build(tensor_parallel_size=2, max_model_len=64, max_num_seqs=4)
+        node = Node("here")
+        parent, *workers = _by_start(node.holders(engine.devices))
+        assert len(workers) == 2
+        assert {worker.pid for worker in workers} <= {child.pid for child in process.descendants(parent)}
+        engine.meta()
+        assert node.holders(engine.devices) == {}
+        engine.replicas.run("load", None, Fence(__name__, 1, "a job"), timeout_s=WAIT_S)
+        engine.replicas.run("load", None, Fence(__name__, 2, "a job"), timeout_s=WAIT_S)  # workers change with it
+        held = node.holders(engine.devices)
+        assert _by_start(held) == [parent, *workers]
+        assert {record.fence.epoch for record in held.values()} == {2}
+
+        os.kill(workers[0].pid, signal.SIGSTOP)  # or it would notice at once that its parent is gone
+        engine.replicas.kill(0)
+        assert workers[0] in _by_start(node.holders(engine.devices))
+        with pytest.raises(DeviceBusyError, match=rf"pid {workers[0].pid} \(stopped\)"):
+            DeviceLocks([engine.devices[0].key]).acquire(Fence(__name__, 3), 0.0)
+        assert node.kill(workers, WAIT_S) == ()
+        assert node.holders(engine.devices) == {}
+
+
+def _by_start(holders: dict[int, LockRecord]) -> list[Process]:
+    """The processes of a bundle's devices, which are the same for each; the oldest first."""
+    (processes,) = {record.processes for record in holders.values()}
+    return sorted((replace(p, name="") for p in processes), key=lambda p: p.started)
 
 
 def test_streams_and_turns(engine: InferenceEngine) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import threading
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -66,15 +67,7 @@ class EchoWorker(Worker):
 
     def sum_over_tcp(self, tag: str) -> float:
         """As on several nodes: no folder that every rank can see."""
-        self.ctx = WorkerContext(
-            group=self.ctx.group,
-            group_id=self.ctx.group_id,
-            rank=self.ctx.rank,
-            world_size=self.ctx.world_size,
-            devices=self.ctx.devices,
-            cpu_threads=1,
-            rendezvous=None,
-        )
+        self.ctx = replace(self.ctx, rendezvous=None)
         return self.sum_of_ranks(tag, list(range(self.ctx.world_size)))
 
     def produce(self, producer: Producer[tuple[int, int]], count: int) -> None:

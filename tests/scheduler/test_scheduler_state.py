@@ -6,6 +6,7 @@ from rlix.protocol.errors import PipelineGoneError
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DrainStarted,
     Event,
     GangCancelled,
     GangRequested,
@@ -15,7 +16,6 @@ from rlix.protocol.events import (
     PipelineAllocated,
     PipelineRegistered,
     PipelineUnregistered,
-    DrainStarted,
 )
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase

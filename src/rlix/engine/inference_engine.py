@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from transformers import PretrainedConfig
 
 from rlix.engine import placement
-from rlix.engine.base import Engine, merged
+from rlix.engine.base import Engine, merged, plainly
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
 from rlix.engine.executors.environment import replica_environment
 from rlix.engine.model_source import ModelSource
@@ -58,7 +58,6 @@ class InferenceEngine(Engine):
         self.source = ModelSource.of(source)
         self.executor = executor
         self._reader: PromptReader | None = None
-        self._epoch = 0
         self._parts: set[Part] = set()
         self._turn = itertools.count()  # of replicas to take the next stream
 
@@ -101,6 +100,7 @@ class InferenceEngine(Engine):
 
         Raises:
             ValueError: sizes and devices do not agree, no devices fit, or the model is not supported.
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
         """
         self.devices = self._choose_devices(
@@ -306,13 +306,19 @@ class InferenceEngine(Engine):
         """Bring everything, or only the weights or the KV cache, onto the devices (virtual ones too).
 
         After `meta()` the weights come from the source's folder, unless `weights` gives published ones.
+
+        Raises:
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
         """
         if what not in (None, *ALL_PARTS):
             raise ValueError(f'an InferenceEngine has no {what!r} to move; it has "weights" and "kv_cache"')
         parts = ALL_PARTS if what is None else (Part(what),)
         if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self._parts}:
             raise NotResidentError(f'{self.name} has no weights on its devices: call cuda("weights") first')
-        reports = self.replicas.run("load", weights, self._epoch, parts, timeout_s=self._timeout_s)
+        try:
+            reports = self.replicas.run("load", weights, None, parts, timeout_s=self._timeout_s)
+        except WorkerError as error:
+            raise plainly(error) from error.__cause__
         self._residency = Residency.DEVICE
         self._parts.update(parts)
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
@@ -328,8 +334,7 @@ class InferenceEngine(Engine):
         return self._release(Residency.META)
 
     def _release(self, to: Residency) -> MoveReport:
-        reports = self.replicas.run("offload", self._epoch, to is Residency.HOST, timeout_s=self._timeout_s)
-        self._epoch += 1
+        reports = self.replicas.run("offload", None, to is Residency.HOST, timeout_s=self._timeout_s)
         self._residency, self._parts = to, set()
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
 

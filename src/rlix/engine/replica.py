@@ -15,9 +15,9 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.replica_state import ReplicaPhase, ReplicaState
 from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
-from rlix.flow.worker import Worker
+from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import DeviceKind
+from rlix.protocol.messages import DeviceKind, Fence
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +51,31 @@ class Replica(Worker):
         disable_progress_bar()  # of every replica, they would run through each other on the user's terminal
         self._executor = make_executor(executor, source, options, self.ctx.kind, self.ctx.rendezvous)
         self._state = ReplicaState()
+        self._locks = self.ctx.device_locks()
         self._moving = asyncio.Lock()
         self._generating: set[asyncio.Future[Any]] = set()
 
     async def load(
-        self, weights: PublishedWeights | None, epoch: int, parts: Sequence[Part] = ALL_PARTS
+        self, weights: PublishedWeights | None, lease: Fence | int | None, parts: Sequence[Part] = ALL_PARTS
     ) -> ReplicaReport:
-        """Bring `parts` onto the devices under lease `epoch`, with `weights` or else those it had or came with.
+        """Bring `parts` onto the devices, with `weights` or else those it had or came with.
+
+        Args:
+            lease: under which, given by its fence or its epoch; None: on the program's own account.
 
         Raises:
-            StaleEpochError: that lease, or a later one, has already been offloaded.
+            StaleEpochError: that lease, or a later one, has already been offloaded, or the devices had a later one.
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             NotResidentError: there are no weights to load. WeightSyncError: they do not fit.
         """
         async with self._moving:
-            before, self._state = self._state, self._state.load(epoch)
+            fence = self.ctx.fence(lease)
+            before, self._state = self._state, self._state.load(fence.epoch)
+            try:
+                await asyncio.to_thread(self._hold, fence)
+            except BaseException:  # re-raised; nothing was moved
+                self._state = before
+                raise
             if before.phase is ReplicaPhase.READY and (weights is None or weights.version == self._executor.version):
                 self._state = self._state.loaded()
                 return self._report(0, 0.0)
@@ -120,23 +131,40 @@ class Replica(Worker):
         """End these requests (None: all); their `generate` returns early with the tokens they have."""
         await asyncio.to_thread(self._executor.abort, request_ids)
 
-    async def offload(self, epoch: int, keep_host: bool = False) -> ReplicaReport:
-        """Abort what is in flight and release the device memory; from now on lease `epoch` is over for this replica.
+    async def offload(self, lease: Fence | int | None, keep_host: bool = False) -> ReplicaReport:
+        """Abort what is in flight and release the device memory; from now on `lease` is over for this replica.
 
         Raises:
             StaleEpochError: the replica works under a later lease.
             WaitTimeoutError: requests did not end within `DRAIN_TIMEOUT_S`.
         """
         async with self._moving:
-            self._state = self._state.drain(epoch)
-            report = await self._move(lambda: self._executor.offload(keep_host=keep_host))
+            self._state = self._state.drain(self.ctx.fence(lease).epoch)
+            report = await self._move(lambda: self._offload(keep_host))
             self._state = self._state.off()
             return self._report(report.bytes, report.seconds)
 
     async def report(self) -> ReplicaReport:
         return self._report(0, 0.0)
 
+    def _hold(self, fence: Fence) -> None:
+        """Lock the devices before a byte is there, for the executor's own processes too."""
+        before = self._locks.fence
+        if before not in (None, fence):
+            self._executor.share_locks(self._locks.keys, None)  # or they would keep the devices under the old fence
+        try:
+            self._locks.acquire(fence, LOCK_TIMEOUT_S)
+        finally:
+            self._executor.share_locks(self._locks.keys, self._locks.fence)
+
+    def _offload(self, keep_host: bool) -> int:
+        released = self._executor.offload(keep_host=keep_host)
+        self._executor.share_locks(self._locks.keys, None)
+        self._locks.release()
+        return released
+
     def close(self) -> None:
+        """The devices stay locked until the process, and any it started, has ended: the bytes do too."""
         self._state = self._state.dead()
         self._executor.close()
 

@@ -20,15 +20,18 @@ class ReplicaStateError(RlixError):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """`epoch`: of the lease it was last loaded under; `fence`: leases up to this epoch are over."""
+    """`epoch`: of the lease it was last loaded under; `fence`: leases up to this epoch are over.
+
+    Epoch 0 is no lease, and never over.
+    """
 
     phase: ReplicaPhase = ReplicaPhase.OFF
-    epoch: int = -1
-    fence: int = -1
+    epoch: int = 0
+    fence: int = 0
 
     def load(self, epoch: int) -> "ReplicaState":
         """Raises StaleEpochError when that lease, or a later one, has already been given back."""
-        if epoch <= self.fence or epoch < self.epoch:
+        if 0 < epoch <= self.fence or epoch < self.epoch:
             newest = max(self.fence, self.epoch)
             raise StaleEpochError(f"load under lease {epoch} refused: this replica has seen lease {newest}")
         if self.phase is ReplicaPhase.DRAINING:

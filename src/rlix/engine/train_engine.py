@@ -25,7 +25,7 @@ from rlix.engine.weights import PublishedWeights, publish, stream, tied_names
 from rlix.flow.worker_group import PerRank, WorkerGroup
 from rlix.nn import BaseTrainModule, reduction_of
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import Device, Fence
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class TrainEngine(Engine):
         acceptable_node_ips: Sequence[str] | None = None,
         weights_path: str | Path | None = None,
         seed: int = 0,
+        lease: Fence | None = None,
         dtype: str | torch.dtype = "float32",
         compute_dtype: str | torch.dtype | None = None,
         namespace: str | None = None,
@@ -93,12 +94,14 @@ class TrainEngine(Engine):
             devices: one per rank, in rank order; default: chosen from the pool, preferring free ones.
             weights_path: a local Hugging Face folder of safetensors; default: a random init from `seed`, the same
                 on every layout.
+            lease: under which the devices are used, as if `acquire`d at once; default: this program's own.
             dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
         Raises:
             ValueError: sizes and devices do not agree, no devices fit, or sequence parallelism was asked for.
             FileNotFoundError: no weights at `weights_path`.
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             WorkerError, WaitTimeoutError: a worker failed to start, or did not in time.
         """
         if sequence_parallel_size != 1:
@@ -137,13 +140,15 @@ class TrainEngine(Engine):
             start_timeout_s=build_timeout_s,
         )
         try:
-            ranks = self._run("setup", spec, tensor_parallel_size, collective_timeout_s, timeout_s=build_timeout_s)
+            settings = (spec, tensor_parallel_size, collective_timeout_s, lease)
+            ranks = self._run("setup", *settings, timeout_s=build_timeout_s)
         except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
             self.close()
             raise
         self._data_parts = [status.data_part for status in ranks]
         placement.occupy(self, self.devices)
         self._residency = Residency.DEVICE
+        self._epoch = None if lease is None else lease.epoch
         return self
 
     # ---- methods of the module ---------------------------------------------------------------------------------
@@ -171,14 +176,15 @@ class TrainEngine(Engine):
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
-    def acquire(self, epoch: int) -> MoveReport:
-        """Bring the bytes on the devices under a lease's epoch; later calls run under it.
+    def acquire(self, lease: Fence | int) -> MoveReport:
+        """Bring the bytes on the devices under a lease, given by its fence or its epoch; later calls run under it.
 
         Raises:
-            StaleEpochError: the epoch has ended, or a later one holds the engine.
+            StaleEpochError: the lease has ended for this engine, or a device has been used under a later one.
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
         """
-        report = self._move("acquire", Residency.DEVICE, epoch)
-        self._epoch = epoch
+        report = self._move("acquire", Residency.DEVICE, lease)
+        self._epoch = lease.epoch if isinstance(lease, Fence) else lease
         return report
 
     def release(self, epoch: int) -> MoveReport:
@@ -205,7 +211,7 @@ class TrainEngine(Engine):
         """Of every rank."""
         return tuple(self._run("status", timeout_s=self._timeout_s))
 
-    def _move(self, method: str, state: Residency, *args: int) -> MoveReport:
+    def _move(self, method: str, state: Residency, *args: Fence | int) -> MoveReport:
         reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
         self._residency = state
         return merged(reports)

@@ -20,10 +20,10 @@ from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_ten
 from rlix.engine.train_adapters import aliases_of, exported, tensors_of
 from rlix.engine.train_saving import BackgroundSaver
 from rlix.engine.transfer import Rendezvous, Sender
-from rlix.flow.worker import Worker
+from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
 from rlix.nn import TrainContext
 from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
-from rlix.protocol.messages import DeviceKind
+from rlix.protocol.messages import DeviceKind, Fence
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,18 @@ class TrainWorker(Worker):
     def __init__(self) -> None:
         self._saver: BackgroundSaver | None = None
 
-    def setup(self, spec: ModuleSpec, shards: int, collective_timeout_s: float) -> TrainStatus:
-        """Join the process group, build the module, fill and shard it.
+    def setup(
+        self, spec: ModuleSpec, shards: int, collective_timeout_s: float, lease: Fence | None = None
+    ) -> TrainStatus:
+        """Join the process group, build the module, fill and shard it, under `lease` if there is one.
 
         `shards` is the number of ranks that hold one replica between them; a rank waits in a collective for at most
         `collective_timeout_s`.
         """
+        self._lease = lease
+        self._ended = 0  # the newest epoch that was released
+        self._locks = self.ctx.device_locks()
+        self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if cuda:
@@ -69,8 +75,6 @@ class TrainWorker(Worker):
         torch.manual_seed(spec.seed + self.ctx.rank)
         self._module = module
         self._weights_path, self._seed = spec.weights_path, spec.seed
-        self._epoch: int | None = None
-        self._fence = -1
         self._collective_timeout_s = collective_timeout_s
         self._resident = ResidentSet(
             f"rank {self.ctx.rank} of {self.ctx.group}",
@@ -141,39 +145,46 @@ class TrainWorker(Worker):
 
     # ---- residency and fencing ---------------------------------------------------------------------------------
 
-    def acquire(self, epoch: int) -> MoveReport:
-        """Bring the bytes on the device under a lease. Epochs only grow: an ended or older one is refused."""
-        if epoch <= self._fence or (self._epoch is not None and epoch < self._epoch):
-            raise StaleEpochError(
-                f"{self.ctx.group}: acquire under epoch {epoch} refused: "
-                f"{'it has ended' if epoch <= self._fence else f'epoch {self._epoch} holds the engine now'}"
-            )
-        report = self._resident.to_device()
-        self._epoch = epoch
+    def acquire(self, lease: Fence | int) -> MoveReport:
+        """Bring the bytes on the device under a lease. One that the engine has released is over for it."""
+        fence = self.ctx.fence(lease)
+        if fence.epoch <= self._ended:
+            raise StaleEpochError(f"{self.ctx.group}: acquire under epoch {fence.epoch} refused: it has ended")
+        report = self._bring(fence)
+        self._lease = fence
         return report
 
     def release(self, epoch: int) -> MoveReport:
         """Free the device memory and end the epoch: nothing is accepted under it any more."""
-        if self._epoch is not None and epoch < self._epoch:
+        if self._lease is not None and epoch < self._lease.epoch:
             raise StaleEpochError(
-                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._epoch} holds it now"
+                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._lease.epoch} holds it now"
             )
         report = self.to_host()
-        self._fence = max(self._fence, epoch)
-        self._epoch = None
+        self._ended = max(self._ended, epoch)
+        self._lease = None
         return report
 
     def to_device(self) -> MoveReport:
+        return self._bring(self.ctx.fence(self._lease))
+
+    def _bring(self, fence: Fence) -> MoveReport:
+        if self._resident.state is not Residency.META:  # which has no bytes to bring
+            self._locks.acquire(fence, LOCK_TIMEOUT_S)
         return self._resident.to_device()
 
     def to_host(self) -> MoveReport:
         self._reshard()
-        return self._resident.to_host()
+        report = self._resident.to_host()
+        self._locks.release()
+        return report
 
     def to_meta(self) -> MoveReport:
         """Drop weights, gradients and optimizer state; `load_state`, or `load`, brings the engine back."""
         self._reshard()
-        return self._resident.to_meta()
+        report = self._resident.to_meta()
+        self._locks.release()
+        return report
 
     def status(self) -> TrainStatus:
         return TrainStatus(
@@ -182,7 +193,7 @@ class TrainWorker(Worker):
             residency=self._resident.state,
             device_bytes=self._resident.device_bytes,
             host_bytes=self._resident.host_bytes,
-            epoch=self._epoch,
+            epoch=self._epoch(),
             parameters=sum(p.numel() for p in self._module.parameters()),
         )
 
@@ -235,6 +246,7 @@ class TrainWorker(Worker):
         """After `to_meta`: room to load into, with nothing in optimizers; when loading fails, there is none again."""
         empty = self._resident.state is Residency.META
         if empty:
+            self._locks.acquire(self.ctx.fence(self._lease), LOCK_TIMEOUT_S)
             self._resident.allocate()
             self._module.zero_grad(set_to_none=True)
             for optimizer in checkpoint.optimizers(self._module).values():
@@ -244,7 +256,7 @@ class TrainWorker(Worker):
             yield
         except BaseException:  # re-raised
             if empty:
-                self._resident.to_meta()
+                self.to_meta()
             raise
 
     def close(self) -> None:
@@ -258,12 +270,16 @@ class TrainWorker(Worker):
 
     def _guard(self, epoch: int | None) -> None:
         """Refuse work under another epoch than the one that holds the engine, and work without bytes."""
-        if epoch != self._epoch:
+        mine = self._epoch()
+        if epoch != mine:
             raise StaleEpochError(
                 f"{self.ctx.group}: a call under epoch {epoch} refused: "
-                + ("no epoch holds the engine" if self._epoch is None else f"epoch {self._epoch} holds it now")
+                + ("no epoch holds the engine" if mine is None else f"epoch {mine} holds it now")
             )
         self._resident.check()
+
+    def _epoch(self) -> int | None:
+        return None if self._lease is None else self._lease.epoch
 
     def _reshard(self) -> None:
         """Free parameters that a forward pass gathered and kept for a backward pass that never came."""

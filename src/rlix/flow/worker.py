@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray.experimental import internal_kv
 
+from rlix.node import process
+from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.messages import Device, DeviceKind, Fence
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,7 +26,11 @@ WORKER_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # what workers print ends up in the terminal of whoever started the job
 }
 """Of every process of a job, so that all can be forked from one server."""
+LOCK_TIMEOUT_S = 5.0
+"""For a device that is ours by now: for whoever had it to be gone."""
 _STORE_NAMESPACE = b"rlix_rendezvous"
+_NAME_LENGTH = 100  # of a program's command line, in messages
+_POOL = "pool"  # of leases that are named by their epoch only
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class WorkerContext:
     """A worker's place in its group.
 
     `rendezvous` is a folder when the whole group is on one node, else None; `group_id` is unique to one group's life.
+    `owner` is the program that made the group: under its fence are devices used that no lease is held for.
     """
 
     group: str
@@ -41,6 +48,17 @@ class WorkerContext:
     devices: tuple[Device, ...]
     cpu_threads: int
     rendezvous: str | None
+    owner: Fence
+
+    def device_locks(self) -> DeviceLocks:
+        """The locks of this worker's devices, not held."""
+        return DeviceLocks([_key(device) for device in self.devices])
+
+    def fence(self, lease: Fence | int | None) -> Fence:
+        """Whose a worker's bytes are: a lease's (its fence, or its epoch), or without one the program's."""
+        if lease is None:
+            return self.owner
+        return lease if isinstance(lease, Fence) else Fence(_POOL, lease, self.owner.job, self.group)
 
     @property
     def kind(self) -> DeviceKind:
@@ -115,10 +133,27 @@ class Worker:
 def prepare_process(ctx: WorkerContext) -> None:
     """Show this process the worker's devices and no others, before anything touches CUDA."""
     cuda = ctx.kind is DeviceKind.CUDA
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(device.index) for device in ctx.devices) if cuda else ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_cuda_name(device) for device in ctx.devices) if cuda else ""
     if ctx.rendezvous is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: independent of how its name resolves
     if not cuda:
         import torch
 
         torch.set_num_threads(ctx.cpu_threads)
+
+
+def program_fence() -> Fence:
+    """The fence under which this program's engines share devices while they hold no lease."""
+    me = process.this_process()
+    known = process.describe(me.pid)
+    name = known.name if known is not None else "a program"
+    return Fence(f"program:{os.uname().nodename}:{me.pid}:{me.started}", 0, f"{name[:_NAME_LENGTH]} (pid {me.pid})")
+
+
+def _key(device: Device) -> str:
+    return device.key or f"{device.kind}-{device.node_id[:12]}-{device.index}"
+
+
+def _cuda_name(device: Device) -> str:
+    """A GPU's UUID, which means the same whatever is visible to this process; where it is not known, its number."""
+    return device.key if device.key.startswith(("GPU-", "MIG-")) else str(device.index)

@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
-from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process
+from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process, program_fence
 from rlix.node.process import this_process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
@@ -218,6 +218,7 @@ class WorkerGroup:
             devices=devices,
             cpu_threads=self._cpu_threads,
             rendezvous=self._rendezvous,
+            owner=program_fence(),
         )
         options = dict(self._options, name=f"{self.name}:{rank}")
         if devices:

@@ -76,11 +76,12 @@ class DeviceLocks:
     def __init__(
         self, keys: Sequence[str], directory: Path | None = None, *, clock: Callable[[], float] = time.time
     ) -> None:
+        self.keys = tuple(sorted(set(keys)))
         self.fence: Fence | None = None
         self._clock = clock
         folder = directory or lock_directory()
         # In one order everywhere, or two that want the same two would wait for each other.
-        self._files = [_LockFile(folder, key) for key in sorted(set(keys))]
+        self._files = [_LockFile(folder, key) for key in self.keys]
 
     def acquire(self, fence: Fence, timeout_s: float) -> None:
         """Hold every device under `fence`; what is held under another one changes to it without being let go.

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
+from rlix.protocol.messages import Fence
 
 
 class Part(StrEnum):
@@ -93,6 +94,12 @@ class Executor(ABC):
         """Release the devices' memory; nothing may be generating. `keep_host` keeps the weights in host memory.
 
         Returns the bytes released.
+        """
+
+    def share_locks(self, keys: Sequence[str], fence: Fence | None) -> None:
+        """Have the executor's own processes, those to come too, lock these devices; None: let them go.
+
+        The caller holds the locks meanwhile. What remains of the executor counts then even if the caller dies.
         """
 
     @abstractmethod

@@ -16,13 +16,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlix.engine import weights
+from rlix.engine.executors import vllm_worker
 from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
 from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.model_source import ModelSource
 from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
 from rlix.protocol.errors import NotResidentError
-from rlix.protocol.messages import DeviceKind
+from rlix.protocol.messages import DeviceKind, Fence
 
 _MIN_VIRTUAL_KV_BYTES = 64 * 2**20
 _VIRTUAL_KV_SEQUENCES = 8  # of the greatest length; the default size of a virtual GPU's KV cache
@@ -163,6 +164,15 @@ class VllmExecutor(LoopExecutor):
         for progress in self._running.values():
             self._engine.abort_request([progress.vllm_id], internal=True)
         self._running.clear()
+
+    def share_locks(self, keys: Sequence[str], fence: Fence | None) -> None:
+        if self._options.tensor_parallel_size == 1:  # vLLM runs in this process
+            return
+        if fence is None:
+            os.environ.pop(vllm_worker.LOCK_VARIABLE, None)
+        else:
+            os.environ[vllm_worker.LOCK_VARIABLE] = vllm_worker.lock_setting(keys, fence)
+        self._run("share_locks", lambda: None if self._engine is None else self._rpc("rlix_lock", keys, fence))
 
     def _shut_down(self) -> None:
         if self._engine is not None:

@@ -1,11 +1,45 @@
 """What RLix adds to vLLM's workers; vLLM mixes the class into its own, in each tensor-parallel worker process."""
 
+import json
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from rlix.engine import weights
 from rlix.engine.weights import PublishedWeights
+from rlix.flow.worker import LOCK_TIMEOUT_S
+from rlix.node.device_lock import DeviceLocks
+from rlix.protocol.messages import Fence
+
+LOCK_VARIABLE = "RLIX_VLLM_DEVICE_LOCK"
+"""Tells worker processes that are still to come which devices to lock, and under which fence."""
+
+_locks: DeviceLocks | None = None  # of this process, where it is a worker process of its own
+
+
+def lock_setting(keys: Sequence[str], fence: Fence) -> str:
+    return json.dumps([list(keys), astuple(fence)])
+
+
+def _hold(keys: Sequence[str], fence: Fence | None) -> None:
+    global _locks  # noqa: PLW0603 - vLLM constructs its workers, and they have no place for it before that
+    if _locks is None:
+        _locks = DeviceLocks(keys)
+    if fence is None:
+        _locks.release()
+    else:
+        _locks.acquire(fence, LOCK_TIMEOUT_S)
+
+
+if multiprocessing.parent_process() is not None and LOCK_VARIABLE in os.environ:
+    # vLLM imports this before a worker touches its device, and this is the one thing of ours that it does by then.
+    # The whole bundle's devices: it passes on together, and which of them is this worker's is not known yet.
+    _held_keys, _held_fence = json.loads(os.environ[LOCK_VARIABLE])
+    _hold(_held_keys, Fence(*_held_fence))
 
 
 class ReplicaWorker:
@@ -14,6 +48,10 @@ class ReplicaWorker:
     model_runner: Any
     rank: int
     device: torch.device
+
+    def rlix_lock(self, keys: Sequence[str], fence: Fence | None) -> None:
+        """Lock the bundle's devices for this process too; None: let them go."""
+        _hold(keys, fence)
 
     def rlix_reload(self, published: PublishedWeights) -> None:
         """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be arrays by now.

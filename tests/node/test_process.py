@@ -1,0 +1,91 @@
+"""Processes are named for ever, told apart when stopped or dead, and ended whatever they do."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from rlix.node import process
+
+SLEEP = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+@pytest.fixture
+def child() -> Iterator["subprocess.Popen[bytes]"]:
+    started = subprocess.Popen(SLEEP)
+    yield started
+    started.kill()
+    started.wait()
+
+
+def test_this_process() -> None:
+    me = process.this_process("node", "tests")
+    assert (me.node_id, me.pid, me.name) == ("node", os.getpid(), "tests")
+    assert process.alive(me)
+    assert process.state(me) == "running"
+    described = process.describe(os.getpid(), "node")
+    assert described is not None
+    assert (described.pid, described.started) == (me.pid, me.started)
+    assert described.name
+
+
+def test_running_stopped_and_dead(child: "subprocess.Popen[bytes]") -> None:
+    known = process.describe(child.pid)
+    assert known is not None
+    assert process.state(known) == "running"
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert process.state(known) == "stopped"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.state(known) == "dead"  # a zombie
+    child.wait()
+    assert process.state(known) == "dead"
+    assert process.describe(child.pid) is None
+
+
+def test_a_number_that_another_process_has_by_now_is_dead(child: "subprocess.Popen[bytes]") -> None:
+    known = process.describe(child.pid)
+    assert known is not None
+    earlier = replace(known, started=known.started - 1)
+    assert process.state(earlier) == "dead"
+    assert process.kill([earlier], 1.0) == ()
+    assert process.state(known) == "running"  # and is not killed
+
+
+def test_a_stopped_process_is_killed(child: "subprocess.Popen[bytes]") -> None:
+    known = process.describe(child.pid)
+    assert known is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    assert process.kill([known], 30.0) == ()
+    assert not process.alive(known)
+
+
+def test_a_group_ends_with_its_leader_but_never_the_callers_own(child: "subprocess.Popen[bytes]") -> None:
+    program = f"import subprocess; p = subprocess.Popen({SLEEP!r}); print(p.pid, flush=True); p.wait()"
+    leader = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    assert leader.stdout is not None
+    grandchild = process.describe(int(leader.stdout.readline()))
+    known, beside = process.describe(leader.pid), process.describe(child.pid)
+    assert known is not None
+    assert beside is not None
+    assert grandchild is not None
+    assert [p.pid for p in process.descendants(known)] == [grandchild.pid]
+    assert process.kill([known, grandchild], 30.0) == ()
+    assert not process.alive(grandchild)
+    assert process.descendants(known) == ()
+    assert process.kill([beside], 30.0) == ()  # of our own group
+    leader.wait()
+    leader.stdout.close()
+
+
+def test_nothing_is_left_to_kill(child: "subprocess.Popen[bytes]") -> None:
+    known = process.describe(child.pid)
+    assert known is not None
+    child.kill()
+    child.wait()
+    assert process.kill([known, known], 1.0) == ()
