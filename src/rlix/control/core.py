@@ -97,7 +97,7 @@ class Core:
 
     def _write(self, events: Sequence[Event]) -> None:
         try:
-            self.journal.append(events)
+            self.journal.append([event for event in events if not isinstance(event, DemandReported)])
         except JournalError:
             # The pool is worth more than its record: a full disk must not stop every job.
             logger.critical(

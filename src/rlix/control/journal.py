@@ -1,7 +1,9 @@
-"""The control plane's memory: events in an SQLite file, in order, as JSON by type name."""
+"""The control plane's memory: events in an SQLite file for each pool, in order, as JSON by type name."""
 
+import contextlib
 import fcntl
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +11,8 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import Self, TextIO, get_args
+from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
@@ -19,21 +22,26 @@ from rlix.protocol.events import Event
 logger = logging.getLogger(__name__)
 
 KEPT_SESSIONS = 5
-_MAX_JOURNALS = 16
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, type TEXT NOT NULL, body TEXT NOT NULL
+LOCK_WAIT_S = 5.0  # a process that was just killed holds its files until the kernel has cleaned up after it
+VERSION = 1  # of the tables and of the events' fields: a journal of another version is not read
+_LOCK_POLL_S = 0.05
+_BUSY_TIMEOUT_S = 1.0
+_WAL_BYTES = 4 << 20
+_TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE events (sequence INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, type TEXT NOT NULL, "
+    "body TEXT NOT NULL)",
 )
-"""
+_INSERT = "INSERT INTO events (time, type, body) VALUES (?, ?, ?)"
 _TYPES: dict[str, type] = {event_type.__name__: event_type for event_type in get_args(Event)}
 
 
 class JournalError(RlixError):
-    """The journal cannot be opened or holds something that is not an event."""
+    """The journal cannot be opened or written, or holds something that is not an event."""
 
 
 class JournalBusyError(JournalError):
-    """Another control plane of this machine is writing to the journal."""
+    """Another control plane is writing to the journal: two of one pool must never run."""
 
 
 def encode(event: Event) -> tuple[str, str]:
@@ -62,67 +70,90 @@ def _adapter(name: str) -> TypeAdapter[Event]:
 
 
 class Journal:
-    """One control-plane session's events. Appending is a single transaction, whatever the number of events.
+    """One pool's events. Each change is a single transaction: after a crash in it, the content is that before it.
 
     WAL with `synchronous=NORMAL`: a committed event survives the death of this process; the last ones may be lost when
     the machine itself dies, and then the devices' holders are gone as well.
     """
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
-        """Opens the journal at `path`, creating it where there is none; `now` gives unix seconds."""
+    def __init__(
+        self, path: Path, pool: str = "", *, now: Callable[[], float] = time.time, wait_s: float = LOCK_WAIT_S
+    ) -> None:
+        """Opens the journal at `path`, creating it where there is none.
+
+        Args:
+            pool: whose journal it is; for whatever pool's when empty.
+            now: gives unix seconds.
+            wait_s: how long to wait for another process to let go of the journal.
+
+        Raises:
+            JournalBusyError: another process still writes to the journal.
+            JournalError: the file is damaged, another pool's, or cannot be written.
+        """
         self.path = path
         self._now = now
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = path.with_suffix(".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path.with_suffix(".lock"), wait_s)
+        except OSError as error:
+            raise JournalError(f"cannot open the journal {path}: {error}; set RLIX_HOME to another folder") from error
+        try:
+            with self._as_journal_error("open", "move the file away to start afresh"):
+                self._db = self._open(pool)
+                self._length = int(self._db.execute("SELECT COUNT(*) FROM events").fetchone()[0])
+        except BaseException:
             self._lock.close()
-            raise JournalBusyError(
-                f"{path} is in use by another control plane; set RLIX_HOME to another folder"
-            ) from None
-        self._db = _open(path)
-        self._length = int(self._db.execute("SELECT COALESCE(MAX(sequence), 0) FROM events").fetchone()[0])
+            raise
+
+    @property
+    def pool(self) -> str:
+        return str(self._db.execute("SELECT value FROM meta WHERE key = 'pool'").fetchone()[0])
+
+    @property
+    def size(self) -> int:
+        """The number of events that `replay` yields."""
+        return self._length
+
+    def __len__(self) -> int:
+        return self._length
 
     def append(self, events: Sequence[Event]) -> None:
         """Writes the events durably, in order, all or none.
 
         Raises:
-            JournalError: the file cannot be written.
+            JournalError: the file cannot be written; nothing was appended, and a later call may succeed.
         """
-        now = self._now()
-        rows = [(now, *encode(event)) for event in events]
-        try:
-            with self._db:
-                self._db.execute("BEGIN")
-                self._db.executemany("INSERT INTO events (time, type, body) VALUES (?, ?, ?)", rows)
-        except sqlite3.Error as error:
-            raise JournalError(f"cannot write to the journal {self.path}: {error}") from error
+        rows = self._rows(events)
+        with self._as_journal_error("write to", "free space on its disk"), self._transaction():
+            self._db.executemany(_INSERT, rows)
         self._length += len(rows)
 
-    def replay(self) -> Iterator[Event]:
-        """Every event, in the order in which they were appended."""
-        for name, body in self._db.execute("SELECT type, body FROM events ORDER BY sequence"):
-            yield decode(name, body)
+    def compact(self, events: Sequence[Event]) -> None:
+        """Replaces everything by `events`, which must fold to the same state, and gives the room back.
 
-    def __len__(self) -> int:
-        return self._length
+        Raises:
+            JournalError: the file cannot be written; it holds what it held.
+        """
+        rows = self._rows(events)
+        with self._as_journal_error("write to", "free space on its disk"), self._transaction():
+            self._db.execute("DELETE FROM events")
+            self._db.executemany(_INSERT, rows)
+        self._length = len(rows)
+        try:
+            self._db.executescript("PRAGMA incremental_vacuum")  # `execute` would give one page back
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.Error as error:
+            logger.warning("the journal %s is compacted, but its file did not shrink: %s", self.path, error)
 
-    def start_session(self) -> None:
-        """Puts an earlier session's events aside, as `journal-<time>.db`, and starts empty; the last few are kept."""
-        if not self._length:
-            return
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._db.execute("PRAGMA journal_mode=DELETE")
-        self._db.close()
-        stamp = datetime.fromtimestamp(self._now(), UTC).strftime("%Y%m%dT%H%M%S.%f")
-        kept = self.path.with_name(f"{self.path.stem}-{stamp}.db")
-        self.path.rename(kept)
-        logger.info("the earlier journal is now %s", kept)
-        for old in sorted(self.path.parent.glob(f"{self.path.stem}-*.db"))[:-KEPT_SESSIONS]:
-            old.unlink()
-        self._db = _open(self.path)
-        self._length = 0
+    def replay(self) -> Iterator[tuple[float, Event]]:
+        """Every event with the time (unix seconds) at which it was appended, in order.
+
+        Raises:
+            JournalError: the file is damaged, or holds an event that this version does not know.
+        """
+        with self._as_journal_error("read", "move the file away to start afresh"):
+            for at, name, body in self._db.execute("SELECT time, type, body FROM events ORDER BY sequence"):
+                yield at, decode(name, body)
 
     def close(self) -> None:
         self._db.close()
@@ -136,24 +167,142 @@ class Journal:
     ) -> None:
         self.close()
 
+    def _rows(self, events: Sequence[Event]) -> list[tuple[float, str, str]]:
+        now = self._now()
+        return [(now, *encode(event)) for event in events]
 
-def open_journal(home: Path) -> Journal:
-    """The first journal in `home` that no other control plane of this machine is writing to."""
-    for number in range(_MAX_JOURNALS):
-        path = home / ("journal.db" if number == 0 else f"journal{number}.db")
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
         try:
-            return Journal(path)
-        except JournalBusyError as error:
-            logger.info("%s", error)
-    raise JournalError(f"all {_MAX_JOURNALS} journals in {home} are in use; set RLIX_HOME to another folder")
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # SQLite has ended it already where the disk was full
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextlib.contextmanager
+    def _as_journal_error(self, verb: str, fix: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise JournalError(f"cannot {verb} the journal {self.path}: {error}; {fix}") from error
+        except JournalError as error:
+            raise type(error)(f"cannot {verb} the journal {self.path}: {error}; {fix}") from error
+
+    def _open(self, pool: str) -> sqlite3.Connection:
+        db = _connect(self.path)
+        version = int(db.execute("PRAGMA user_version").fetchone()[0])
+        tables = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        if tables and version != VERSION:
+            db.execute("PRAGMA journal_mode=DELETE")  # so that no part of it stays behind in a file of another name
+            db.close()
+            self._put_aside(version)
+            db, tables = _connect(self.path), 0
+        if not tables:
+            _create(db, pool)
+        found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise JournalError(f"it is damaged ({' '.join(found.split())})")
+        owner = db.execute("SELECT value FROM meta WHERE key = 'pool'").fetchone()[0]
+        if pool and owner != pool:
+            raise JournalError(f"it is the journal of pool {owner!r}, not of {pool!r}")
+        return db
+
+    def _put_aside(self, version: int) -> None:
+        stamp = datetime.fromtimestamp(self._now(), UTC).strftime("%Y%m%dT%H%M%S.%f")
+        kept = self.path.with_name(f"{self.path.stem}-{stamp}.db")
+        self.path.rename(kept)
+        logger.warning(
+            "the journal %s has version %d and this RLix reads version %d: it is now %s, and a new one begins",
+            self.path,
+            version,
+            VERSION,
+            kept,
+        )
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def open_journal(
+    home: Path, pool: str, *, now: Callable[[], float] = time.time, wait_s: float = LOCK_WAIT_S
+) -> Journal:
+    """The journal in `home` of this pool (an id that no other pool ever has): to be replayed where it holds events.
+
+    Of other pools' journals only the last `KEPT_SESSIONS` are kept, besides those that are in use.
+
+    Raises:
+        JournalBusyError: another control plane of this pool runs.
+        JournalError: the file is damaged or cannot be written; says what to do.
+    """
+    journal = Journal(home / f"journal-{quote(pool, safe='')}.db", pool, now=now, wait_s=wait_s)
+    others = [path for path in home.glob("journal-*.db") if path != journal.path]
+    for old in sorted(others, key=_last_written)[:-KEPT_SESSIONS]:
+        _remove(old)
+    return journal
+
+
+def _lock(path: Path, wait_s: float) -> TextIO:
+    """Waits for the lock at `path`: a file that is still there when its lock is ours."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, file):
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+                return file
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                file.close()
+                raise JournalBusyError(
+                    f"the journal {path.with_suffix('.db')} is in use by another control plane (process {holder}) and "
+                    f"was not free after {wait_s:g} s; stop that one, or set RLIX_HOME to another folder"
+                ) from None
+            time.sleep(_LOCK_POLL_S)
+        file.close()
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    """Not so when another process deleted the journal with its lock while we waited."""
     try:
-        db = sqlite3.connect(path, isolation_level=None)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute(_SCHEMA)
-    except sqlite3.Error as error:
-        raise JournalError(f"cannot open the journal {path}: {error}; move the file away to start afresh") from error
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_TIMEOUT_S)
+    db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file only, and only before the first page
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=NORMAL")
+    db.execute(f"PRAGMA journal_size_limit={_WAL_BYTES}")
     return db
+
+
+def _create(db: sqlite3.Connection, pool: str) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    for table in _TABLES:
+        db.execute(table)
+    db.execute("INSERT INTO meta (key, value) VALUES ('pool', ?)", (pool,))
+    db.execute(f"PRAGMA user_version={VERSION}")
+    db.execute("COMMIT")
+
+
+def _last_written(path: Path) -> float:
+    files = (path, path.with_name(f"{path.name}-wal"))
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a journal that nobody uses."""
+    try:
+        lock = _lock(path.with_suffix(".lock"), 0.0)
+    except JournalBusyError:
+        return
+    with lock:
+        for name in (path.name, f"{path.name}-wal", f"{path.name}-shm", f"{path.stem}.lock"):
+            path.with_name(name).unlink(missing_ok=True)

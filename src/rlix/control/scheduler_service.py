@@ -10,6 +10,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from rlix.control.core import Core
 from rlix.control.gang_queue import Ticket
 from rlix.control.job import Job
@@ -68,8 +70,8 @@ class Scheduler:
                 "ray start --num-gpus=8 --resources='{\"rlix_virtual\": 1}'; "
                 "or set RAY_ADDRESS=local to start a separate one"
             )
-        journal = open_journal(self._settings.home)
-        journal.start_session()
+        journal = open_journal(self._settings.home, pool=ray.get_runtime_context().get_session_name())
+        journal.compact([])  # what an earlier control plane of this pool knew is not taken over yet
         _log_to(self._settings.home / "logs" / f"{journal.path.stem}.log")
         self._started = Core(self._settings, journal)
         self._core.record(DevicesDiscovered(devices))
@@ -298,6 +300,9 @@ class Scheduler:
 
 def _log_to(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
+    for old in path.parent.glob("journal-*.log*"):  # logs go with their journals
+        if not (path.parent.parent / old.name.partition(".log")[0]).with_suffix(".db").exists():
+            old.unlink(missing_ok=True)
     handler = RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger("rlix").addHandler(handler)

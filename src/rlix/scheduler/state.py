@@ -33,7 +33,7 @@ class StateError(RlixError):
 
 @dataclass(slots=True)
 class _Rollout:
-    """A rollout cluster that has reported demand. `leases` are those not draining."""
+    """A rollout cluster that has reported demand or holds leases. `leases` are those not draining."""
 
     bundles: Bundles
     demand: Demand
@@ -161,9 +161,9 @@ class State:
         registration = event.registration
         if registration.pipeline_id in self._registrations:
             raise StateError(f"pipeline {registration.pipeline_id!r} is already registered; unregister it first")
-        names = [cluster.name for cluster in registration.clusters]
+        names = sorted(cluster.name for cluster in registration.clusters)
         if len(set(names)) != len(names):
-            raise StateError(f"pipeline {registration.pipeline_id!r} registers a cluster name twice: {sorted(names)}")
+            raise StateError(f"pipeline {registration.pipeline_id!r} registers a cluster name twice: {names}")
         for cluster in registration.clusters:
             self._check_cluster(registration.pipeline_id, cluster)
         self._registrations[registration.pipeline_id] = registration
@@ -173,8 +173,7 @@ class State:
         where = f"cluster {cluster.name!r} of pipeline {pipeline_id!r}"
         if not cluster.devices or len(set(cluster.devices)) != len(cluster.devices):
             raise StateError(f"{where} must name at least one device and none twice, not {cluster.devices}")
-        missing = [device for device in cluster.devices if device not in self._devices]
-        if missing:
+        if missing := [device for device in cluster.devices if device not in self._devices]:
             raise StateError(f"{where} names devices that are not in the pool: {missing}")
         if cluster.tensor_parallel_size < 1 or len(cluster.devices) % cluster.tensor_parallel_size:
             raise StateError(
@@ -238,13 +237,7 @@ class State:
         cluster = self._cluster(event.pipeline_id, event.cluster)
         if event.demand.trajectories < 0 or event.demand.tokens < 0:
             raise StateError(f"demand of pipeline {event.pipeline_id!r} is negative: {event.demand}")
-        key = (event.pipeline_id, event.cluster)
-        rollout = self._rollouts.get(key)
-        if rollout is None:
-            bundles = Bundles(cluster.bundles)
-            bundles = self._bundles.setdefault(bundles, bundles)
-            rollout = _Rollout(bundles, event.demand, set(), self._gang_devices(event.pipeline_id, event.cluster))
-            self._rollouts[key] = rollout
+        rollout = self._rollout(event.pipeline_id, cluster)
         self._reports += 1
         rollout.demand = event.demand
         self._note_waiting(rollout)
@@ -259,7 +252,7 @@ class State:
         if lease.epoch <= self._last_epoch:
             raise StateError(f"epoch {lease.epoch} does not grow; the last one was {self._last_epoch}")
         if lease.phase is Phase.ROLLOUT:
-            self._check_bundle(lease, event.request_id)
+            self._check_bundle(lease, cluster, event.request_id)
         else:
             self._check_gang(lease, event.request_id)
         free = True
@@ -277,7 +270,7 @@ class State:
         for device in lease.devices:
             on[device] = lease.epoch
         if lease.phase is Phase.ROLLOUT:
-            rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
+            rollout = self._rollout(lease.pipeline_id, cluster)
             rollout.leases.add(lease.epoch)
             self._note_waiting(rollout)
         return (lease,) if free else ()
@@ -291,13 +284,15 @@ class State:
         if asked != given or lease.devices not in request.choices:
             raise StateError(f"{lease} is not what request {request_id} asked for: {request}")
 
-    def _check_bundle(self, lease: Lease, request_id: int | None) -> None:
-        rollout = self._rollouts.get((lease.pipeline_id, lease.cluster))
-        if rollout is None or request_id is not None:
-            raise StateError(f"rollout lease {lease.epoch} answers no demand; it takes a report and no request id")
-        if lease.bundle is None or not 0 <= lease.bundle < len(rollout.bundles):
-            raise StateError(f"rollout lease {lease.epoch} names bundle {lease.bundle} of {len(rollout.bundles)}")
-        if rollout.bundles[lease.bundle] != lease.devices:
+    def _check_bundle(self, lease: Lease, cluster: Cluster, request_id: int | None) -> None:
+        """Whether it answers a demand is for the planner to know: a replayed journal holds none."""
+        if request_id is not None:
+            raise StateError(f"rollout lease {lease.epoch} takes no request id, not {request_id}")
+        known = self._rollouts.get((lease.pipeline_id, lease.cluster))
+        bundles = known.bundles if known else cluster.bundles
+        if lease.bundle is None or not 0 <= lease.bundle < len(bundles):
+            raise StateError(f"rollout lease {lease.epoch} names bundle {lease.bundle} of {len(bundles)}")
+        if bundles[lease.bundle] != lease.devices:
             raise StateError(f"rollout lease {lease.epoch}: bundle {lease.bundle} is not devices {lease.devices}")
 
     def _check_grantable(self, lease: Lease, device: int) -> None:
@@ -331,6 +326,13 @@ class State:
         for (pipeline_id, cluster), rollout in self._rollouts.items():
             if pipeline_id == lease.pipeline_id:
                 rollout.gang_devices = self._gang_devices(pipeline_id, cluster)
+
+    def _rollout(self, pipeline_id: str, cluster: Cluster) -> _Rollout:
+        key = (pipeline_id, cluster.name)
+        if key not in self._rollouts:
+            bundles = self._bundles.setdefault(bundles := Bundles(cluster.bundles), bundles)
+            self._rollouts[key] = _Rollout(bundles, Demand(0), set(), self._gang_devices(pipeline_id, cluster.name))
+        return self._rollouts[key]
 
     def _gang_devices(self, pipeline_id: str, rollout: str) -> tuple[int, ...]:
         """Where the clusters other than this one will ask for gangs, as far as is known."""
