@@ -6,11 +6,16 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from rlix.monitor.records import load_run
+from rlix.pipeline import base, run_folder
+from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.launch import launch
 from rlix.pipeline.run_folder import RunFolder, Span, check_free, list_checkpoints
+from rlix.pipeline.spec import load_job
 from rlix.protocol.errors import SpecError
 
 SPAWNER = multiprocessing.get_context("spawn")
@@ -99,6 +104,36 @@ def test_a_second_run_is_refused_until_the_first_ones_process_is_gone(tmp_path: 
         RunFolder.open(path, wait_s=0.0)
     folder.close()
     check_free(path, wait_s=0.0)
+
+
+class Toy(Pipeline):
+    def setup(self) -> None:
+        raise AssertionError("the run folder is in use")
+
+    def step(self, step: int) -> dict[str, float]:
+        return {"reward": 0.0}
+
+
+def test_the_same_job_started_twice_is_refused_and_leaves_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(base, "JobClient", MagicMock())
+    spec = load_job("copy_digits")
+    folder, _ = RunFolder.open(tmp_path / spec.name)
+    folder.metrics({"step": 0})
+    before = content(tmp_path)
+    with pytest.raises(SpecError, match="in use by process"):
+        launch([spec], tmp_path)
+    with pytest.raises(SpecError, match="in use by process"):
+        Toy("ft_2", JobConfig(spec, tmp_path / spec.name)).run()
+    assert content(tmp_path) == before
+    folder.close()
+    again = Toy("ft_2", JobConfig(spec, tmp_path / spec.name))
+    with pytest.raises(AssertionError, match="in use"):
+        again.run()
+    assert load_run(tmp_path / spec.name).state == "failed"
+    check_free(tmp_path / spec.name)  # a run that has ended keeps nobody out, although its process lives
 
 
 def test_a_file_system_without_locks_is_used_all_the_same(

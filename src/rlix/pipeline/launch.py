@@ -102,12 +102,13 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
         SpecError: the jobs do not fit the pool, or not next to each other, or a run folder is in use; nothing was
             started.
     """
+    for spec in specs:
+        check_free(runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     check_jobs(specs, len(status.devices))
     for spec in specs:
         check_importable(spec.pipeline)
-        check_free(runs_dir.absolute() / spec.name)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
     return [_launch_one(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator) for spec in specs]
 

@@ -52,7 +52,7 @@ class RunFolder:
         self._lock: TextIO | None = None
 
     @staticmethod
-    def open(path: Path, *, resume: bool = False, wait_s: float = LOCK_WAIT_S) -> "tuple[RunFolder, Checkpoint | None]":
+    def open(path: Path, *, resume: bool = False, wait_s: float | None = None) -> "tuple[RunFolder, Checkpoint | None]":
         """Makes the run folder this process's, and clean: what a death left half written is removed.
 
         With `resume`, and where there is a complete checkpoint, the run goes on from the one that is returned: metrics
@@ -60,7 +60,7 @@ class RunFolder:
         aside, never overwritten.
 
         Args:
-            wait_s: how long to wait for another process, perhaps just killed, to let go of the folder.
+            wait_s: how long to wait for another process, perhaps just killed, to let go of the folder; default: 5 s.
 
         Raises:
             SpecError: another process writes into it; nothing was changed.
@@ -82,7 +82,7 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def _own(self, wait_s: float) -> None:
+    def _own(self, wait_s: float | None) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         before, self._lock = self._lock, _lock(self.path, wait_s)
         if before is not None:
@@ -140,15 +140,15 @@ class RunFolder:
                 os.close(file)
 
 
-def check_free(path: Path, wait_s: float = LOCK_WAIT_S) -> None:
+def check_free(path: Path, wait_s: float | None = None) -> None:
     """Raises SpecError when another process of this machine writes into the run folder `path`."""
     if (path / _LOCK).exists() and (lock := _lock(path, wait_s)) is not None:
         lock.close()
 
 
-def _lock(folder: Path, wait_s: float) -> TextIO | None:
+def _lock(folder: Path, wait_s: float | None) -> TextIO | None:
     try:
-        return lock_file(folder / _LOCK, wait_s)
+        return lock_file(folder / _LOCK, LOCK_WAIT_S if wait_s is None else wait_s)
     except FileBusyError as error:
         raise SpecError(
             f"run folder {folder} is in use by {error}; give the other run another name or --runs-dir"
