@@ -1,23 +1,53 @@
+import errno
 import json
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
-from rlix.pipeline.run_folder import RunFolder, Span, list_checkpoints
+import pytest
+
+from rlix.monitor.records import load_run
+from rlix.pipeline import base, run_folder
+from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.launch import launch
+from rlix.pipeline.run_folder import RunFolder, Span, check_free, list_checkpoints
+from rlix.pipeline.spec import load_job
+from rlix.protocol.errors import SpecError
+
+SPAWNER = multiprocessing.get_context("spawn")
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_an_earlier_run_is_moved_aside_not_overwritten(tmp_path: Path) -> None:
     for text in ("first", "second", "third"):
-        RunFolder.fresh(tmp_path / "job").write_spec(text)
+        folder, checkpoint = RunFolder.open(tmp_path / "job")
+        assert checkpoint is None
+        folder.write_spec(text)
+        folder.close()
     texts = {(folder / "spec.yaml").read_text() for folder in tmp_path.iterdir()}
     assert texts == {"first", "second", "third"}
     assert (tmp_path / "job" / "spec.yaml").read_text() == "third"
 
 
+def test_a_run_that_wrote_nothing_is_not_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        folder, _ = RunFolder.open(tmp_path / "job")
+        folder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
 def test_a_span_becomes_one_event_per_device(tmp_path: Path) -> None:
     RunFolder(tmp_path).spans([Span((2, 3), "actor_train", "actor_training", "busy", 1.0, 2.5, step=7)])
-    rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     common = {"type": "span", "cluster": "actor_train", "phase": "actor_training", "kind": "busy"}
     times = {"start": 1.0, "end": 2.5, "step": 7}
-    assert rows == [{**common, **times, "device": 2}, {**common, **times, "device": 3}]
+    assert rows_of(tmp_path / "events.jsonl") == [{**common, **times, "device": 2}, {**common, **times, "device": 3}]
 
 
 def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
@@ -30,12 +60,160 @@ def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None
     assert [step for step, _ in list_checkpoints(folder.checkpoints)] == [10, 100]
 
 
-def test_resuming_drops_the_metrics_of_steps_that_are_done_again(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+# -- one writer --------------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, said: Connection) -> None:
+    folder, _ = RunFolder.open(path)
+    folder.write_spec("name: first")
+    folder.metrics({"step": 0})
+    (folder.checkpoints / "step_1").mkdir(parents=True)
+    (folder.checkpoints / "step_2.partial").mkdir()
+    said.send("written")
+    signal.pause()
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_second_run_is_refused_until_the_first_ones_process_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    check_free(path)
+    here, there = SPAWNER.Pipe()
+    first = SPAWNER.Process(target=_write, args=(path, there))
+    first.start()
+    try:
+        assert here.poll(60)
+        before = content(path)
+        for resume in (False, True):
+            with pytest.raises(SpecError, match=rf"job is in use by process {first.pid} \(since .*or --runs-dir"):
+                RunFolder.open(path, resume=resume, wait_s=0.0)
+        with pytest.raises(SpecError, match="in use"):
+            check_free(path, wait_s=0.0)
+        assert content(path) == before
+        assert (path / "checkpoints" / "step_2.partial").is_dir()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["job"]
+    finally:
+        first.kill()  # and not joined: who starts at once waits for it
+    folder, checkpoint = RunFolder.open(path, resume=True, wait_s=60.0)
+    first.join()
+    assert checkpoint == (1, path / "checkpoints" / "step_1")
+    assert not (path / "checkpoints" / "step_2.partial").exists()
+    with pytest.raises(SpecError, match=rf"in use by process {os.getpid()} "):
+        RunFolder.open(path, wait_s=0.0)
+    folder.close()
+    check_free(path, wait_s=0.0)
+
+
+class Toy(Pipeline):
+    def setup(self) -> None:
+        raise AssertionError("the run folder is in use")
+
+    def step(self, step: int) -> dict[str, float]:
+        return {"reward": 0.0}
+
+
+def test_the_same_job_started_twice_is_refused_and_leaves_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(base, "JobClient", MagicMock())
+    spec = load_job("copy_digits")
+    folder, _ = RunFolder.open(tmp_path / spec.name)
+    folder.metrics({"step": 0})
+    before = content(tmp_path)
+    with pytest.raises(SpecError, match="in use by process"):
+        launch([spec], tmp_path)
+    with pytest.raises(SpecError, match="in use by process"):
+        Toy("ft_2", JobConfig(spec, tmp_path / spec.name)).run()
+    assert content(tmp_path) == before
+    folder.close()
+    again = Toy("ft_2", JobConfig(spec, tmp_path / spec.name))
+    with pytest.raises(AssertionError, match="in use"):
+        again.run()
+    assert load_run(tmp_path / spec.name).state == "failed"
+    check_free(tmp_path / spec.name)  # a run that has ended keeps nobody out, although its process lives
+
+
+def test_a_file_system_without_locks_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    folder, _ = RunFolder.open(tmp_path / "job")
+    assert folder.is_open
+    assert "two runs must not use it at a time" in caplog.text
+
+
+# -- after a death -----------------------------------------------------------------------------------------------------
+
+
+def test_opening_removes_what_a_death_left_half_written(tmp_path: Path) -> None:
+    for name in ("step_4/model", "step_8.partial/.model.partial", ".step_3.partial", "step_2.partial"):
+        (tmp_path / "job" / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "job" / "metrics.jsonl.partial").write_text("{")
+    RunFolder.open(tmp_path / "job", resume=True)
+    assert [path.name for path in (tmp_path / "job").iterdir() if path.name != ".lock"] == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "job" / "checkpoints").iterdir()] == ["step_4"]
+
+
+def test_resuming_drops_the_metrics_of_steps_that_are_done_again_and_torn_lines(tmp_path: Path) -> None:
+    folder, _ = RunFolder.open(tmp_path)
+    (folder.checkpoints / "step_3").mkdir(parents=True)
     for step in range(5):
+        folder.metrics({"step": step, "time": 10.0 + step})
+    folder.event({"type": "job", "event": "started", "time": 1.0})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 5, "rew')  # torn by a crash
+    folder.close()
+    assert len(load_run(tmp_path).metrics) == 5
+    again, checkpoint = RunFolder.open(tmp_path, resume=True)
+    assert checkpoint == (3, tmp_path / "checkpoints" / "step_3")
+    again.event({"type": "job", "event": "started", "time": 20.0})
+    again.metrics({"step": 3})
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [event.time for event in load_run(tmp_path).job_events] == [1.0, 20.0]
+
+
+def test_a_death_while_metrics_are_dropped_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = RunFolder.open(tmp_path)
+    (folder.checkpoints / "step_1").mkdir(parents=True)
+    for step in range(3):
         folder.metrics({"step": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "rew')  # torn by a crash
-    RunFolder.resumed(tmp_path, step=3)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    folder.close()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def dies(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "replace", dies)
+        RunFolder.open(tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    RunFolder.open(tmp_path, resume=True)
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics({"step": 0})
+    write = os.write
+    left = [5]
+
+    def full(file: int, text: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(file, text[: left[0]])
+        left[0] -= written
+        return written
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "write", full)
+        folder.metrics({"step": 1})
+    assert not left[0]
+    folder.metrics({"step": 2})
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0, 2]

@@ -8,13 +8,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlix.protocol.events import DevicesDiscovered, GangCancelled, LeaseReleased, PipelineUnregistered
+from rlix.protocol.events import (
+    DevicesDiscovered,
+    GangCancelled,
+    GrantRevoked,
+    LeaseQuarantined,
+    LeaseReleased,
+    PipelineEnding,
+    PipelineUnregistered,
+)
 from rlix.protocol.messages import LeaseState, LeaseStatus, ReleaseReason
 from rlix.protocol.types import Phase
+from rlix.scheduler.image import image
 from rlix.scheduler.plan import Plan, Shrink
 from rlix.scheduler.planner import plan
 from rlix.scheduler.policies.proportional import Proportional
 from rlix.scheduler.snapshot import Snapshot
+from rlix.scheduler.state import State
 from tests.scheduler.world import INFER, TRAIN, World, devices, shuffled
 
 PICK = st.integers(0, 10_000)
@@ -136,10 +146,28 @@ class Pool(RuleBasedStateMachine):
         assert activated == sorted(activated) and set(activated) <= waiting
         assert set(activated) == waiting - {status.lease.epoch for status in self.world.leases(LeaseState.PENDING)}
 
+    @precondition(lambda self: hasattr(self, "world") and self.world.leases(LeaseState.DRAINING))
+    @rule(pick=PICK)
+    def quarantine(self, pick: int) -> None:
+        draining = self.world.leases(LeaseState.DRAINING)
+        lease = draining[pick % len(draining)].lease
+        for epoch in self.world.state.successors(lease.devices):
+            self.world.apply(GrantRevoked(epoch))
+        self.world.apply(LeaseQuarantined(lease.epoch, "locked"))
+
+    @precondition(lambda self: hasattr(self, "world") and self.world.leases(LeaseState.QUARANTINED))
+    @rule(pick=PICK)
+    def give_up(self, pick: int) -> None:
+        quarantined = self.world.leases(LeaseState.QUARANTINED)
+        self.released(LeaseReleased(quarantined[pick % len(quarantined)].lease.epoch, ReleaseReason.GIVEN_UP))
+
     @precondition(has_pipelines)
     @rule(pick=PICK)
     def depart(self, pick: int) -> None:
         name = self.some_pipeline(pick)
+        self.world.apply(PipelineEnding(name, "left"))
+        for status in self.world.state.leases_of(name):
+            self.world.apply(LeaseReleased(status.lease.epoch, ReleaseReason.UNREGISTERED))
         self.world.apply(PipelineUnregistered(name, "left"))
         assert name not in {s.lease.pipeline_id for s in self.world.state.leases.values()}
         assert name not in {r.pipeline_id for r in self.world.state.requests.values()}
@@ -178,6 +206,18 @@ class Pool(RuleBasedStateMachine):
         assert max(successors.values(), default=0) <= 1
         for status in self.world.leases(LeaseState.PENDING):
             assert any(device in holders for device in status.lease.devices), "pending without anybody to wait for"
+
+    @invariant()
+    def its_image_makes_up_the_same_state_but_for_demand(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        state, again = self.world.state, State()
+        for event in image(state):
+            again.apply(event, self.world.now)
+        for view in ("devices", "allocated", "registrations", "admitted", "requests", "leases"):
+            assert getattr(again, view) == getattr(state, view), view
+        for counter in ("next_epoch", "next_request_id", "next_device_id", "next_pipeline"):
+            assert getattr(again, counter) == getattr(state, counter), counter
 
     @invariant()
     def every_lease_is_what_was_registered(self) -> None:

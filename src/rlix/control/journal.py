@@ -1,9 +1,7 @@
 """The control plane's memory: events in an SQLite file for each pool, in order, as JSON by type name."""
 
 import contextlib
-import fcntl
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +9,12 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO, get_args
+from typing import Self, get_args
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
+from rlix.control.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import Event
 
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 KEPT_SESSIONS = 5
 LOCK_WAIT_S = 5.0  # a process that was just killed holds its files until the kernel has cleaned up after it
 VERSION = 1  # of the tables and of the events' fields: a journal of another version is not read
-_LOCK_POLL_S = 0.05
 _BUSY_TIMEOUT_S = 1.0
 _WAL_BYTES = 4 << 20
 _TABLES = (
@@ -94,7 +92,12 @@ class Journal:
         self._now = now
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path.with_suffix(".lock"), wait_s)
+            self._lock = lock_file(path.with_suffix(".lock"), wait_s)
+        except FileBusyError as error:
+            raise JournalBusyError(
+                f"the journal {path} is in use by another control plane, {error}, and was not free after {wait_s:g} s; "
+                "stop that one, or set RLIX_HOME to another folder"
+            ) from None
         except OSError as error:
             raise JournalError(f"cannot open the journal {path}: {error}; set RLIX_HOME to another folder") from error
         try:
@@ -241,39 +244,6 @@ def open_journal(
     return journal
 
 
-def _lock(path: Path, wait_s: float) -> TextIO:
-    """Waits for the lock at `path`: a file that is still there when its lock is ours."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, file):
-                file.truncate(0)
-                file.write(f"{os.getpid()}\n")
-                file.flush()
-                return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                file.close()
-                raise JournalBusyError(
-                    f"the journal {path.with_suffix('.db')} is in use by another control plane (process {holder}) and "
-                    f"was not free after {wait_s:g} s; stop that one, or set RLIX_HOME to another folder"
-                ) from None
-            time.sleep(_LOCK_POLL_S)
-        file.close()
-
-
-def _is_at(path: Path, file: TextIO) -> bool:
-    """Not so when another process deleted the journal with its lock while we waited."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_TIMEOUT_S)
     db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file only, and only before the first page
@@ -300,8 +270,8 @@ def _last_written(path: Path) -> float:
 def _remove(path: Path) -> None:
     """Deletes a journal that nobody uses."""
     try:
-        lock = _lock(path.with_suffix(".lock"), 0.0)
-    except JournalBusyError:
+        lock = lock_file(path.with_suffix(".lock"))
+    except FileBusyError:
         return
     with lock:
         for name in (path.name, f"{path.name}-wal", f"{path.name}-shm", f"{path.stem}.lock"):

@@ -4,8 +4,6 @@ import asyncio
 import logging
 import os
 import select
-import shutil
-import tempfile
 import time
 import uuid
 import weakref
@@ -22,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
+from rlix.flow.scratch import Scratch
 from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process, program_fence
 from rlix.node.process import this_process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
@@ -96,9 +95,11 @@ class WorkerGroup:
         self._processes: dict[int, _Process] = {}
         self._named: dict[int, Process] = {}
         self._closed = False
-        self._rendezvous = _rendezvous_dir(name, self.placements)
+        # A folder for process groups, when every rank is on this node.
+        scratch = Scratch(name) if _on_this_node(self.placements) else None
+        self._rendezvous = scratch.name if scratch else None
         # Also when a program ends without having closed the group.
-        self._forget_rendezvous = weakref.finalize(self, shutil.rmtree, self._rendezvous or "", ignore_errors=True)
+        self._forget_rendezvous = weakref.finalize(self, scratch.cleanup if scratch else lambda: None)
         try:
             for rank in range(self.world_size):
                 self._handles.append(self._create(rank))
@@ -359,12 +360,9 @@ def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> No
             raise ValueError(f"{name}: the devices of rank {rank} are of several kinds")
 
 
-def _rendezvous_dir(name: str, placements: Sequence[tuple[Device, ...]]) -> str | None:
-    """A folder for process groups, when every rank is on this node."""
+def _on_this_node(placements: Sequence[tuple[Device, ...]]) -> bool:
     nodes = {device.node_id for devices in placements for device in devices}
-    if nodes != {ray.get_runtime_context().get_node_id()} or not all(placements):
-        return None
-    return tempfile.mkdtemp(prefix=f"rlix-{name.replace('/', '_')}-")
+    return nodes == {ray.get_runtime_context().get_node_id()} and all(placements)
 
 
 def _futures(refs: "Iterable[ray.ObjectRef[Any]]") -> list[Future[Any]]:

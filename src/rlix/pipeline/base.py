@@ -137,7 +137,7 @@ class Pipeline(ABC):
         except BaseException as error:  # noted, and raised again
             detail = f"{type(error).__name__}: {error}"
             self._update(state="failed", phase="failed", error=detail)
-            if self.folder.path.is_dir():
+            if self.folder.is_open:
                 self._event("job", event="failed", detail=detail)
             raise
         finally:
@@ -145,8 +145,11 @@ class Pipeline(ABC):
                 self.teardown()
             finally:
                 self._ended.set()
+                if state == "failed":
+                    self.folder.close()
         self._update(state=state, phase=state)
         self._event("job", event=state, detail=None)
+        self.folder.close()
         return self._summary(state)
 
     def wait_ended(self) -> None:
@@ -202,11 +205,7 @@ class Pipeline(ABC):
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
-        checkpoint = self.folder.latest_checkpoint() if self.config.resume else None
-        if checkpoint is None:
-            self.folder = RunFolder.fresh(self.config.run_dir)
-        else:
-            self.folder = RunFolder.resumed(self.config.run_dir, checkpoint[0])
+        self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
         self._event("job", event="started", detail=None)
         self.folder.write_spec(self.spec.to_yaml())
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]

@@ -16,6 +16,7 @@ from rlix.flow import prefork
 from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.coordinator import PipelineCoordinator, check_importable
+from rlix.pipeline.run_folder import check_free
 from rlix.pipeline.spec import ClusterSpec, JobSpec, check_jobs
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus
@@ -98,8 +99,11 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     """Register, admit and start every job on the control plane that `rlix.init` attached to.
 
     Raises:
-        SpecError: the jobs do not fit the pool, or not next to each other; nothing was started.
+        SpecError: the jobs do not fit the pool, or not next to each other, or a run folder is in use; nothing was
+            started.
     """
+    for spec in specs:
+        check_free(runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     check_jobs(specs, len(status.devices))

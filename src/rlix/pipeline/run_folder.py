@@ -1,6 +1,9 @@
 """The folder `runs/<name>/` where one job's spec, metrics, events and checkpoints live."""
 
+import errno
 import json
+import logging
+import os
 import re
 import shutil
 import threading
@@ -8,9 +11,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.protocol.errors import SpecError
+
+logger = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 5.0
+Checkpoint = tuple[int, Path]  # the number of finished steps, and where
 _CHECKPOINT = re.compile(r"step_(\d+)")
+_LOCK = ".lock"
+_PARTIAL = ".partial"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,50 +40,81 @@ class Span:
 
 
 class RunFolder:
-    """Appends to a run's JSONL files (one flushed line per record, safe from several threads)."""
+    """A run's files: JSONL files (one line per record, safe from several threads), spec and checkpoints.
+
+    Whoever writes has opened it with `open`, which one process at a time can do.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
+        self.is_open = False
+        self._writing = threading.Lock()
+        self._lock: TextIO | None = None
 
     @staticmethod
-    def fresh(path: Path) -> "RunFolder":
-        """Create the folder; an earlier run of the same name is moved aside, never overwritten."""
-        if path.exists() and any(path.iterdir()):
-            stamp = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
-            aside = path.with_name(f"{path.name}-{stamp}")
-            count = 1
-            while aside.exists():
-                count += 1
-                aside = path.with_name(f"{path.name}-{stamp}-{count}")
-            path.rename(aside)
-        path.mkdir(parents=True, exist_ok=True)
-        return RunFolder(path)
+    def open(path: Path, *, resume: bool = False, wait_s: float | None = None) -> "tuple[RunFolder, Checkpoint | None]":
+        """Makes the run folder this process's, and clean: what a death left half written is removed.
 
-    @staticmethod
-    def resumed(path: Path, step: int) -> "RunFolder":
-        """Reopen a folder at a checkpoint: metrics of steps that will be done again are dropped."""
-        metrics = path / "metrics.jsonl"
+        With `resume`, and where there is a complete checkpoint, the run goes on from the one that is returned: metrics
+        of steps that will be done again are dropped. Else the folder is new: an earlier run of the same name is moved
+        aside, never overwritten.
+
+        Args:
+            wait_s: how long to wait for another process, perhaps just killed, to let go of the folder; default: 5 s.
+
+        Raises:
+            SpecError: another process writes into it; nothing was changed.
+        """
+        folder = RunFolder(path)
+        folder._own(wait_s)
+        _remove_partial(path)
+        checkpoint = folder.latest_checkpoint() if resume else None
+        if checkpoint is not None:
+            folder._trim(checkpoint[0])
+        elif any(entry.name != _LOCK for entry in path.iterdir()):
+            path.rename(_aside(path))
+            folder._own(wait_s)  # lets go of the old one only when it has the new one
+        return folder, checkpoint
+
+    def close(self) -> None:
+        """Lets others write into the folder. Calling it again changes nothing."""
+        self.is_open = False
+        if self._lock is not None:
+            self._lock.close()
+
+    def _own(self, wait_s: float | None) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        before, self._lock = self._lock, _lock(self.path, wait_s)
+        if before is not None:
+            before.close()
+        self.is_open = True
+
+    def _trim(self, step: int) -> None:
+        metrics, events = self.path / "metrics.jsonl", self.path / "events.jsonl"
         if metrics.exists():
-            rows = [line for line in metrics.read_text().splitlines() if _step_of(line) < step]
-            metrics.write_text("".join(f"{row}\n" for row in rows))
-        return RunFolder(path)
+            rows = [line for line in metrics.read_bytes().splitlines() if _step_of(line) < step]
+            _replace(metrics, b"".join(row + b"\n" for row in rows))
+        if events.exists():
+            with events.open("rb+") as file:  # the next line must not be glued to one that a crash cut off
+                file.truncate(file.read().rfind(b"\n") + 1)
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def latest_checkpoint(self) -> tuple[int, Path] | None:
+    def latest_checkpoint(self) -> Checkpoint | None:
         """The newest complete checkpoint as (number of finished steps, path), or None."""
         found = list_checkpoints(self.checkpoints)
         return found[-1] if found else None
 
     def prune_checkpoints(self, keep: int) -> None:
         for _, path in list_checkpoints(self.checkpoints)[:-keep]:
-            shutil.rmtree(path)
+            partial = path.with_suffix(_PARTIAL)  # a checkpoint that has its name is complete, also while it goes
+            path.rename(partial)
+            shutil.rmtree(partial)
 
     def write_spec(self, text: str) -> None:
-        (self.path / "spec.yaml").write_text(text)
+        _replace(self.path / "spec.yaml", text.encode())
 
     def metrics(self, row: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [row])
@@ -87,12 +131,72 @@ class RunFolder:
         self._append("events.jsonl", rows)
 
     def _append(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        with self._lock, (self.path / name).open("a") as file:
-            file.write(text)
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        with self._writing:
+            file = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                _write_whole(file, text)
+            finally:
+                os.close(file)
 
 
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+def check_free(path: Path, wait_s: float | None = None) -> None:
+    """Raises SpecError when another process of this machine writes into the run folder `path`."""
+    if (path / _LOCK).exists() and (lock := _lock(path, wait_s)) is not None:
+        lock.close()
+
+
+def _lock(folder: Path, wait_s: float | None) -> TextIO | None:
+    try:
+        return lock_file(folder / _LOCK, LOCK_WAIT_S if wait_s is None else wait_s)
+    except FileBusyError as error:
+        raise SpecError(
+            f"run folder {folder} is in use by {error}; give the other run another name or --runs-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning("cannot lock the run folder %s (%s): two runs must not use it at a time", folder, error)
+        return None
+
+
+def _aside(path: Path) -> Path:
+    stamp = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
+    aside = path.with_name(f"{path.name}-{stamp}")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"{path.name}-{stamp}-{count}")
+    return aside
+
+
+def _remove_partial(path: Path) -> None:
+    for left in (*path.glob(f"*{_PARTIAL}"), *(path / "checkpoints").glob(f"*{_PARTIAL}")):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes the file whole or, after a crash, not at all."""
+    partial = path.with_name(path.name + _PARTIAL)
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _write_whole(file: int, content: bytes) -> None:
+    """Appends all or, on a full disk, nothing: a part of a line would spoil the next one."""
+    size = os.fstat(file).st_size
+    try:
+        while content:
+            content = content[os.write(file, content) :]
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Complete checkpoints in ascending order; a partly written one still has its temporary name."""
     if not folder.is_dir():
         return []
@@ -100,7 +204,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches)
 
 
-def _step_of(line: str) -> int:
+def _step_of(line: bytes) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):  # a line torn by a crash

@@ -22,6 +22,7 @@ from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.model_source import ModelSource
 from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.engine.weights import PublishedWeights
+from rlix.flow.scratch import Scratch
 from rlix.protocol.errors import NotResidentError
 from rlix.protocol.messages import DeviceKind, Fence
 
@@ -71,7 +72,7 @@ class VllmExecutor(LoopExecutor):
         self._max_length = options.max_model_len or int(getattr(self._config, "max_position_embeddings", 2048))
         self._engine: Any = None
         self._expected: torch.nn.Module | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | Scratch | None = None
         self._resident: set[Part] = set()
         self._defined = False  # whether the engine's weights are those of `version`
         self._sizes = {Part.WEIGHTS: 0, Part.KV_CACHE: 0}
@@ -255,7 +256,11 @@ class VllmExecutor(LoopExecutor):
         weights.check(self._expected, published)
 
     def _build(self, *, dummy: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-", dir=self._scratch, ignore_cleanup_errors=True)
+        self._folder = (
+            tempfile.TemporaryDirectory(prefix="vllm-", dir=self._scratch, ignore_cleanup_errors=True)
+            if self._scratch
+            else Scratch("vllm")
+        )
         os.environ["VLLM_RPC_BASE_PATH"] = self._folder.name  # of the sockets of tensor-parallel workers
         path = self._source.path
         if path is None:
