@@ -178,7 +178,8 @@ class Endings:
             done()
             return
         if pipeline_id not in core.state.ending:
-            logger.info("pipeline %s ends: %s", pipeline_id, why or "unregistered")
+            level = logging.INFO if spare is not None else logging.WARNING  # by its own word, or by somebody else's
+            logger.log(level, "pipeline %s ends: %s", pipeline_id, why or "unregistered")
             text = f"pipeline {pipeline_id!r} was unregistered while it waited"
             for ticket in core.gangs.of_pipeline(pipeline_id):
                 waiting = ticket.outcome is None

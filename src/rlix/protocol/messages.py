@@ -33,13 +33,13 @@ class Device:
 class Process:
     """One process, for ever: a pid is used again, a pid with its start time is not.
 
-    `started` is what the kernel calls start time: clock ticks since boot. `name` is for people.
+    `started` is what the kernel calls start time: clock ticks since boot. `name` is for people, and names nobody else.
     """
 
     node_id: str
     pid: int
     started: int
-    name: str = ""
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
