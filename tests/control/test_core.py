@@ -26,7 +26,7 @@ from rlix.scheduler.state import State
 
 DEVICES = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(4))
 TRAIN = Cluster("actor_train", 1, (0, 1))
-INFER = Cluster("actor_infer", 1, (0, 1, 2, 3))
+INFER = Cluster("actor_infer", 1, (0, 1, 2, 3), elastic=True)
 
 
 class Link:
