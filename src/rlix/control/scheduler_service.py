@@ -103,6 +103,7 @@ class Scheduler:
         cluster_tp_configs: object,
         cluster_device_mappings: object,
         cluster_device_alternatives: object = None,
+        elastic_clusters: object = None,
     ) -> Registration:
         """See `Orchestrator.register_pipeline`."""
         if pipeline_id in self._core.state.registrations:
@@ -120,6 +121,8 @@ class Scheduler:
             cluster_device_mappings,
             self._core.state.devices,
             cluster_device_alternatives,
+            elastic_clusters,
+            self._core.state.registrations.values(),
         )
         self._core.record(PipelineRegistered(registration))
         return registration
