@@ -49,8 +49,8 @@ class Orchestrator:
         A mapping is a list of device ids, a number of devices, a range `{"min": 4, "max": 8}` (gangs only) or None for
         the whole pool (elastic clusters only); what is asked for by size is placed, and the answer says where.
         `elastic_clusters` run rollouts and report demand (default: `actor_infer`); the others ask for gangs.
-        `cluster_device_alternatives`: for a cluster that asks for gangs and lists its devices, further lists on which it
-        can run as well; one that asks for a size gets some unless it gives an empty list here. It is granted one of
+        `cluster_device_alternatives`: for a cluster that asks for gangs and lists its devices, further lists on which
+        it can run as well; one that asks for a size gets some unless it gives an empty list here. It is granted one of
         them when it would queue for its own behind another gang and nobody works there; the lease says which
         (`lease.devices`), and the pipeline must be able to run there.
 
@@ -82,7 +82,7 @@ class Orchestrator:
         return status
 
     async def devices(self) -> tuple[Device, ...]:
-        """The pool's devices; a device's id is its place in this tuple."""
+        """The pool's devices. Ids need not be dense: see `rlix.protocol.messages.with_ids`."""
         devices: tuple[Device, ...] = await self._ask("devices")
         return devices
 

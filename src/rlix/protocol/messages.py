@@ -1,5 +1,6 @@
 """Frozen messages that jobs and the control plane exchange."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -26,6 +27,19 @@ class Device:
     index: int
     kind: DeviceKind
     key: str = ""
+
+
+def with_ids(devices: Iterable[Device], ids: Sequence[int]) -> tuple[Device, ...]:
+    """The devices with these ids, in the order of the ids: an id is no place in the pool.
+
+    Raises:
+        KeyError: no such device.
+    """
+    by_id = {device.id: device for device in devices}
+    missing = [number for number in ids if number not in by_id]
+    if missing:
+        raise KeyError(f"device {missing[0]} is not in the pool; it has {sorted(by_id)}")
+    return tuple(by_id[number] for number in ids)
 
 
 @dataclass(frozen=True, slots=True)
