@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Cluster, Device, DeviceKind, Registration
+from rlix.protocol.messages import Cluster, Device, DeviceKind, Registration, with_ids
 from rlix.scheduler.placement import MAX_ALTERNATIVES, Wish, place
 
 
@@ -140,6 +140,13 @@ class TestRollouts:
             place([infer(parallel=16)], pool(8))
         with pytest.raises(SpecError, match="'train': 6 devices in bundles of 2"):
             place([gang(6, tensor_parallel_size=2)], pool(3, 3))
+
+
+def test_devices_are_found_by_id() -> None:
+    devices = pool(2, 2, first=7, step=2)
+    assert with_ids(devices, (13, 7)) == (devices[3], devices[0])
+    with pytest.raises(KeyError, match=r"device 0 is not in the pool; it has \[7, 9, 11, 13\]"):
+        with_ids(devices, (7, 0))
 
 
 SIZES = st.sampled_from([1, 2, 4, 8])

@@ -96,7 +96,7 @@ class JobClient:
         return registration
 
     def devices(self) -> tuple[Device, ...]:
-        """The pool's devices; a device's id is its place in this tuple."""
+        """The pool's devices. Ids need not be dense: see `rlix.protocol.messages.with_ids`."""
         devices: tuple[Device, ...] = self._ask("devices")
         return devices
 
