@@ -107,6 +107,25 @@ def test_the_planner_sees_what_each_job_has_used(tmp_path: Path, monkeypatch: py
     assert (second.trajectories, second.work_s) == (9, 1.0)
 
 
+def test_a_gang_is_expected_when_the_last_of_several_rollouts_has_ended(tmp_path: Path) -> None:
+    async def scenario(core: Core) -> None:
+        clusters = (TRAIN, Cluster("draft", 1, (2,), elastic=True), Cluster("policy", 1, (3,), elastic=True))
+        registration = Registration(core.allocate("ft"), "ns", clusters)
+        core.record(PipelineRegistered(registration))
+        core.admit(registration)
+        job = core.jobs[registration.pipeline_id]
+        for cluster, outstanding, expected in (
+            ("policy", 5, False),
+            ("draft", 3, False),
+            ("draft", 0, False),
+            ("policy", 0, True),
+        ):
+            core.record(DemandReported(registration.pipeline_id, cluster, Demand(outstanding)))
+            assert job.expects_gang(asyncio.get_running_loop().time()) is expected
+
+    with_core(tmp_path, scenario)
+
+
 def test_a_gang_is_expected_for_a_moment_after_a_phase_of_a_job_has_ended(tmp_path: Path) -> None:
     async def scenario(core: Core) -> None:
         def expected() -> bool:

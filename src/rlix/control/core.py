@@ -277,7 +277,7 @@ class Core:
                 self._phase_ended(lease.pipeline_id)
         if isinstance(event, DemandReported):
             job = self.jobs.get(event.pipeline_id)
-            if job is not None and job.rollout_ended(event.demand.trajectories):
+            if job is not None and job.rollout_ended(event.cluster, event.demand.trajectories):
                 self._phase_ended(event.pipeline_id)
         if isinstance(event, ShrinkStarted):
             self.log.add("shrinking", self.state.leases[event.epoch].lease)

@@ -57,6 +57,20 @@ def build_registration(
         for name in sorted(alternatives.keys() - mappings.keys()):
             raise SpecError(f"{where}: cluster_device_alternatives: cluster {name!r} is not in cluster_device_mappings")
     elastic = _elastic(where, mappings, elastic_clusters)
+    clusters = _placed(where, sizes, mappings, alternatives, elastic, devices, others)
+    return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters)
+
+
+def _placed(
+    where: str,
+    sizes: Mapping[str, object],
+    mappings: Mapping[str, object],
+    alternatives: Mapping[str, object],
+    elastic: frozenset[str],
+    devices: Sequence[Device],
+    others: Iterable[Registration],
+) -> tuple[Cluster, ...]:
+    """All clusters, checked one by one and placed together."""
     wishes, sets, problems = [], {}, []
     for name in mappings:
         declared = _Declared(f"{where}: cluster {name!r}", name, name in elastic, devices)
@@ -72,8 +86,7 @@ def build_registration(
         placed = place(wishes, devices, others)
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
-    clusters = tuple(replace(c, alternatives=sets[c.name]) if sets[c.name] else c for c in placed)
-    return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters)
+    return tuple(replace(c, alternatives=sets[c.name]) if sets[c.name] else c for c in placed)
 
 
 def check_gang_request(registration: Registration, cluster: object, phase: object) -> Cluster:
