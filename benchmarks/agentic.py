@@ -20,27 +20,25 @@ from benchmarks.sharing import measure
 from rlix.pipeline.spec import JobSpec, load_job
 
 
-def agentic_job(name: str, steps: int, scale: float, train: tuple[int, int], seed: int) -> JobSpec:
+def agentic_job(name: str, steps: int, scale: float, seed: int) -> JobSpec:
     """The shipped job at another scale of latencies; timeouts scale with them."""
     spec = load_job("agentic_lookup")
     assert spec.environment is not None
     options = {**spec.environment.options, "latency_scale": scale}
     timeouts = {"reset_timeout_s": max(1.0, 20.0 * scale), "step_timeout_s": max(1.0, 10.0 * scale)}
-    cluster = spec.clusters.actor_train.model_copy(update={"devices": train})
     return spec.model_copy(
         update={
             "name": name,
             "seed": seed,
             "steps": steps,
             "environment": spec.environment.model_copy(update={"options": options, **timeouts}),
-            "clusters": spec.clusters.model_copy(update={"actor_train": cluster}),
         }
     )
 
 
 def jobs(steps: int, scale: float, digits: bool) -> list[JobSpec]:
-    first = agentic_job("agent_a", steps, scale, (0, 1), seed=0)
-    second = load_job("copy_digits") if digits else agentic_job("agent_b", steps, scale, (2, 3), seed=1)
+    first = agentic_job("agent_a", steps, scale, seed=0)
+    second = load_job("copy_digits") if digits else agentic_job("agent_b", steps, scale, seed=1)
     return [first, second]
 
 

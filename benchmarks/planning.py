@@ -28,12 +28,12 @@ from rlix.control.uncollected import uncollected
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DrainStarted,
     Event,
     GangRequested,
     LeaseReleased,
     PipelineAdmitted,
     PipelineRegistered,
-    DrainStarted,
 )
 from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Registration, ReleaseReason
 from rlix.protocol.types import Phase
@@ -66,7 +66,7 @@ def pool_of(gpus: int, jobs: int, placement: str, rng: random.Random) -> State:
         start = rng.randrange(0, gpus - width + 1, 8 if gpus > 16 else 4)
         gang = rng.randrange(0, gpus - max(4, share) + 1, 4)
         clusters = (
-            Cluster("actor_infer", size, tuple(range(start, start + width))),
+            Cluster("actor_infer", size, tuple(range(start, start + width)), elastic=True),
             Cluster("actor_train", 1, tuple(range(gang, gang + max(4, share)))),
         )
         state.apply(PipelineRegistered(Registration(name_of(job), "ns", clusters)), NOW)

@@ -13,14 +13,14 @@ job = rlix.load_job("sort_digits")
 orchestrator = rlix.init(virtual_gpus=4)
 
 # A pipeline id names one live pipeline; registration says which devices each of its clusters may use.
+# A number in place of a list leaves the choice to the pool, and lets a gang move to other blocks of that size.
 pipeline_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"))
-clusters = job.clusters.items()
 ray.get(
     orchestrator.register_pipeline.remote(
         pipeline_id=pipeline_id,
         ray_namespace=pipeline_namespace(pipeline_id),
-        cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters},
-        cluster_device_mappings={name: list(cluster.devices) for name, cluster in clusters},
+        cluster_tp_configs={"actor_train": 1, "actor_infer": 1},
+        cluster_device_mappings={"actor_train": [0, 1], "actor_infer": [0, 1, 2, 3]},
     )
 )
 ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id))

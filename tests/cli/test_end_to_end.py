@@ -40,7 +40,7 @@ class Command:
         self.mark = uuid.uuid4().hex
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         environment = {**os.environ, MARK: self.mark, "RLIX_HOME": str(folder / "home"), "RAY_ADDRESS": "local"}
-        environment.pop("RLIX_VIRTUAL_GPUS", None)
+        environment["RLIX_VIRTUAL_GPUS"] = "2"
         with self.stdout.open("w") as out, self.stderr.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlix.cli", *arguments],

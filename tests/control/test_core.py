@@ -8,7 +8,7 @@ import pytest
 from rlix.control.journal import Journal, JournalError
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
-from rlix.protocol.messages import Cluster, LeaseState, ReleaseReason
+from rlix.protocol.messages import Cluster, Demand, LeaseState, ReleaseReason
 from tests.control.world import DEVICES, INFER, TRAIN, World, process
 
 CRITIC = Cluster("critic", 1, (1, 2))
@@ -38,6 +38,20 @@ def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -
     assert first.gang_expected
     world.run(1.0)
     assert not world.core.snapshot().rollouts[0].gang_expected
+
+
+def test_a_gang_is_expected_when_the_last_of_several_rollouts_has_ended() -> None:
+    draft, policy = Cluster("draft", 1, (2,), elastic=True), Cluster("policy", 1, (3,), elastic=True)
+    world = World(1, clusters=(TRAIN, draft, policy))
+    job = world.core.jobs["ft_1"]
+    for cluster, outstanding, expected in (
+        ("policy", 5, False),
+        ("draft", 3, False),
+        ("draft", 0, False),
+        ("policy", 0, True),
+    ):
+        world.core.report("ft_1", cluster, Demand(outstanding))
+        assert job.expects_gang(world.clock.time()) is expected
 
 
 def test_a_gang_given_back_while_its_devices_are_locked_is_ended_not_believed() -> None:

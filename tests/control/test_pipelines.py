@@ -65,6 +65,33 @@ def test_errors_keep_their_type_and_say_what_to_do(ray_session: Any) -> None:
         ask(ray_session.registration.remote(job_id))
 
 
+def test_sizes_are_placed_beside_what_is_registered_already(ray_session: Any) -> None:
+    made = []
+    for _ in range(2):
+        job_id = ask(ray_session.allocate_pipeline_id.remote("ft"))
+        made.append(
+            ask(
+                ray_session.register_pipeline.remote(
+                    pipeline_id=job_id,
+                    ray_namespace="n",
+                    cluster_tp_configs={"trainer": 1, "policy": 1, "judge": 2},
+                    cluster_device_mappings={"trainer": 2, "policy": None, "judge": 4},
+                    elastic_clusters=["policy", "judge"],
+                )
+            )
+        )
+    first, second = (registration.cluster("trainer") for registration in made)
+    assert not set(first.devices) & set(second.devices)
+    assert {len(first.devices), *map(len, first.alternatives)} == {2}
+    for registration, trainer in zip(made, (first, second), strict=True):
+        policy, judge = registration.cluster("policy"), registration.cluster("judge")
+        assert (policy.elastic, judge.elastic, trainer.elastic) == (True, True, False)
+        assert policy.devices == tuple(range(8))
+        assert len(judge.bundles) == 2
+        assert set(trainer.devices) <= set(judge.devices)
+        ask(ray_session.unregister_pipeline.remote(registration.pipeline_id))
+
+
 def test_two_jobs_take_turns_and_epochs_grow(make_job: MakeJob, ray_session: Any) -> None:
     first, second = make_job({"actor_train": [0, 1, 2]}), make_job({"actor_train": [2, 3], "critic": [4]})
     with first.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10) as held:

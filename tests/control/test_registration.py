@@ -29,8 +29,11 @@ def test_a_good_declaration_becomes_a_registration() -> None:
         ({"actor_train": 1}, {}, "cluster_device_mappings is empty"),
         (3, {"actor_train": [0]}, "cluster_tp_configs must be a dict keyed by cluster name, got int"),
         ({"actor_train": 1}, [0], "cluster_device_mappings must be a dict keyed by cluster name, got list"),
-        ({"trainer": 1}, {"trainer": [0]}, "unknown cluster 'trainer'; clusters are: actor_train, actor_infer"),
-        ({7: 1}, {7: [0]}, "unknown cluster 7"),
+        ({7: 1}, {7: [0]}, "7 cannot be a cluster's name; use a word of at most 64 letters, digits, '_' and '-'"),
+        ({"a b": 1}, {"a b": [0]}, "'a b' cannot be a cluster's name"),
+        ({"1st": 1}, {"1st": [0]}, "'1st' cannot be a cluster's name; .* does not begin with a digit"),
+        ({"": 1}, {"": [0]}, "'' cannot be a cluster's name"),
+        ({"x" * 65: 1}, {"x" * 65: [0]}, "cannot be a cluster's name"),
         ({"actor_train": 1, "critic": 1}, {"actor_train": [0]}, "'critic' is in cluster_tp_configs but not in"),
         ({"actor_train": 1}, {"actor_train": [0], "critic": [1]}, "'critic' is in cluster_device_mappings but not in"),
         ({"actor_train": 0}, {"actor_train": [0]}, "'actor_train': cluster_tp_configs: .*at least 1, got 0"),
@@ -41,8 +44,31 @@ def test_a_good_declaration_becomes_a_registration() -> None:
         ({"actor_train": 1}, {"actor_train": [8]}, "device 8 does not exist; this pool has devices 0-7"),
         ({"actor_train": 1}, {"actor_train": [-1]}, "device -1 does not exist"),
         ({"actor_train": 1}, {"actor_train": []}, "'actor_train': cluster_device_mappings: is empty"),
-        ({"actor_train": 1}, {"actor_train": "01"}, "must be a list of device ids"),
+        ({"actor_train": 1}, {"actor_train": [99999999]}, "device 99999999 does not exist; this pool has devices 0-7"),
+        ({"actor_train": 1}, {"actor_train": [True]}, r"must be a list of device ids \(ints\), got \[True\]"),
+        ({"actor_train": 1}, {"actor_train": "01"}, "must be a list of device ids .*, a number of devices, or a range"),
         ({"actor_train": 1}, {"actor_train": [0.0]}, "must be a list of device ids"),
+        (
+            {"actor_train": 1},
+            {"actor_train": 99999999},
+            "asks for 99999999 devices, and this pool has 8; ask for fewer",
+        ),
+        ({"actor_train": 1}, {"actor_train": 9}, "asks for 9 devices"),
+        ({"actor_train": 1}, {"actor_train": 0}, "'actor_train': .* needs at least 1 device, got 0"),
+        ({"actor_train": 1}, {"actor_train": -2}, "at least 1 device, got -2"),
+        ({"actor_train": 1}, {"actor_train": True}, "a number of devices, or a range .*, got True"),
+        ({"actor_train": 1}, {"actor_train": 2.0}, "got 2.0"),
+        ({"actor_train": 1}, {"actor_train": None}, "'actor_train': cluster_device_mappings: must be given"),
+        ({"actor_train": 4}, {"actor_train": 6}, "6 is not a multiple of the tensor-parallel size 4"),
+        ({"actor_train": 1}, {"actor_train": {"min": 4}}, r"a range has a min and a max, such as {'min': 4, 'max': 8}"),
+        ({"actor_train": 1}, {"actor_train": {"min": 4, "max": 8, "step": 2}}, "a range has a min and a max"),
+        ({"actor_train": 1}, {"actor_train": {"min": 6, "max": 4}}, "min 6 is more than max 4; exchange them"),
+        ({"actor_train": 1}, {"actor_train": {"min": 4, "max": 9}}, "max: asks for 9 devices, and this pool has 8"),
+        ({"actor_train": 1}, {"actor_train": {"min": True, "max": 9}}, "min: must be .* got True"),
+        ({"actor_train": 4}, {"actor_train": {"min": 5, "max": 7}}, "no multiple of the .* size 4 lies from 5 to 7"),
+        ({"actor_infer": 1}, {"actor_infer": {"min": 4, "max": 8}}, "'actor_infer': .* grows and shrinks by itself"),
+        ({"actor_train": 3}, {"actor_train": {"min": 8, "max": 8}}, "8 is not a multiple"),
+        ({"actor_infer": 8}, {"actor_infer": [0, 1]}, "size 8 does not divide its 2 devices"),
         ({"actor_infer": 2}, {"actor_infer": [0, 1, 3, 4]}, r"bundle 1 \(devices \[3, 4\]\) is spread over 2 nodes"),
     ],
 )
@@ -66,8 +92,8 @@ def test_the_namespace_must_be_a_name() -> None:
 @pytest.mark.parametrize(
     ("cluster", "phase", "message"),
     [
-        ("actor_infer", Phase.INITIALIZATION, "rollouts are elastic .* call report_demand"),
-        ("actor_train", Phase.ROLLOUT, "rollouts are elastic"),
+        ("actor_infer", Phase.INITIALIZATION, "'actor_infer' is elastic: .* call report_demand"),
+        ("actor_train", Phase.ROLLOUT, "rollouts are elastic .* call report_demand for 'actor_infer'"),
         ("actor_train", 9, "unknown phase 9; phases are: INITIALIZATION=0"),
         ("actor_train", "actor_training", "unknown phase 'actor_training'"),
         ("actor_train", True, "unknown phase True"),
@@ -81,20 +107,100 @@ def test_gang_requests_that_make_no_sense(cluster: str, phase: Any, message: str
     assert check_gang_request(registration, "actor_train", 1).devices == (0,)
 
 
+def test_any_number_of_clusters_may_be_elastic() -> None:
+    arguments = ({"policy": 1, "draft": 2, "judge": 1}, {"policy": [0], "draft": [0, 1], "judge": [2]})
+    got = build_registration("ft_1", "ns", *arguments, DEVICES, elastic_clusters=["draft", "judge"])
+    assert [cluster.elastic for cluster in got.clusters] == [False, True, True]
+    assert check_rollout_cluster(got, "judge").devices == (2,)
+    assert check_gang_request(got, "policy", Phase.ACTOR_TRAINING).devices == (0,)
+    with pytest.raises(SpecError, match=r"'policy' is not elastic, .* reported for 'draft' or 'judge'"):
+        check_rollout_cluster(got, "policy")
+    with pytest.raises(SpecError, match="'draft' is elastic"):
+        check_gang_request(got, "draft", Phase.ACTOR_TRAINING)
+    none = build_registration("ft_1", "ns", {"actor_infer": 1}, {"actor_infer": [0]}, DEVICES, elastic_clusters=[])
+    assert check_gang_request(none, "actor_infer", Phase.REFERENCE_LOG_PROBS).devices == (0,)
+    with pytest.raises(SpecError, match="registered none"):
+        check_rollout_cluster(none, "actor_infer")
+
+
+@pytest.mark.parametrize(
+    ("elastic", "message"),
+    [
+        ("actor_train", "elastic_clusters must be a list of cluster names, got 'actor_train'"),
+        ([1], "elastic_clusters must be a list of cluster names"),
+        (["trainer"], "cluster 'trainer' is not in cluster_device_mappings: actor_train"),
+        (["actor_train", "actor_train"], "'actor_train' is named more than once"),
+    ],
+)
+def test_a_mistake_in_elastic_clusters_is_named(elastic: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        build_registration("ft_1", "ns", {"actor_train": 1}, {"actor_train": [0]}, DEVICES, elastic_clusters=elastic)
+
+
 def test_only_the_rollout_cluster_reports_demand() -> None:
     registration = build({"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0]})
     assert check_rollout_cluster(registration, "actor_infer").name == "actor_infer"
-    with pytest.raises(SpecError, match="'actor_train' is not elastic"):
+    with pytest.raises(SpecError, match=r"'actor_train' is not elastic, .*; demand is reported for 'actor_infer'"):
         check_rollout_cluster(registration, "actor_train")
 
 
 def test_alternatives_are_taken_as_declared() -> None:
     registration = build_registration(
-        "ft_1", "ns", {"actor_train": 1}, {"actor_train": [0, 1]}, DEVICES, {"actor_train": [[2, 3], [5, 4]]}
+        "ft_1", "ns", {"actor_train": 1}, {"actor_train": [0, 1]}, DEVICES, {"actor_train": [[2, 3], [5, 4], [6]]}
     )
     cluster = registration.cluster("actor_train")
-    assert cluster.alternatives == ((2, 3), (5, 4))
-    assert cluster.choices == ((0, 1), (2, 3), (5, 4))
+    assert cluster.alternatives == ((2, 3), (5, 4), (6,))
+    assert cluster.choices == ((0, 1), (2, 3), (5, 4), (6,))
+
+
+def test_alternatives_consist_of_whole_bundles() -> None:
+    with pytest.raises(SpecError, match=r"alternatives\[0\]: 3 devices are no multiple of the tensor-parallel size 2"):
+        build_registration("ft_1", "ns", {"critic": 2}, {"critic": [0, 1]}, DEVICES, {"critic": [[2, 3, 4]]})
+
+
+def test_sizes_are_placed_away_from_others_and_told_where_else_they_can_run() -> None:
+    other = build({"critic": 1}, {"critic": [0, 1]})
+    arguments = (
+        {"actor_train": 1, "critic": 1, "actor_infer": 1},
+        {"actor_train": 2, "critic": 1, "actor_infer": None},
+    )
+    got = build_registration("ft_2", "ns", *arguments, DEVICES, others=[other])
+    assert got.cluster("actor_train").choices == ((2, 3), (4, 5), (6, 7), (0, 1))
+    assert got.cluster("critic").devices == (2,)
+    assert got.cluster("actor_infer").devices == tuple(range(8))
+    fixed = build_registration("ft_2", "ns", *arguments, DEVICES, {"actor_train": []}, others=[other])
+    assert fixed.cluster("actor_train").choices == ((2, 3),)
+    assert fixed.cluster("critic") == got.cluster("critic")
+
+
+def test_a_range_may_run_narrower() -> None:
+    cluster = build({"train": 2}, {"train": {"min": 2, "max": 4}}).cluster("train")
+    assert cluster.choices == ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_a_cluster_asked_for_by_size_takes_no_listed_alternatives() -> None:
+    with pytest.raises(SpecError, match="'train': cluster_device_alternatives: the cluster asks for a size"):
+        build_registration("ft_1", "ns", {"train": 1}, {"train": 2}, DEVICES, {"train": [[2, 3]]})
+
+
+def test_what_does_not_fit_in_whole_bundles() -> None:
+    with pytest.raises(
+        SpecError, match=r"^register_pipeline\('ft_1'\): cluster 'infer': 3 devices in bundles of 3 .*for 0"
+    ):
+        build_registration("ft_1", "ns", {"infer": 3}, {"infer": None}, DEVICES[:2], elastic_clusters=["infer"])
+
+
+def test_every_wrong_cluster_gets_a_line() -> None:
+    with pytest.raises(SpecError) as error:
+        build({"a": 1, "b": 1, "c": 1}, {"a": [99999999], "b": 2, "c": []})
+    first, second = str(error.value).splitlines()
+    assert "'a': cluster_device_mappings: device 99999999 does not exist" in first
+    assert "'c': cluster_device_mappings: is empty" in second
+
+
+def test_the_pool_in_a_message_has_gaps() -> None:
+    with pytest.raises(SpecError, match="device 1 does not exist; this pool has devices 0, 2-3, 6-7"):
+        build_registration("ft_1", "ns", {"a": 1}, {"a": [1]}, [DEVICES[i] for i in (0, 2, 3, 6, 7)])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +210,7 @@ def test_alternatives_are_taken_as_declared() -> None:
         ({"critic": [[2, 3]]}, "cluster 'critic' is not in cluster_device_mappings"),
         ({"actor_train": [2, 3]}, r"alternatives\[0\]: must be a list of device ids \(ints\), got 2"),
         ({"actor_train": 2}, "must be a list of lists of device ids, got 2"),
-        ({"actor_train": [[2]]}, r"alternatives\[0\]: has 1 devices, the cluster 2; name as many"),
+        ({"actor_train": [[]]}, r"alternatives\[0\]: is empty"),
         ({"actor_train": [[2, 3], [2, 9]]}, r"alternatives\[1\]: device 9 does not exist; this pool has devices 0-7"),
         ({"actor_train": [[2, 2]]}, "device 2 is named more than once"),
         ({"actor_infer": [[2, 3]]}, "'actor_infer': cluster_device_alternatives: rollouts are elastic"),

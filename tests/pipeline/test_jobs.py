@@ -11,7 +11,8 @@ import pytest
 import rlix
 from rlix.pipeline.launch import split_devices, wait_all
 from rlix.pipeline.run_folder import list_checkpoints
-from rlix.pipeline.spec import ClusterSpec, load_job
+from rlix.pipeline.spec import load_job
+from rlix.pipeline.spec_clusters import ClusterSpec
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, leases_left, rows, small
 
@@ -87,14 +88,28 @@ def test_the_example_of_a_custom_pipeline_is_short_and_uses_public_names_only() 
 
 
 def test_split_gives_each_job_a_part_of_its_own() -> None:
-    sort, copy = split_devices([load_job("sort_digits"), load_job("copy_digits")], 4)
+    sort, copy = split_devices([load_job("sort_digits"), load_job("copy_digits")], [0, 1, 2, 3])
     assert [c.devices for _, c in sort.clusters.items()] == [(0, 1), (0, 1)]
     assert [c.devices for _, c in copy.clusters.items()] == [(2, 3), (2, 3)]
+
+
+def test_split_gives_parts_of_a_pool_with_gaps() -> None:
+    job = load_job("sort_digits")
+    kept = job.clusters.model_copy(update={"actor_infer": ClusterSpec(tensor_parallel=2)})
+    job = job.model_copy(
+        update={"clusters": kept, "algorithm": job.algorithm.model_copy(update={"kl_coefficient": 0.1})}
+    )
+    _, second = split_devices([job, job], [2, 3, 5, 7, 11, 13, 17])
+    assert {name: cluster.devices for name, cluster in second.clusters_in_use.items()} == {
+        "actor_train": (7, 11),
+        "actor_infer": (7, 11),  # one whole bundle of two
+        "reference": (7, 11),
+    }
 
 
 def test_split_refuses_a_bundle_larger_than_a_part() -> None:
     job = load_job("sort_digits")
     wide = ClusterSpec(devices=(0, 1, 2, 3), tensor_parallel=4)
     job = job.model_copy(update={"clusters": job.clusters.model_copy(update={"actor_infer": wide})})
-    with pytest.raises(SpecError, match=r"actor_infer needs 4 devices for one bundle.*gives each job 2"):
-        split_devices([job, job], 4)
+    with pytest.raises(SpecError, match=r"actor_infer needs 4 devices, .*gives each job 2; .* lower tensor_parallel"):
+        split_devices([job, job], range(4))

@@ -51,6 +51,41 @@ class TestGood:
         assert [name for name, _ in spec.clusters.items()] == ["actor_train", "actor_infer"]
         assert spec.clusters.actor_infer.devices == (0, 1, 2, 3)
 
+    def test_sizes_instead_of_devices(self, tmp_path: Path) -> None:
+        spec = load_job(write(tmp_path, with_keys(clusters={"actor_train": {"gpus": 2}, "actor_infer": {"gpus": 4}})))
+        assert [(c.mapping, c.count, c.field) for _, c in spec.clusters.items()] == [(2, 2, "gpus"), (4, 4, "gpus")]
+        assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
+        assert "null" not in spec.to_yaml()
+
+    def test_what_is_left_out_has_a_sensible_default(self, tmp_path: Path) -> None:
+        changes: dict[str, Any] = {
+            "pipeline": "actor_critic",
+            "algorithm": {"name": "ppo", "kl_coefficient": 0.1},
+            "clusters": {"actor_train": {"gpus": 2, "tensor_parallel": 2}},
+        }
+        spec = load_job(write(tmp_path, with_keys(**changes)))
+        assert {name: (c.mapping, c.tensor_parallel) for name, c in spec.clusters_in_use.items()} == {
+            "actor_train": (2, 2),
+            "actor_infer": (None, 1),  # the whole pool
+            "critic": (2, 2),
+            "reference": (2, 2),
+        }
+        spec.check_devices(range(2))
+        changes["clusters"]["critic"] = {"devices": [3]}
+        spec = load_job(write(tmp_path, with_keys(**changes)))
+        assert spec.clusters_in_use["critic"].mapping == [3]
+        assert list(load_job(write(tmp_path, VALID)).clusters_in_use) == ["actor_train", "actor_infer"]
+
+    @pytest.mark.parametrize("spelling", ["4-8", "4 - 8", {"min": 4, "max": 8}])
+    def test_a_range_in_a_pipeline_of_ones_own(self, tmp_path: Path, spelling: Any) -> None:
+        clusters = {"actor_train": {"gpus": spelling, "tensor_parallel": 2}}
+        spec = load_job(write(tmp_path, with_keys(pipeline="collections:Counter", clusters=clusters)))
+        cluster = spec.clusters.actor_train
+        assert (cluster.mapping, cluster.count, cluster.least) == ({"min": 4, "max": 8}, 8, 4)
+        assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
+        clusters = {"actor_train": {"gpus": "4-4"}}
+        assert load_job(write(tmp_path, with_keys(clusters=clusters))).clusters.actor_train.mapping == 4
+
     def test_exponents_are_numbers(self, tmp_path: Path) -> None:
         spec = load_job(
             write(tmp_path, VALID + "optimizer: {learning_rate: 5e-4}\nwarmup: {steps: 1, learning_rate: 1E-3}\n")
@@ -63,11 +98,11 @@ class TestGood:
     def test_shipped_jobs_load_by_name_and_fit_four_devices(self, name: str) -> None:
         spec = load_job(name)
         assert spec.name == name
-        spec.check_devices(4)
+        spec.check_devices(range(4))
 
     def test_both_examples_are_shipped_and_run_together(self) -> None:
         assert {"copy_digits", "sort_digits"} <= set(shipped_jobs())
-        check_jobs([load_job("sort_digits"), load_job("copy_digits")], 4)
+        check_jobs([load_job("sort_digits"), load_job("copy_digits")], range(4))
 
     def test_survives_yaml_and_pickle(self, tmp_path: Path) -> None:
         spec = load_job("sort_digits")
@@ -134,7 +169,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"pipeline": "math:Thing"}, "pipeline", "module 'math' has no 'Thing'"),
     ({"task": None}, "task", "neither is given"),
     ({"reward": {"name": "exact_match"}}, "reward", "brings its own reward"),
-    ({"algorithm": {"kl_coefficient": 0.1}}, "algorithm.kl_coefficient", "'reference: {devices: [0, 1]}'"),
     ({"algorithm": {"minibatches": 3}}, "rollout.prompts_per_step", "use a multiple of 6"),
     ({"rollout": {"max_new_tokens": 4}}, "rollout.max_new_tokens", "set it to 5 or more"),
     (
@@ -176,6 +210,16 @@ class TestBad:
             ({"devices": []}, "is empty; list at least one device"),
             ({"devices": [-1]}, "greater than or equal to 0, not -1"),
             ({"devices": 4}, "must be a list, not 4"),
+            ({"devices": [0], "gpus": 1}, "gives both gpus (how many) and devices (which ones); keep one"),
+            ({"gpus": 3, "tensor_parallel": 2}, "tensor_parallel: 2 does not divide the 3 devices; use a divisor of 3"),
+            ({"gpus": 0}, "gpus: must be a number of devices such as 8, or a range such as {min: 4, max: 8}"),
+            ({"gpus": -1}, "or 4-8, not -1"),
+            ({"gpus": True}, "or 4-8, not True"),
+            ({"gpus": [0, 1]}, "or 4-8, not [0, 1]"),
+            ({"gpus": "four"}, "or 4-8, not 'four'"),
+            ({"gpus": {"min": 4}}, "or 4-8, not {'min': 4}"),
+            ({"gpus": "8-4"}, "gpus: min 8 is more than max 4; exchange them"),
+            ({"gpus": "4-8"}, "gpus: rollouts grow and shrink by themselves; give the most they may use: 'gpus: 8'"),
             ({"devices": ["gpu0"]}, "valid integer, not 'gpu0'"),
         ],
     )
@@ -193,6 +237,23 @@ class TestBad:
             "job.yaml:2: steps: must be a valid integer, not 'many'",
             "job.yaml:7: rollout.topp: unknown key; did you mean 'top_p'?",
         ]
+
+    def test_a_range_needs_a_pipeline_that_can_move(self, tmp_path: Path) -> None:
+        (line,) = failure(tmp_path, with_keys(clusters={"actor_train": {"gpus": {"min": 2, "max": 4}}}))
+        assert re.match(r"job\.yaml:\d+: clusters\.actor_train\.gpus: 2-4 is a range, but full_finetune builds", line)
+        assert "give one number, e.g. 'gpus: 4' (a range is for a pipeline of your own" in line
+        own = "collections:Counter"  # anything that can be imported and called
+        text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})
+        assert "no multiple of tensor_parallel 4 lies from 5 to 7" in failure(tmp_path, text)[0]
+
+    def test_clusters_that_say_nothing(self, tmp_path: Path) -> None:
+        clusters: dict[str, Any] = {"actor_train": {"tensor_parallel": 2}, "critic": {}}
+        train, critic = failure(tmp_path, with_keys(clusters=clusters))
+        assert "clusters.actor_train: says neither how many devices nor which; add e.g. 'gpus: 2'" in train
+        assert "clusters.critic: says neither" in critic
+        (line,) = failure(tmp_path, with_keys(clusters=None))
+        assert line.startswith("job.yaml: clusters: is missing and has no default (")
+        assert "actor_train: {gpus: 2}" in line
 
     def test_a_missing_cluster(self, tmp_path: Path) -> None:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_infer": {"devices": [0]}}))
@@ -232,26 +293,44 @@ class TestBad:
 class TestPool:
     def test_devices_that_do_not_exist(self, tmp_path: Path) -> None:
         spec = load_job(write(tmp_path, VALID))
-        spec.check_devices(4)
+        spec.check_devices(range(4))
         with pytest.raises(SpecError) as caught:
-            spec.check_devices(2)
+            spec.check_devices([0, 1, 5])
         assert str(caught.value) == (
-            f"{tmp_path}/job.yaml:9: clusters.actor_infer.devices: device 2 does not exist: the pool has 2 devices, "
-            "numbered 0 to 1; use those, or run on a pool of at least 4"
+            f"{tmp_path}/job.yaml:9: clusters.actor_infer.devices: device 2 does not exist: the pool has devices 0-1, "
+            "5; list those, let RLix choose with 'gpus: 4', or run on a larger pool (without GPUs: --devices N makes N "
+            "virtual ones)"
         )
         with pytest.raises(SpecError, match="RLIX_VIRTUAL_GPUS"):
-            spec.check_devices(0)
+            spec.check_devices([])
+
+    @pytest.mark.parametrize(
+        ("cluster", "message"),
+        [
+            ({"gpus": 9}, "clusters.actor_infer.gpus: needs 9 devices, and the pool has 8; ask for fewer, or run on"),
+            ({"gpus": 99999999}, "clusters.actor_infer.gpus: needs 99999999 devices, and the pool has 8"),
+            ({"devices": [0, 9]}, "clusters.actor_infer.devices: device 9 does not exist: the pool has devices 0-7"),
+            ({"devices": [99999999]}, "device 99999999 does not exist"),
+            ({"tensor_parallel": 16}, "clusters.actor_infer.gpus: needs 16 devices"),
+        ],
+    )
+    def test_more_than_the_pool_has(self, tmp_path: Path, cluster: dict[str, Any], message: str) -> None:
+        spec = load_job(write(tmp_path, with_keys(clusters={"actor_train": {"gpus": 2}, "actor_infer": cluster})))
+        with pytest.raises(SpecError) as caught:
+            check_jobs([spec], range(8))
+        (line,) = str(caught.value).splitlines()
+        assert message in line
 
     def test_two_jobs_of_one_name(self, tmp_path: Path) -> None:
         first = load_job(write(tmp_path, VALID, "a.yaml"))
         second = load_job(write(tmp_path, VALID, "b.yaml"))
         with pytest.raises(SpecError, match=r"b\.yaml:1: name: 'job' is also the name of .*a\.yaml; rename one"):
-            check_jobs([first, second], 4)
+            check_jobs([first, second], range(4))
 
     def test_specs_made_in_python_are_checked_too(self) -> None:
         values = yaml.safe_load(VALID)
         spec = JobSpec(**values)
         with pytest.raises(SpecError, match=r"^clusters\.actor_train\.devices: device 1"):
-            spec.check_devices(1)
+            spec.check_devices([0])
         with pytest.raises(ValidationError, match=r"rollout\.max_new_tokens: is 2"):
             JobSpec(**(values | {"rollout": {"max_new_tokens": 2}}))

@@ -16,6 +16,8 @@ from rlix.protocol.messages import LeaseStatus
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_namespace
 
 STEPS = 4
+TRAIN = {"sort_digits": (0, 1), "copy_digits": (1, 2), "agentic_lookup": (0, 1)}
+"""Given, not chosen: so that jobs meet on the same devices, whatever else runs in the session's pool."""
 _TIMED = ("time", "_s", "env_faults", "env_timeouts", "env_retries")
 
 
@@ -24,6 +26,10 @@ def small(example: str = "sort_digits", **changes: Any) -> JobSpec:
     base = load_job(example).model_dump()
     base |= {"steps": STEPS, "warmup": {"steps": 5, "batch_size": 64, "learning_rate": 1e-3}}
     base["rollout"] |= {"prompts_per_step": 8, "samples_per_prompt": 4}
+    base["clusters"] = {
+        "actor_train": {"devices": TRAIN.get(example, (0, 1))},
+        "actor_infer": {"devices": (0, 1, 2, 3)},
+    }
     for name, value in changes.items():
         old = base.get(name)
         base[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value

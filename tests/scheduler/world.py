@@ -68,7 +68,7 @@ class World:
         size: int = 1,
         alternatives: Sequence[Sequence[int]] = (),
     ) -> None:
-        clusters = [Cluster(INFER, size, tuple(infer))]
+        clusters = [Cluster(INFER, size, tuple(infer), elastic=True)]
         if train:
             clusters.append(Cluster(TRAIN, 1, tuple(train), tuple(map(tuple, alternatives))))
         self.apply(PipelineAllocated(name, "ft"))

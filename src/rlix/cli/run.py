@@ -17,7 +17,7 @@ from rich.live import Live
 
 from rlix.cli.view import make_console, plain
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, LiveScreen, LogScreen, Screen, watch
-from rlix.control.init import init, shutdown
+from rlix.control.init import init, new_pool_size, shutdown
 from rlix.control.settings import Settings
 from rlix.monitor.report import Report, build_report, summary, write_report
 from rlix.monitor.tables import render_text
@@ -25,7 +25,7 @@ from rlix.monitor.trace import write_trace
 from rlix.pipeline.launch import JobHandle, launch, split_devices
 from rlix.pipeline.spec import JobSpec, check_jobs, load_job
 from rlix.protocol.errors import RlixError, SpecError
-from rlix.protocol.messages import ControlStatus
+from rlix.protocol.messages import ControlStatus, DeviceKind
 
 if TYPE_CHECKING:
     from rlix.pipeline.base import JobStatus
@@ -55,7 +55,7 @@ def run_jobs(options: RunOptions) -> int:
     specs = [load_job(spec) for spec in options.specs]
     _check_output(options.runs_dir)
     if options.devices is not None:
-        check_jobs(specs, options.devices)
+        check_jobs(specs, range(options.devices))
     console = make_console(stderr=options.as_json)
     interrupts = Interrupts()
     # With --json nothing else may reach stdout, and Ray prints what workers print.
@@ -110,9 +110,12 @@ def _run_to_end(
     with _control_plane(specs, options) as orchestrator:
         try:
             status = _ControlStatus(orchestrator)
-            count = len(status().devices)
-            check_jobs(specs, count)
-            placed = split_devices(specs, count) if options.split else specs
+            pool = status().devices
+            if all(device.kind is DeviceKind.CPU for device in pool):
+                console.print(f"{len(pool)} virtual GPUs (another number: --devices N)", highlight=False)
+            ids = [device.id for device in pool]
+            check_jobs(specs, ids)
+            placed = split_devices(specs, ids) if options.split else specs
             handles = launch(placed, options.runs_dir, resume=options.resume)
             # Ray has put its own handler for SIGTERM in place of ours meanwhile.
             with interrupts.handled(), _screen(console, options) as screen:
@@ -136,11 +139,9 @@ def _control_plane(specs: Sequence[JobSpec], options: RunOptions) -> Iterator[An
             orchestrator = init(create_if_missing=False, log_level="WARNING")
         except RlixError:
             ours = True
-            # Virtual GPUs are made to order: as many as the jobs name, unless the user says how many.
-            needed = 1 + max(
-                device for spec in specs for _, cluster in spec.clusters.items() for device in cluster.devices
-            )
-            settings = Settings.from_env({"RLIX_VIRTUAL_GPUS": str(needed), **os.environ})
+            settings = Settings.from_env()
+            if not ray.is_initialized():  # nor will it be before we know that the jobs fit the pool it would have
+                check_jobs(specs, range(new_pool_size(settings, options.devices)))
             orchestrator = init(virtual_gpus=options.devices, settings=settings, log_level="WARNING")
         if not ours and options.devices is not None:
             raise SpecError("--devices: a control plane runs already, with its own devices; leave the option out")

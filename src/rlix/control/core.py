@@ -197,7 +197,7 @@ class Core:
                 self.log.end(event.pipeline_id)
             case DemandReported():
                 job = self.jobs.get(event.pipeline_id)
-                if job is not None and job.rollout_ended(event.demand.trajectories):
+                if job is not None and job.rollout_ended(event.cluster, event.demand.trajectories):
                     self._phase_ended(job)
             case DrainStarted():
                 self.log.add("shrinking", self.state.leases[event.epoch].lease, wall)

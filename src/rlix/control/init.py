@@ -113,9 +113,19 @@ def _attach_ray(address: str) -> bool:
     return True
 
 
-def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | None) -> None:
+def new_pool_size(settings: Settings, virtual_gpus: int | None = None) -> int:
+    """How many devices a Ray that `init` starts here has: this machine's GPUs, or virtual ones."""
+    return _real_gpus() or virtual_gpus or settings.virtual_gpus
+
+
+def _real_gpus() -> int:
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
-    real = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators() if visible is None else len(visible)
+    found = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators() if visible is None else len(visible)
+    return int(found)
+
+
+def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | None) -> None:
+    real = _real_gpus()
     if real and virtual_gpus:
         logger.info("this machine has %d GPUs: virtual_gpus=%d is ignored", real, virtual_gpus)
     devices: dict[str, Any] = {"num_gpus": real}

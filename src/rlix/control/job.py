@@ -33,7 +33,7 @@ class Job:
         self.ending = False
         self._failures = 0
         self._muted_until = 0.0
-        self._rolling = False
+        self._rolling: set[str] = set()  # elastic clusters with something outstanding
         self._gang_until = 0.0
 
     def heard(self, process: Process | None, now: float) -> None:
@@ -57,11 +57,14 @@ class Job:
     def succeeded(self) -> None:
         self._failures = 0
 
-    def rollout_ended(self, trajectories: int) -> bool:
-        """Takes a report of what is outstanding; True when that has just become nothing."""
-        ended = self._rolling and not trajectories
-        self._rolling = trajectories > 0
-        return ended
+    def rollout_ended(self, cluster: str, trajectories: int) -> bool:
+        """Takes a report of what is outstanding; True when that has just become nothing, on all elastic clusters."""
+        before = bool(self._rolling)
+        if trajectories:
+            self._rolling.add(cluster)
+        else:
+            self._rolling.discard(cluster)
+        return before and not self._rolling
 
     def phase_ended(self, now: float) -> None:
         """Notes that its rollout or a gang of it has just ended: it is likely to ask for a gang at once."""

@@ -49,17 +49,22 @@ class Orchestrator:
         pipeline_id: str,
         ray_namespace: str,
         cluster_tp_configs: Mapping[str, int],
-        cluster_device_mappings: Mapping[str, Sequence[int]],
+        cluster_device_mappings: Mapping[str, Sequence[int] | int | Mapping[str, int] | None],
         cluster_device_alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
+        elastic_clusters: Sequence[str] | None = None,
         name: str = "",
     ) -> Registration:
-        """Declares which devices each cluster of the pipeline may use, and its tensor-parallel size.
+        """Declares the devices of each cluster of the pipeline, and its tensor-parallel size. Cluster names are free.
 
         `name` is what people call it.
 
-        `cluster_device_alternatives`: for a cluster that asks for gangs, further lists of as many devices on which it
-        can run just as well. It is granted one of them when it would queue for its own behind another gang and nobody
-        works there; the lease says which (`lease.devices`), and the pipeline must be able to run there.
+        A mapping is a list of device ids, a number of devices, a range `{"min": 4, "max": 8}` (gangs only) or None for
+        the whole pool (elastic clusters only); what is asked for by size is placed, and the answer says where.
+        `elastic_clusters` run rollouts and report demand (default: `actor_infer`); the others ask for gangs.
+        `cluster_device_alternatives`: for a cluster that asks for gangs and lists its devices, further lists on which
+        it can run as well; one that asks for a size gets some unless it gives an empty list here. It is granted one of
+        them when it would queue for its own behind another gang and nobody works there; the lease says which
+        (`lease.devices`), and the pipeline must be able to run there.
 
         Raises:
             SpecError: the declaration is wrong; the message names the cluster, the field and the fix.
@@ -71,6 +76,7 @@ class Orchestrator:
             cluster_tp_configs,
             cluster_device_mappings,
             cluster_device_alternatives,
+            elastic_clusters,
             name,
         )
         return registration
@@ -95,7 +101,7 @@ class Orchestrator:
         return status
 
     async def devices(self) -> tuple[Device, ...]:
-        """The pool's devices; a device's id is its place in this tuple."""
+        """The pool's devices, by id; nodes come and go, so ids have gaps."""
         devices: tuple[Device, ...] = await self._ask("devices")
         return devices
 

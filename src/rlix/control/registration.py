@@ -1,15 +1,16 @@
-"""Checks what a pipeline declares before anything is recorded about it."""
+"""Checks what a pipeline declares, and places what it asks for by size, before anything is recorded about it."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Cluster, Device, Registration
 from rlix.protocol.types import ClusterName, Phase
+from rlix.scheduler.placement import Wish, place
 
-ROLLOUT_CLUSTER = ClusterName.ACTOR_INFER
-"""The elastic cluster: its bundles follow reported demand; every other cluster asks for gangs."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
 def build_registration(
@@ -19,13 +20,26 @@ def build_registration(
     cluster_device_mappings: object,
     devices: Sequence[Device],
     cluster_device_alternatives: object = None,
+    elastic_clusters: object = None,
+    others: Iterable[Registration] = (),
     *,
-    name: str = "",
+    called: str = "",
 ) -> Registration:
     """Turns the arguments of `register_pipeline` into a `Registration`.
 
+    `cluster_device_mappings[name]` is one of
+
+    - `[0, 1, 2, 3]` (a list or tuple): these devices, in rank order;
+    - `8`: that many devices, placed by the pool; for an elastic cluster the most it may use;
+    - `{"min": 4, "max": 8}`, gangs only: 8 devices, or fewer down to 4 where it would otherwise wait;
+    - `None`, elastic clusters only: the whole pool, in whole bundles.
+
+    A gang that asks for a size is told of other blocks it can move to (`Cluster.alternatives`); an empty list in
+    `cluster_device_alternatives` says that it stays where it is placed. `elastic_clusters` names the clusters that run
+    rollouts; None: `actor_infer`, if there is one. `others`: who has registered before, for the crowding of devices. `called`: the pipeline's name, for people.
+
     Raises:
-        SpecError: naming the pipeline, the cluster, the field and the fix.
+        SpecError: one line for each cluster that is wrong, naming the pipeline, the cluster, the field and the fix.
     """
     where = f"register_pipeline({pipeline_id!r})"
     if not isinstance(ray_namespace, str) or not ray_namespace:
@@ -39,13 +53,42 @@ def build_registration(
         if name in mappings:
             has, lacks = lacks, has
         raise SpecError(f"{where}: cluster {name!r} is in {has} but not in {lacks}; name it in both or in neither")
-    clusters = tuple(_cluster(where, name, sizes[name], mappings[name], devices) for name in mappings)
+    alternatives: Mapping[str, object] = {}
     if cluster_device_alternatives is not None:
-        alternatives = _mapping(where, "cluster_device_alternatives", cluster_device_alternatives)
+        alternatives = _mapping(where, "cluster_device_alternatives", cluster_device_alternatives, may_be_empty=True)
         for name in sorted(alternatives.keys() - mappings.keys()):
             raise SpecError(f"{where}: cluster_device_alternatives: cluster {name!r} is not in cluster_device_mappings")
-        clusters = tuple(_with_alternatives(where, c, alternatives.get(c.name, ()), devices) for c in clusters)
-    return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters, name=name)
+    elastic = _elastic(where, mappings, elastic_clusters)
+    clusters = _placed(where, sizes, mappings, alternatives, elastic, devices, others)
+    return Registration(pipeline_id=pipeline_id, ray_namespace=ray_namespace, clusters=clusters, name=called)
+
+
+def _placed(
+    where: str,
+    sizes: Mapping[str, object],
+    mappings: Mapping[str, object],
+    alternatives: Mapping[str, object],
+    elastic: frozenset[str],
+    devices: Sequence[Device],
+    others: Iterable[Registration],
+) -> tuple[Cluster, ...]:
+    """All clusters, checked one by one and placed together."""
+    wishes, sets, problems = [], {}, []
+    for name in mappings:
+        declared = _Declared(f"{where}: cluster {name!r}", name, name in elastic, devices)
+        try:
+            wish = declared.wish(sizes[name], mappings[name], moves=name not in alternatives)
+            sets[name] = declared.alternatives(wish, alternatives[name]) if name in alternatives else ()
+            wishes.append(wish)
+        except SpecError as error:
+            problems.append(str(error))
+    if problems:
+        raise SpecError("\n".join(problems))
+    try:
+        placed = place(wishes, devices, others)
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None
+    return tuple(replace(c, alternatives=sets[c.name]) if sets[c.name] else c for c in placed)
 
 
 def check_gang_request(registration: Registration, cluster: object, phase: object) -> Cluster:
@@ -59,10 +102,15 @@ def check_gang_request(registration: Registration, cluster: object, phase: objec
         known = ", ".join(f"{p.name}={p.value}" for p in Phase)
         raise SpecError(f"{where}: unknown phase {phase!r}; phases are: {known}")
     found = _registered(where, registration, cluster)
-    if found.name == ROLLOUT_CLUSTER or phase == Phase.ROLLOUT:
+    if found.elastic:
         raise SpecError(
-            f"{where}: cluster {found.name!r}, phase {Phase(phase).name}: rollouts are elastic and cannot be asked for "
-            f"as a gang; call report_demand for cluster {ROLLOUT_CLUSTER.value!r} instead"
+            f"{where}: cluster {found.name!r} is elastic: its devices come and go and cannot be asked for as a gang; "
+            "call report_demand instead, or register it without naming it in elastic_clusters"
+        )
+    if phase == Phase.ROLLOUT:
+        raise SpecError(
+            f"{where}: cluster {found.name!r}, phase ROLLOUT: rollouts are elastic and cannot be asked for as a gang; "
+            f"call report_demand for {_elastic_names(registration)}"
         )
     return found
 
@@ -75,12 +123,17 @@ def check_rollout_cluster(registration: Registration, cluster: object) -> Cluste
     """
     where = f"report_demand({registration.pipeline_id!r})"
     found = _registered(where, registration, cluster)
-    if found.name != ROLLOUT_CLUSTER:
+    if not found.elastic:
         raise SpecError(
-            f"{where}: cluster {found.name!r} is not elastic; only {ROLLOUT_CLUSTER.value!r} reports demand, "
-            "the others call request_gang"
+            f"{where}: cluster {found.name!r} is not elastic, so it calls request_gang; demand is reported for "
+            f"{_elastic_names(registration)}"
         )
     return found
+
+
+def _elastic_names(registration: Registration) -> str:
+    names = [repr(cluster.name) for cluster in registration.clusters if cluster.elastic]
+    return " or ".join(names) or "clusters named in elastic_clusters, of which this pipeline registered none"
 
 
 def _registered(where: str, registration: Registration, cluster: object) -> Cluster:
@@ -91,92 +144,170 @@ def _registered(where: str, registration: Registration, cluster: object) -> Clus
     raise SpecError(f"{where}: cluster {cluster!r} is not registered; this pipeline registered: {known}")
 
 
-def _mapping(where: str, field: str, value: object) -> Mapping[str, object]:
+def _mapping(where: str, field: str, value: object, *, may_be_empty: bool = False) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise SpecError(f"{where}: {field} must be a dict keyed by cluster name, got {type(value).__name__}")
-    if not value:
+    if not value and not may_be_empty:
         raise SpecError(f"{where}: {field} is empty; name at least one cluster")
     return value
 
 
 def _check_name(where: str, name: object) -> None:
-    if not isinstance(name, str) or name not in list(ClusterName):
-        known = ", ".join(c.value for c in ClusterName)
-        raise SpecError(f"{where}: unknown cluster {name!r}; clusters are: {known}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _device_ids(where: str, value: object, devices: Sequence[Device]) -> tuple[int, ...]:
-    """A list of existing devices, none twice; `where` begins the message of a SpecError."""
-    if not isinstance(value, list | tuple) or not all(_is_int(d) for d in value):
-        raise SpecError(f"{where}: must be a list of device ids (ints), got {value!r}")
-    if not value:
-        raise SpecError(f"{where}: is empty; name at least one device")
-    ids = tuple(int(d) for d in value)
-    known = {device.id: device for device in devices}
-    for device_id in ids:
-        if device_id not in known:
-            raise SpecError(f"{where}: device {device_id} does not exist; this pool has {describe_ids(known)}")
-        if ids.count(device_id) > 1:
-            raise SpecError(f"{where}: device {device_id} is named more than once; name each device once")
-    return ids
-
-
-def _with_alternatives(where: str, cluster: Cluster, value: object, devices: Sequence[Device]) -> Cluster:
-    field = f"{where}: cluster {cluster.name!r}: cluster_device_alternatives"
-    if not isinstance(value, list | tuple):
-        raise SpecError(f"{field}: must be a list of lists of device ids, got {value!r}")
-    if value and cluster.name == ROLLOUT_CLUSTER:
-        raise SpecError(f"{field}: rollouts are elastic; name all their devices in cluster_device_mappings")
-    sets = tuple(_device_ids(f"{field}[{number}]", devices_, devices) for number, devices_ in enumerate(value))
-    for number, ids in enumerate(sets):
-        if len(ids) != len(cluster.devices):
-            raise SpecError(
-                f"{field}[{number}]: has {len(ids)} devices, the cluster {len(cluster.devices)}; name as many"
-            )
-    return replace(cluster, alternatives=sets)
-
-
-def _cluster(where: str, name: str, size: object, mapping: object, devices: Sequence[Device]) -> Cluster:
-    def fail(field: str, problem: str) -> NoReturn:
-        raise SpecError(f"{where}: cluster {name!r}: {field}: {problem}")
-
-    if not isinstance(size, int) or isinstance(size, bool):
-        fail("cluster_tp_configs", f"the tensor-parallel size must be an int, got {size!r}")
-    if size < 1:
-        fail("cluster_tp_configs", f"the tensor-parallel size must be at least 1, got {size}")
-    ids = _device_ids(f"{where}: cluster {name!r}: cluster_device_mappings", mapping, devices)
-    by_id = {device.id: device for device in devices}
-    if len(ids) % size:
-        fail(
-            "cluster_tp_configs",
-            f"tensor-parallel size {size} does not divide its {len(ids)} devices; change one of the two",
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SpecError(
+            f"{where}: {name!r} cannot be a cluster's name; use a word of at most 64 letters, digits, '_' and '-' that "
+            f"does not begin with a digit, such as {ClusterName.ACTOR_TRAIN.value!r}"
         )
-    cluster = Cluster(name=str(name), tensor_parallel_size=size, devices=ids)
-    if cluster.name == ROLLOUT_CLUSTER:
-        for rank, bundle in enumerate(cluster.bundles):
-            nodes = {by_id[d].node_id for d in bundle}
-            if len(nodes) > 1 and size <= _largest_node(devices):
-                fail(
-                    "cluster_device_mappings",
-                    f"bundle {rank} (devices {list(bundle)}) is spread over {len(nodes)} nodes although {size} devices "
-                    "fit in one; order the devices so that every bundle stays on one node",
+
+
+def _elastic(where: str, mappings: Mapping[str, object], value: object) -> frozenset[str]:
+    if value is None:
+        return frozenset({ClusterName.ACTOR_INFER.value} & mappings.keys())
+    if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in value):
+        raise SpecError(f"{where}: elastic_clusters must be a list of cluster names, got {value!r}")
+    known = ", ".join(mappings)
+    for name, times in Counter(value).items():
+        if name not in mappings:
+            raise SpecError(f"{where}: elastic_clusters: cluster {name!r} is not in cluster_device_mappings: {known}")
+        if times > 1:
+            raise SpecError(f"{where}: elastic_clusters: cluster {name!r} is named more than once; name each once")
+    return frozenset(value)
+
+
+class _Declared:
+    """One cluster's part of the declaration; `where` begins every message."""
+
+    def __init__(self, where: str, name: str, elastic: bool, devices: Sequence[Device]) -> None:
+        self.where = where
+        self.name = name
+        self.elastic = elastic
+        self.nodes = {device.id: device.node_id for device in devices}
+
+    def wish(self, tensor_parallel: object, mapping: object, *, moves: bool) -> Wish:
+        """Raises SpecError, as all methods do."""
+        size = self._tensor_parallel(tensor_parallel)
+        field = f"{self.where}: cluster_device_mappings"
+        if isinstance(mapping, list | tuple):
+            ids = self._ids(field, mapping)
+            if len(ids) % size:
+                raise SpecError(
+                    f"{self.where}: cluster_tp_configs: tensor-parallel size {size} does not divide its {len(ids)} "
+                    "devices; change one of the two"
                 )
-    return cluster
+            self._check_bundles(field, ids, size)
+            return Wish(self.name, size, self.elastic, devices=ids)
+        least, most = self._range(field, mapping)
+        wish = Wish(self.name, size, self.elastic, least=least, most=most, moves=moves)
+        if least == most and most % size:
+            raise SpecError(f"{field}: {most} is not a multiple of the tensor-parallel size {size}; change one of them")
+        if not wish.widths and most:
+            raise SpecError(f"{field}: no multiple of the tensor-parallel size {size} lies from {least} to {most}")
+        return wish
+
+    def alternatives(self, wish: Wish, value: object) -> tuple[tuple[int, ...], ...]:
+        field = f"{self.where}: cluster_device_alternatives"
+        if not isinstance(value, list | tuple):
+            raise SpecError(f"{field}: must be a list of lists of device ids, got {value!r}")
+        if value and self.elastic:
+            raise SpecError(f"{field}: rollouts are elastic; name all their devices in cluster_device_mappings")
+        if value and not wish.devices:
+            raise SpecError(
+                f"{field}: the cluster asks for a size, so its alternatives are found for it; leave them out, or list "
+                "device ids in cluster_device_mappings too"
+            )
+        sets = []
+        for number, given in enumerate(value):
+            ids = self._ids(f"{field}[{number}]", given)
+            if len(ids) % wish.tensor_parallel_size:
+                raise SpecError(
+                    f"{field}[{number}]: {len(ids)} devices are no multiple of the tensor-parallel size "
+                    f"{wish.tensor_parallel_size}; name more or fewer"
+                )
+            sets.append(ids)
+        return tuple(sets)
+
+    def _tensor_parallel(self, value: object) -> int:
+        field = f"{self.where}: cluster_tp_configs"
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise SpecError(f"{field}: the tensor-parallel size must be an int, got {value!r}")
+        if value < 1:
+            raise SpecError(f"{field}: the tensor-parallel size must be at least 1, got {value}")
+        return value
+
+    def _range(self, field: str, value: object) -> tuple[int, int]:
+        """The least and the most devices; (0, 0): the whole pool."""
+        if value is None:
+            if not self.elastic:
+                raise SpecError(f"{field}: must be given: a number of devices such as 2, or a list of device ids")
+            return 0, 0
+        if isinstance(value, Mapping):
+            return self._both_ends(field, value)
+        most = self._count(field, value)
+        return most, most
+
+    def _both_ends(self, field: str, value: Mapping[object, object]) -> tuple[int, int]:
+        if value.keys() != {"min", "max"}:
+            raise SpecError(f"{field}: a range has a min and a max, such as {{'min': 4, 'max': 8}}, got {value!r}")
+        if self.elastic:
+            raise SpecError(
+                f"{field}: the cluster is elastic and grows and shrinks by itself; give the most devices it may use "
+                "as one int, or None for the whole pool"
+            )
+        least, most = self._count(f"{field}: min", value["min"]), self._count(f"{field}: max", value["max"])
+        if least > most:
+            raise SpecError(f"{field}: min {least} is more than max {most}; exchange them")
+        return least, most
+
+    def _count(self, field: str, value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise SpecError(
+                f"{field}: must be a list of device ids (ints), a number of devices, or a range such as "
+                f"{{'min': 4, 'max': 8}}, got {value!r}"
+            )
+        if value < 1:
+            raise SpecError(f"{field}: a cluster needs at least 1 device, got {value}")
+        if value > len(self.nodes):
+            raise SpecError(f"{field}: asks for {value} devices, and this pool has {len(self.nodes)}; ask for fewer")
+        return value
+
+    def _ids(self, field: str, value: object) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(d, int) and not isinstance(d, bool) for d in value
+        ):
+            raise SpecError(f"{field}: must be a list of device ids (ints), got {value!r}")
+        if not value:
+            raise SpecError(f"{field}: is empty; name at least one device")
+        for device, times in Counter(value).items():
+            if device not in self.nodes:
+                raise SpecError(f"{field}: device {device} does not exist; this pool has {describe_ids(self.nodes)}")
+            if times > 1:
+                raise SpecError(f"{field}: device {device} is named more than once; name each device once")
+        return tuple(value)
+
+    def _check_bundles(self, field: str, ids: tuple[int, ...], size: int) -> None:
+        """A replica's devices talk at every token: they share a node where they can."""
+        largest = max(Counter(self.nodes.values()).values())
+        if not self.elastic or size > largest:
+            return
+        for rank, start in enumerate(range(0, len(ids), size)):
+            bundle = ids[start : start + size]
+            if (spread := len({self.nodes[device] for device in bundle})) > 1:
+                raise SpecError(
+                    f"{field}: bundle {rank} (devices {list(bundle)}) is spread over {spread} nodes although {size} "
+                    "devices fit in one; order the devices so that every bundle stays on one node"
+                )
 
 
-def _largest_node(devices: Sequence[Device]) -> int:
-    counts: dict[str, int] = {}
-    for device in devices:
-        counts[device.node_id] = counts.get(device.node_id, 0) + 1
-    return max(counts.values(), default=0)
-
-
-def describe_ids(ids: Mapping[int, object]) -> str:
-    """Device ids for a message, such as "devices 0-7"."""
-    if not ids:
+def describe_ids(ids: Iterable[int]) -> str:
+    """Device ids for a message, such as "devices 0-3, 7"."""
+    runs: list[list[int]] = []
+    for device in sorted(ids):
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1][1:] = [device]
+        else:
+            runs.append([device])
+    if not runs:
         return "no devices"
-    return f"devices {min(ids)}-{max(ids)}" if len(ids) > 1 else f"device {min(ids)} only"
+    if len(runs) == 1 and len(runs[0]) == 1:
+        return f"device {runs[0][0]} only"
+    return "devices " + ", ".join("-".join(map(str, run)) for run in runs)

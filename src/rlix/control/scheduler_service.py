@@ -138,6 +138,7 @@ class Scheduler:
         cluster_tp_configs: object,
         cluster_device_mappings: object,
         cluster_device_alternatives: object = None,
+        elastic_clusters: object = None,
         name: str = "",
     ) -> Registration:
         """See `Orchestrator.register_pipeline`. Registering the same again changes nothing."""
@@ -153,16 +154,20 @@ class Scheduler:
             cluster_device_mappings,
             core.state.devices,
             cluster_device_alternatives,
-            name=name,
+            elastic_clusters,
+            [other for other in core.state.registrations.values() if other.pipeline_id != pipeline_id],
+            called=name,
         )
         before = core.state.registrations.get(pipeline_id)
-        if before is not None and before != registration:
+        if before is None:
+            core.record(PipelineRegistered(registration))
+            return registration
+        # Asked for by size it might be placed elsewhere now; what was answered the first time stays.
+        if _declared(before) != _declared(registration):
             raise SpecError(
                 f"register_pipeline({pipeline_id!r}): already registered; allocate another id for another pipeline"
             )
-        if before is None:
-            core.record(PipelineRegistered(registration))
-        return registration
+        return before
 
     async def admit_pipeline(self, pipeline_id: str) -> None:
         """See `Orchestrator.admit_pipeline`. Admitting an admitted pipeline changes nothing."""
@@ -355,6 +360,11 @@ async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | Non
     ended = asyncio.Event()
     core.endings.end(pipeline_id, reason, spare=spare, done=ended.set)
     await ended.wait()
+
+
+def _declared(registration: Registration) -> object:
+    clusters = [(c.name, c.tensor_parallel_size, len(c.devices), c.elastic) for c in registration.clusters]
+    return registration.ray_namespace, registration.name, clusters
 
 
 def _registration(core: Core, pipeline_id: str, where: str) -> Registration:

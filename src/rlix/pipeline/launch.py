@@ -17,10 +17,17 @@ from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.coordinator import PipelineCoordinator, check_importable
 from rlix.pipeline.run_folder import check_free
-from rlix.pipeline.spec import ClusterSpec, JobSpec, check_jobs
+from rlix.pipeline.spec import JobSpec, check_jobs
+from rlix.pipeline.spec_clusters import ClusterSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus
-from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, coordinator_actor_name, pipeline_namespace
+from rlix.protocol.types import (
+    NAMESPACE,
+    ORCHESTRATOR_ACTOR_NAME,
+    ClusterName,
+    coordinator_actor_name,
+    pipeline_namespace,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +113,7 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
         check_free(runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
-    check_jobs(specs, len(status.devices))
+    check_jobs(specs, [device.id for device in status.devices])
     for spec in specs:
         check_importable(spec.pipeline)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
@@ -114,14 +121,17 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
 
 
 def _launch_one(config: JobConfig, orchestrator: Any) -> JobHandle:
-    clusters = config.spec.clusters.items()
+    clusters = config.spec.clusters_in_use
+    # The engines of pipelines stay where they are built, unless a pipeline says by a range that its own can move.
+    stay = [name for name, c in clusters.items() if isinstance(c.gpus, int) and name != ClusterName.ACTOR_INFER]
     pipeline_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=_CALL_TIMEOUT_S)
     ray.get(
         orchestrator.register_pipeline.remote(
             pipeline_id=pipeline_id,
             ray_namespace=pipeline_namespace(pipeline_id),
-            cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters},
-            cluster_device_mappings={name: list(cluster.devices) for name, cluster in clusters},
+            cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters.items()},
+            cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
+            cluster_device_alternatives={name: [] for name in stay},
         ),
         timeout=_CALL_TIMEOUT_S,
     )
@@ -140,30 +150,34 @@ def _launch_one(config: JobConfig, orchestrator: Any) -> JobHandle:
     return JobHandle(config, pipeline_id, orchestrator, coordinator, pipeline)
 
 
-def split_devices(specs: Sequence[JobSpec], device_count: int) -> list[JobSpec]:
-    """Give each job an equal part of the devices to itself: what sharing is compared with.
+def split_devices(specs: Sequence[JobSpec], pool: Sequence[int]) -> list[JobSpec]:
+    """Give each job an equal part of the pool's devices to itself: what sharing is compared with.
 
-    A cluster keeps its tensor-parallel size and uses as many devices of the job's part as it used of the pool, at most.
+    A cluster keeps its tensor-parallel size, and its number of devices as far as the job's part has them.
 
     Raises:
-        SpecError: the part is smaller than one of a job's bundles.
+        SpecError: the part is smaller than the least that one of a job's clusters runs on.
     """
-    size = device_count // max(1, len(specs))
-    return [_on_part(spec, tuple(range(i * size, (i + 1) * size))) for i, spec in enumerate(specs)]
+    size = len(pool) // max(1, len(specs))
+    return [_on_part(spec, tuple(pool[i * size : (i + 1) * size])) for i, spec in enumerate(specs)]
 
 
 def _on_part(spec: JobSpec, part: tuple[int, ...]) -> JobSpec:
     clusters = {}
-    for name, cluster in spec.clusters.items():
+    for name, cluster in spec.clusters_in_use.items():
         parallel = cluster.tensor_parallel
-        if parallel > len(part):
+        count = min(cluster.count or len(part), len(part)) // parallel * parallel
+        if count < max(cluster.least, 1):
             raise SpecError(
-                f"{spec.name}: clusters.{name} needs {parallel} devices for one bundle, but an equal split gives each "
-                f"job {len(part)}; run fewer jobs side by side or lower tensor_parallel"
+                f"{spec.name}: clusters.{name} needs {cluster.least} devices, but an equal split gives each job "
+                f"{len(part)}; run fewer jobs side by side, or lower {_least_field(cluster)}"
             )
-        count = min(len(cluster.devices), len(part)) // parallel * parallel
         clusters[name] = ClusterSpec(devices=part[:count], tensor_parallel=parallel)
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters)})
+
+
+def _least_field(cluster: ClusterSpec) -> str:
+    return "tensor_parallel" if cluster.least == cluster.tensor_parallel else "the range's min"
 
 
 def wait_all(handles: Sequence[JobHandle], timeout_s: float) -> list[JobStatus]:

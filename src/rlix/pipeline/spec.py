@@ -1,7 +1,7 @@
 """What a user writes to describe a job: nested, frozen sections that are checked before anything starts."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -13,12 +13,12 @@ from pydantic import (
     PrivateAttr,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from rlix.pipeline.spec_checks import environment_problems, inconsistencies
+from rlix.pipeline.spec_clusters import ClusterSpec, ClustersSpec, pool_problems
 from rlix.pipeline.spec_file import Origin, Problem, nearest, problems_of, read_yaml
 from rlix.pipeline.spec_training import (
     AlgorithmSpec,
@@ -34,6 +34,7 @@ from rlix.pipeline.spec_training import (
     Share,
 )
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import ClusterName
 
 if TYPE_CHECKING:
     import torch
@@ -180,33 +181,6 @@ class RolloutSpec(Section):
     executor: Literal["transformers", "vllm"] = "transformers"
 
 
-class ClusterSpec(Section):
-    """The devices one worker set may use, in rank order."""
-
-    devices: Annotated[tuple[Index, ...], Field(strict=False)]
-    tensor_parallel: Count = 1
-    """Consecutive devices that hold one copy of the weights between them."""
-
-    @field_validator("devices")
-    @classmethod
-    def _distinct(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
-        if not devices:
-            raise ValueError("is empty; list at least one device")
-        if twice := sorted({d for d in devices if devices.count(d) > 1}):
-            raise ValueError(f"device {twice[0]} is listed twice; list each device once")
-        return devices
-
-
-class ClustersSpec(Section):
-    actor_train: ClusterSpec
-    actor_infer: ClusterSpec
-    reference: ClusterSpec | None = None
-    critic: ClusterSpec | None = None
-
-    def items(self) -> list[tuple[str, ClusterSpec]]:
-        return [(name, getattr(self, name)) for name in type(self).model_fields if getattr(self, name) is not None]
-
-
 class JobSpec(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
     """Also the name of the run's folder."""
@@ -228,8 +202,19 @@ class JobSpec(Section):
     asynchronous: AsynchronousSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
     clusters: ClustersSpec
+    """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @property
+    def clusters_in_use(self) -> dict[str, ClusterSpec]:
+        """All worker sets; a reference model or critic that is needed but not mentioned is like `actor_train`."""
+        needed = {
+            ClusterName.REFERENCE: self.algorithm.kl_coefficient > 0,
+            ClusterName.CRITIC: self.pipeline == "actor_critic",
+        }
+        left_out = {name.value: self.clusters.actor_train for name, is_needed in needed.items() if is_needed}
+        return left_out | dict(self.clusters.items())
 
     @property
     def trajectories_per_step(self) -> int:
@@ -246,9 +231,9 @@ class JobSpec(Section):
         given = {key: value for key, value in self.model_dump(mode="json").items() if value is not None}
         return yaml.dump(given, Dumper=_Dumper, sort_keys=False, width=120)
 
-    def check_devices(self, device_count: int) -> None:
-        """Raise SpecError when a cluster names a device that a pool of `device_count` devices does not have."""
-        if problems := list(_device_problems(self, device_count)):
+    def check_devices(self, pool: Collection[int]) -> None:
+        """Raise SpecError when a cluster needs devices that a pool with these device ids does not have."""
+        if problems := list(pool_problems(self.clusters, pool)):
             raise self._origin.error(problems)
 
     @model_validator(mode="after")
@@ -293,8 +278,8 @@ def load_job(path_or_name: str | Path) -> JobSpec:
     return spec
 
 
-def check_jobs(specs: Sequence[JobSpec], device_count: int) -> None:
-    """Raise SpecError when the jobs cannot run together on a pool of `device_count` devices."""
+def check_jobs(specs: Sequence[JobSpec], pool: Collection[int]) -> None:
+    """Raise SpecError when the jobs cannot run together on a pool with these device ids."""
     lines: list[str] = []
     first: dict[str, JobSpec] = {}
     for spec in specs:
@@ -304,21 +289,9 @@ def check_jobs(specs: Sequence[JobSpec], device_count: int) -> None:
                 spec._origin.describe(Problem("name", f"{spec.name!r} is also the name of {other}; rename one"))
             )
         first.setdefault(spec.name, spec)
-        lines += [spec._origin.describe(problem) for problem in _device_problems(spec, device_count)]
+        lines += [spec._origin.describe(problem) for problem in pool_problems(spec.clusters, pool)]
     if lines:
         raise SpecError("\n".join(lines))
-
-
-def _device_problems(spec: JobSpec, device_count: int) -> Iterator[Problem]:
-    for name, cluster in spec.clusters.items():
-        if absent := [d for d in cluster.devices if d >= device_count]:
-            yield Problem(
-                f"clusters.{name}.devices",
-                f"device {absent[0]} does not exist: the pool has {device_count} device{'s' * (device_count != 1)}, "
-                f"numbered 0 to {device_count - 1}; use those, or run on a pool of at least {max(absent) + 1}"
-                if device_count
-                else "the pool has no devices; on a machine without GPUs set RLIX_VIRTUAL_GPUS",
-            )
 
 
 def _find(path_or_name: str | Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlix.pipeline.rewards import import_object
+from rlix.pipeline.spec_clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec_file import Problem, nearest
 from rlix.protocol.errors import SpecError
 
@@ -32,36 +33,17 @@ def inconsistencies(spec: "JobSpec") -> Iterator[Problem]:
         known = ", ".join(PIPELINES)
         hint = nearest(spec.pipeline, PIPELINES)
         yield Problem("pipeline", f"must be {known} or package.module:Class, not {spec.pipeline!r}{hint}")
-    if spec.algorithm.kl_coefficient > 0 and spec.clusters.reference is None:
-        devices = list(spec.clusters.actor_train.devices)
-        yield Problem(
-            "algorithm.kl_coefficient",
-            f"is {spec.algorithm.kl_coefficient:g}, which needs a reference model; under clusters add "
-            f"'reference: {{devices: {devices}}}', or set it to 0",
-        )
     yield from _actor_critic(spec)
     yield from _asynchronous(spec)
-    for name, cluster in spec.clusters.items():
-        count = len(cluster.devices)
-        if count % cluster.tensor_parallel:
-            yield Problem(
-                f"clusters.{name}.tensor_parallel",
-                f"{cluster.tensor_parallel} does not divide the {count} devices {list(cluster.devices)}; use "
-                f"a divisor of {count}, or list another number of devices",
-            )
+    yield from cluster_problems(spec.clusters, spec.pipeline if spec.pipeline in PIPELINES else None)
 
 
 def _actor_critic(spec: "JobSpec") -> Iterator[Problem]:
     """A user's own pipeline may combine these as it likes."""
     if spec.algorithm.name == "ppo" and spec.pipeline in PIPELINES and spec.pipeline != "actor_critic":
         yield Problem("pipeline", f"is {spec.pipeline}, which has no critic; with ppo set 'pipeline: actor_critic'")
-    if spec.pipeline != "actor_critic":
-        return
-    if spec.algorithm.name != "ppo":
+    if spec.pipeline == "actor_critic" and spec.algorithm.name != "ppo":
         yield Problem("algorithm.name", f"must be ppo with 'pipeline: actor_critic', not {spec.algorithm.name!r}")
-    if spec.clusters.critic is None:
-        devices = list(spec.clusters.actor_train.devices)
-        yield Problem("clusters.critic", f"is missing; under clusters add e.g. 'critic: {{devices: {devices}}}'")
 
 
 def _asynchronous(spec: "JobSpec") -> Iterator[Problem]:
@@ -175,30 +157,36 @@ def _lengths(spec: "JobSpec") -> Iterator[Problem]:
 
 def _batches(spec: "JobSpec") -> Iterator[Problem]:
     """Every rank gets the same share of a batch, so that a step's result does not depend on how it was split."""
-    ranks = len(spec.clusters.actor_train.devices)
-    parts = ranks * spec.algorithm.minibatches
-    total = spec.trajectories_per_step
+    total, minibatches = spec.trajectories_per_step, spec.algorithm.minibatches
+    ranks = _ranks(spec.clusters.actor_train)
+    parts = ranks * minibatches
     if total % parts:
         yield Problem(
             "rollout.prompts_per_step",
             f"{spec.rollout.prompts_per_step} prompts × {spec.rollout.samples_per_prompt} samples are {total} and "
-            f"do not divide into {spec.algorithm.minibatches} minibatches × {ranks} training devices; "
-            f"use a multiple of {parts}",
+            f"do not divide into {minibatches} minibatches × {ranks} training devices; use a multiple of {parts}",
         )
     if spec.warmup and spec.warmup.batch_size % ranks:
         yield Problem(
             "warmup.batch_size",
             f"{spec.warmup.batch_size} does not divide over {ranks} training devices; use a multiple of {ranks}",
         )
-    if spec.clusters.critic and total % (len(spec.clusters.critic.devices) * spec.algorithm.minibatches):
-        count = len(spec.clusters.critic.devices)
+    critic, reference = spec.clusters.critic, spec.clusters.reference
+    if critic and total % (_ranks(critic) * minibatches):
         yield Problem(
-            "clusters.critic.devices",
-            f"{total} completions do not divide into {spec.algorithm.minibatches} minibatches × {count} devices",
+            f"clusters.critic.{critic.field}",
+            f"{total} completions do not divide into {minibatches} minibatches × {_ranks(critic)} devices",
         )
-    if spec.clusters.reference and total % len(spec.clusters.reference.devices):
-        count = len(spec.clusters.reference.devices)
-        yield Problem("clusters.reference.devices", f"{total} completions do not divide over {count} devices")
+    if reference and total % _ranks(reference):
+        yield Problem(
+            f"clusters.reference.{reference.field}",
+            f"{total} completions do not divide over {_ranks(reference)} devices",
+        )
+
+
+def _ranks(cluster: ClusterSpec) -> int:
+    """Among how many devices a batch is split; 1 where that is not fixed."""
+    return 1 if isinstance(cluster.gpus, GpuRange) else cluster.count or 1
 
 
 def environment_problems(spec: "JobSpec") -> Iterator[Problem]:

@@ -222,8 +222,11 @@ class State:
                 f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
             )
         for devices in cluster.alternatives:
-            if len(devices) != len(cluster.devices) or len(set(devices)) != len(devices):
-                raise StateError(f"{where}: alternative {devices} must be {len(cluster.devices)} different devices")
+            if not devices or len(set(devices)) != len(devices) or len(devices) % cluster.tensor_parallel_size:
+                raise StateError(
+                    f"{where}: alternative {devices} must be different devices in bundles of "
+                    f"{cluster.tensor_parallel_size}"
+                )
 
     @_apply.register
     def _(self, event: PipelineAdmitted) -> tuple[Lease, ...]:
@@ -462,18 +465,19 @@ class State:
     def _moved(self, lease: Lease) -> None:
         """A gang with alternatives is where `lease` says from now on, and its pipeline's rollouts know it."""
         self._last_on[(lease.pipeline_id, lease.cluster)] = lease.devices
-        for (pipeline_id, cluster), rollout in self._rollouts.items():
+        for (pipeline_id, _), rollout in self._rollouts.items():
             if pipeline_id == lease.pipeline_id:
-                rollout.gang_devices = self._gang_devices(pipeline_id, cluster)
+                rollout.gang_devices = self._gang_devices(pipeline_id)
 
-    def _gang_devices(self, pipeline_id: str, rollout: str) -> tuple[int, ...]:
-        """Where the clusters other than this one will ask for gangs, as far as is known."""
-        gangs = [c for c in self._registrations[pipeline_id].clusters if c.name != rollout]
+    def _gang_devices(self, pipeline_id: str) -> tuple[int, ...]:
+        """Where the pipeline will ask for gangs, as far as is known."""
+        gangs = [c for c in self._registrations[pipeline_id].clusters if not c.elastic]
         return tuple(sorted({device for gang in gangs for device in self._expected_on(pipeline_id, gang)}))
 
     def _expected_on(self, pipeline_id: str, cluster: Cluster) -> tuple[int, ...]:
-        """The first choice of a cluster's gang: where it last was, or else what it declares."""
-        return self._last_on.get((pipeline_id, cluster.name), cluster.devices)
+        """The first choice of a cluster's gang: where it last was, unless that was narrower than what it declares."""
+        last = self._last_on.get((pipeline_id, cluster.name), cluster.devices)
+        return last if len(last) == len(cluster.devices) else cluster.devices
 
     def _remove(self, epoch: int) -> tuple[int, ...]:
         """Forget the lease; returns the devices it held."""
@@ -511,7 +515,7 @@ class State:
         if rollout is None:
             bundles = Bundles(cluster.bundles)
             bundles = self._bundles.setdefault(bundles, bundles)
-            rollout = _Rollout(bundles, Demand(0), set(), self._gang_devices(pipeline_id, cluster.name))
+            rollout = _Rollout(bundles, Demand(0), set(), self._gang_devices(pipeline_id))
             self._rollouts[key] = rollout
         return rollout
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from rlix.protocol.messages import Cluster, Registration
-from rlix.protocol.types import ClusterName
 from rlix.scheduler.plan import Expand
 from rlix.scheduler.policies.base import Pool
 
@@ -67,7 +66,8 @@ def least_part(bundle: int, gpus: int, jobs: int) -> int:
 
 
 def bundle_size(registration: Registration) -> int:
-    return registration.cluster(ClusterName.ACTOR_INFER).tensor_parallel_size
+    """Devices of one bundle: of the widest where several clusters are elastic."""
+    return max(cluster.tensor_parallel_size for cluster in registration.clusters if cluster.elastic)
 
 
 def first_free(size: int, step: int, pool: PoolShape) -> tuple[int, ...] | None:
