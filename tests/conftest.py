@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import ray
@@ -12,6 +13,9 @@ from rlix.control.init import init, shutdown
 from rlix.control.settings import Settings
 
 VIRTUAL_GPUS = 8
+
+hypothesis.settings.register_profile("rlix", deadline=None)  # how long an example takes says how busy the machine is
+hypothesis.settings.load_profile("rlix")
 
 
 @pytest.fixture(scope="session", autouse=True)
