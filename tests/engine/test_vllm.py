@@ -1,6 +1,4 @@
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +13,9 @@ from rlix.engine.requests import GenerationRequest, continued
 from rlix.engine.train_engine import TrainEngine
 from rlix.engine.weights import PublishedWeights, named_weights, publish
 from rlix.node import process
-from rlix.node.device_lock import DeviceLocks, LockRecord
+from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node
-from rlix.protocol.errors import DeviceBusyError, NotResidentError, WorkerError
+from rlix.protocol.errors import NotResidentError, WorkerError
 from rlix.protocol.messages import Fence, Process
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
 from tests.engine.training_models import Policy
@@ -115,7 +113,7 @@ def test_a_token_outside_the_vocabulary_harms_no_later_call(engine: InferenceEng
     assert answers(engine) == expected(0)
 
 
-def test_worker_processes_hold_their_devices_and_outlive_nothing_unseen(ray_session: Any, tmp_path: Path) -> None:
+def test_worker_processes_hold_their_devices_themselves(ray_session: Any, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", seed=0, config=CONFIG)
     with InferenceEngine(path, executor="vllm") as engine:
         engine.build(tensor_parallel_size=2, max_model_len=64, max_num_seqs=4)
@@ -131,11 +129,7 @@ def test_worker_processes_hold_their_devices_and_outlive_nothing_unseen(ray_sess
         assert _by_start(held) == [parent, *workers]
         assert {record.fence.epoch for record in held.values()} == {2}
 
-        os.kill(workers[0].pid, signal.SIGSTOP)  # or it would notice at once that its parent is gone
         engine.replicas.kill(0)
-        assert workers[0] in _by_start(node.holders(engine.devices))
-        with pytest.raises(DeviceBusyError, match=rf"pid {workers[0].pid} \(stopped\)"):
-            DeviceLocks([engine.devices[0].key]).acquire(Fence(__name__, 3), 0.0)
         assert node.kill(workers, WAIT_S) == ()
         assert node.holders(engine.devices) == {}
 

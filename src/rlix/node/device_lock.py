@@ -103,7 +103,7 @@ class DeviceLocks:
                 file.settle(fence, self._clock())
         except BaseException:  # raised again
             for file in self._files:
-                file.restore()
+                file.release() if self.fence is None else file.restore()
             raise
         self.fence = fence
 
@@ -115,7 +115,7 @@ class DeviceLocks:
 
 
 class _LockFile:
-    """One device's lock. To change hands: `take` until it is granted, then `settle`, or `restore` what was."""
+    """One device's lock. To change hands `take` it until that is granted, then `settle`, or `restore` it."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self.directory, self.key = directory, key
@@ -162,25 +162,20 @@ class _LockFile:
         me = process.this_process()
         _lock(self._fd, fcntl.F_RDLCK, _HOLDERS + (me.started << _PID_BITS) + me.pid)
         self._settled = True
-        self._share()
+        self.restore()
 
     def restore(self) -> None:
-        if self._settled:
-            self._share()
-        else:
-            self.release()
+        """Share what is held, under the fence in the record."""
+        assert self._fd is not None
+        if self._alone:
+            _lock(self._fd, fcntl.F_RDLCK)
+        self._alone = False
 
     def release(self) -> None:
         if self._fd is not None:
             _lock(self._fd, fcntl.F_UNLCK, 0, 0)  # closing would leave it to children that have the file open too
             os.close(self._fd)
         self._fd, self._alone, self._settled = None, False, False
-
-    def _share(self) -> None:
-        assert self._fd is not None
-        if self._alone:
-            _lock(self._fd, fcntl.F_RDLCK)
-        self._alone = False
 
 
 @dataclass(frozen=True, slots=True)
