@@ -224,7 +224,7 @@ def test_a_stopped_trainer_is_ended_and_the_next_gang_goes_on(
 def test_what_a_job_waits_for_behind_itself_is_refused(make_job: MakeJob) -> None:
     job = make_job({"actor_train": [1, 2], "critic": [2]})
     with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10):
-        with pytest.raises(DeadlockError, match="critic .* waits for devices .2. of lease"):
+        with pytest.raises(DeadlockError, match=r"critic .* waits for devices \[2\] of lease"):
             job.client.acquire("critic", Phase.CRITIC_TRAINING)
         stop = threading.Event()
         stop.set()

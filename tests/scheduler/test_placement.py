@@ -142,7 +142,6 @@ class TestRollouts:
             place([gang(6, tensor_parallel_size=2)], pool(3, 3))
 
 
-
 SIZES = st.sampled_from([1, 2, 4, 8])
 
 

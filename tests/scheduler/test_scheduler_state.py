@@ -133,7 +133,7 @@ def test_unregistering_frees_everything_and_activates_who_waited() -> None:
     request = world.request("b")
     world.cycle()
     assert world.apply(PipelineEnding("a", "finished")) == ()
-    with pytest.raises(StateError, match="still holds leases .1, 2."):
+    with pytest.raises(StateError, match=r"still holds leases \[1, 2\]"):
         world.apply(PipelineUnregistered("a", "finished"))
     assert world.apply(LeaseReleased(1, ReleaseReason.UNREGISTERED)) == ()
     (active,) = world.apply(LeaseReleased(2, ReleaseReason.UNREGISTERED))

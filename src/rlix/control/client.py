@@ -70,15 +70,17 @@ class JobClient:
         longest_s: float | None = None,
         stop: threading.Event | None = None,
     ) -> Iterator[Lease]:
-        """Holds the cluster's devices for the duration of the block. Raises what `acquire` raises, and StaleEpochError at
-        its end when the lease was taken back meanwhile."""
+        """Holds the cluster's devices for the duration of the block.
+
+        Raises what `acquire` raises, and StaleEpochError at its end when the lease was taken back meanwhile.
+        """
         lease = self.acquire(cluster, phase, timeout_s, longest_s=longest_s, stop=stop)
         mine = self._held_here()
         mine.append(lease.epoch)
         try:
             yield lease
         except BaseException:  # raised again
-            # The lease may be gone, because the pipeline was ended meanwhile; what the block raised says more than that.
+            # The lease may be gone, because the pipeline was ended; what the block raised says more than that.
             with contextlib.suppress(StaleEpochError):
                 self.release(lease)
             raise
@@ -115,8 +117,7 @@ class JobClient:
         holding = tuple(self._held_here())
         try:
             while True:
-                if stop is not None and stop.is_set():
-                    raise InterruptedError(f"told to stop while waiting for {cluster} ({phase.name})")
+                _go_on(stop, f"{cluster} ({phase.name})")
                 # A wait that is over is still answered: with who holds the devices.
                 left_s = None if deadline is None else max(0.001, round(deadline - time.monotonic(), 3))
                 wait_s = self._poll_s if stop is None else min(self._poll_s, _STOP_POLL_S)
@@ -131,8 +132,7 @@ class JobClient:
             raise
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease back, once its devices' memory is released. Who still locks a device then, two seconds later, is
-        ended.
+        """Gives a lease back, once its devices' memory is released. Who still locks a device a little later is ended.
 
         Raises:
             StaleEpochError: it is not held any more.
@@ -167,8 +167,10 @@ class JobClient:
         self._ask("name_holders", "", {0: Process(self.process.node_id, self.process.pid, self.process.started, name)})
 
     def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
-        """Names the processes that keep bytes under the cluster's leases, by rank (of a rollout, by bundle): so that they
-        are shown, and ended when they do not give a device back."""
+        """Names the processes that keep bytes under the cluster's leases, by rank (of a rollout, by bundle).
+
+        So they are shown, and ended when they do not give a device back.
+        """
         self._ask("name_holders", cluster, dict(processes))
 
     def fence(self, lease: Lease) -> Fence:
@@ -224,6 +226,11 @@ class JobClient:
                 f"a JobClient of process {self.process.pid} was used in process {os.getpid()}: make another"
             )
         return self._scheduler.ask(method, *args, timeout_s=self._timeout_s + wait_s)
+
+
+def _go_on(stop: threading.Event | None, what: str) -> None:
+    if stop is not None and stop.is_set():
+        raise InterruptedError(f"told to stop while waiting for {what}")
 
 
 def _find_scheduler() -> Any:

@@ -1,4 +1,4 @@
-"""How leases and pipelines end: a device passes on when its holder's bytes are gone or its holder is dead, not before."""
+"""How leases and pipelines end: a device passes on when its holder's bytes are gone or its holder is dead."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,8 +27,9 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Endings:
-    """Nobody's word is enough for a device: who gives a lease back is believed when the device's lock is free too. Whoever
-    does not give it back is ended, and a device that is locked even then is quarantined and looked at again.
+    """Nobody's word is enough for a device: who gives a lease back is believed when the device's lock is free too.
+
+    Whoever does not give it back is ended, and a device that is locked even then is quarantined and looked at again.
     """
 
     def __init__(self, core: "Core") -> None:
@@ -166,10 +167,11 @@ class Endings:
     # -- a pipeline ends ---------------------------------------------------------------------------------------------
 
     def end(self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], None]) -> None:
-        """Ends a pipeline: refuses its requests, ends its program and its workers, then frees its devices. Saying it again
-        tries again. `spare` is the process that says so: it is not ended, unless it keeps devices locked.
+        """Ends a pipeline: refuses its requests, ends its program and its workers, then frees its devices.
 
-        `done` is called when that has been tried; a pipeline with quarantined devices is there until they are free.
+        Saying it again tries again. `spare` is the process that says so: it is not ended, unless it keeps devices
+        locked. `done` is called when that has been tried; a pipeline with quarantined devices is there until they are
+        free.
         """
         core = self._core
         job = core.jobs.get(pipeline_id)
@@ -264,7 +266,7 @@ class Endings:
 
 def _describe(there: Sequence[Occupant]) -> str:
     return "; ".join(
-        f"device {o.device_id} is still locked by {_describe_processes(o.processes) or 'a process that cannot be named'}"
+        f"device {o.device_id} is still locked by {_describe_processes(o.processes) or 'a process that is not seen'}"
         for o in there
     )
 

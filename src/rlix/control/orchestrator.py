@@ -21,8 +21,10 @@ _THREADS = 32  # calls that wait for the scheduler at the same time
 
 
 class Orchestrator:
-    """Ray actor that admits pipelines. It keeps no state: the scheduler service is the only writer. Its calls wait for a
-    scheduler that is being started again."""
+    """Ray actor that admits pipelines. It keeps no state: the scheduler service is the only writer.
+
+    Its calls wait for a scheduler that is being started again.
+    """
 
     def __init__(self, log_level: int = logging.INFO) -> None:
         logging.getLogger("rlix").setLevel(log_level)

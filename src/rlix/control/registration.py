@@ -36,7 +36,8 @@ def build_registration(
 
     A gang that asks for a size is told of other blocks it can move to (`Cluster.alternatives`); an empty list in
     `cluster_device_alternatives` says that it stays where it is placed. `elastic_clusters` names the clusters that run
-    rollouts; None: `actor_infer`, if there is one. `others`: who has registered before, for the crowding of devices. `called`: the pipeline's name, for people.
+    rollouts; None: `actor_infer`, if there is one. `others`: who has registered before, for the crowding of devices.
+    `called`: the pipeline's name, for people.
 
     Raises:
         SpecError: one line for each cluster that is wrong, naming the pipeline, the cluster, the field and the fix.

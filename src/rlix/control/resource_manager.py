@@ -32,8 +32,10 @@ _ANSWER_TIMEOUT_S = 30.0
 
 
 class ResourceManager:
-    """Ray actor that finds the pool's devices and tells the scheduler of them. It keeps nothing that a restarted one does
-    not find again."""
+    """Ray actor that finds the pool's devices and tells the scheduler of them.
+
+    It keeps nothing that a restarted one does not find again.
+    """
 
     def __init__(self, log_level: int = logging.INFO) -> None:
         logging.getLogger("rlix").setLevel(log_level)

@@ -177,7 +177,7 @@ class Scheduler:
             core.record(PipelineAdmitted(pipeline_id))
 
     async def unregister_pipeline(self, pipeline_id: str, reason: str = "", spare: Process | None = None) -> None:
-        """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks, which is not ended with the others."""
+        """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks; it is not ended with the others."""
         core = await self._core()
         _registration(core, pipeline_id, "unregister_pipeline")
         await _ended(core, pipeline_id, reason, spare)

@@ -1,4 +1,4 @@
-"""The control plane's actors watch over each other: one that is stopped, not dead, is killed, so that Ray starts it again."""
+"""The control plane's actors watch over each other: one that is stopped, not dead, is killed; Ray starts it again."""
 
 import logging
 import os

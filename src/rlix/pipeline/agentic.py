@@ -158,7 +158,7 @@ class AgenticPipeline(FullFinetunePipeline):
             if time.monotonic() > deadline:
                 names = ", ".join(sorted(self._outstanding.tokens)[:8])
                 raise WaitTimeoutError(
-                    f"step {step}: {len(pending)} episodes were not finished within {self.rollout_timeout_s:g} s: {names}"
+                    f"step {step}: {len(pending)} episodes did not end within {self.rollout_timeout_s:g} s: {names}"
                 )
             self.rollouts.expect(self._outstanding.demand())
 

@@ -123,8 +123,8 @@ class Lease:
     """The right of one pipeline to keep bytes on `devices` during `phase`.
 
     `epoch` is unique and grows with every grant: it names the lease and fences off stale holders.
-    `bundle` is the data-parallel rank for a rollout lease, None for a gang. `key`, `holder` and `longest_s` are those of
-    the request that a gang's lease answers: the process that asked for it holds it, besides the cluster's workers.
+    `bundle` is the data-parallel rank for a rollout lease, None for a gang. `key`, `holder` and `longest_s` are those
+    of the request that a gang's lease answers: the process that asked holds it, besides the cluster's workers.
     """
 
     epoch: int

@@ -63,8 +63,8 @@ class _World:
 
 def _held(request: GangRequest, wanted: set[int], lease: Lease, keeper: GangRequest) -> str:
     return (
-        f"{_name(request)} waits for devices {sorted(wanted.intersection(lease.devices))} of lease {lease.epoch}, which "
-        f"{lease.pipeline_id}/{lease.cluster} keeps while it waits for {_name(keeper)}"
+        f"{_name(request)} waits for devices {sorted(wanted.intersection(lease.devices))} of lease {lease.epoch}, "
+        f"which {lease.pipeline_id}/{lease.cluster} keeps while it waits for {_name(keeper)}"
     )
 
 
