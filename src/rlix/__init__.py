@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlix import nn, pipeline, protocol
     from rlix.control.client import JobClient
     from rlix.control.init import init, shutdown
+    from rlix.control.program import attach
     from rlix.engine.inference_engine import InferenceEngine
     from rlix.engine.parallel import NeedParallel
     from rlix.engine.train_engine import TrainEngine
@@ -30,6 +31,7 @@ _LAZY = {
     "init": "rlix.control.init",
     "shutdown": "rlix.control.init",
     "JobClient": "rlix.control.client",
+    "attach": "rlix.control.program",
     "InferenceEngine": "rlix.engine.inference_engine",
     "NeedParallel": "rlix.engine.parallel",
     "TrainEngine": "rlix.engine.train_engine",
@@ -55,6 +57,7 @@ __all__ = [
     "Phase",
     "TrainEngine",
     "__version__",
+    "attach",
     "device",
     "init",
     "launch",

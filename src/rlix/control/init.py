@@ -35,7 +35,8 @@ _STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more a
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
 _NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence it for longer than its callers wait
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
-_MAX_CALLS = 10_000  # calls that wait inside one control actor at the same time
+_SCHEDULER_CALLS = 10_000  # that wait inside the scheduler at the same time; they cost it no thread
+_THREADS = 16  # of the orchestrator and of the resource manager: calls that they carry out at the same time
 
 
 class _Session:
@@ -165,21 +166,21 @@ def _loopback() -> Iterator[None]:
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:
-    def start(actor_class: type, name: str, *args: object) -> Any:
+    def start(actor_class: type, name: str, calls: int, *args: object) -> Any:
         options = {
             "name": name,
             "namespace": NAMESPACE,
             "get_if_exists": True,
             "lifetime": "detached",
             "max_restarts": -1,  # each comes back by itself, with what it was made with
-            "max_concurrency": _MAX_CALLS,
+            "max_concurrency": calls,
             "resources": {"node:__internal_head__": 0.001},
         }
         return ray.remote(num_cpus=0)(actor_class).options(**options).remote(*args)
 
-    start(Scheduler, SCHEDULER_ACTOR_NAME, settings, _pool_id(), log_level)
-    start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, log_level)
-    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, log_level)
+    start(Scheduler, SCHEDULER_ACTOR_NAME, _SCHEDULER_CALLS, settings, _pool_id(), log_level)
+    start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, _THREADS, log_level)
+    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, _THREADS, log_level)
     get(orchestrator.ready.remote(), what="start of the control plane's actors", timeout_s=START_TIMEOUT_S)
     return orchestrator
 

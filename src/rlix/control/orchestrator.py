@@ -1,10 +1,7 @@
 """The front door of the control plane: the actor that users' programs talk to."""
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import ray
@@ -17,7 +14,6 @@ from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULE
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
-_THREADS = 32  # calls that wait for the scheduler at the same time
 
 
 class Orchestrator:
@@ -30,23 +26,22 @@ class Orchestrator:
         logging.getLogger("rlix").setLevel(log_level)
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         self._manager = Patient(lambda: ray.get_actor(RESOURCE_MANAGER_ACTOR_NAME, NAMESPACE), "the resource manager")
-        self._threads = ThreadPoolExecutor(_THREADS, "orchestrator")
         watch_over((RESOURCE_MANAGER_ACTOR_NAME,))
 
-    async def process(self) -> Process:
+    def process(self) -> Process:
         """The process this is."""
         return here()
 
-    async def ready(self) -> int:
+    def ready(self) -> int:
         """Brings the control plane up; returns the number of devices it found."""
-        count: int = await self._in_thread(self._manager, "discover")
+        count: int = self._manager.ask("discover", timeout_s=CALL_TIMEOUT_S)
         return count
 
-    async def allocate_pipeline_id(self, kind: str) -> str:
+    def allocate_pipeline_id(self, kind: str) -> str:
         """A new pipeline id, such as "ft_1" for kind "ft"."""
-        return str(await self._ask("allocate_pipeline_id", kind))
+        return str(self._ask("allocate_pipeline_id", kind))
 
-    async def register_pipeline(
+    def register_pipeline(
         self,
         pipeline_id: str,
         ray_namespace: str,
@@ -71,7 +66,7 @@ class Orchestrator:
         Raises:
             SpecError: the declaration is wrong; the message names the cluster, the field and the fix.
         """
-        registration: Registration = await self._ask(
+        registration: Registration = self._ask(
             "register_pipeline",
             pipeline_id,
             ray_namespace,
@@ -83,42 +78,38 @@ class Orchestrator:
         )
         return registration
 
-    async def admit_pipeline(self, pipeline_id: str) -> None:
+    def admit_pipeline(self, pipeline_id: str) -> None:
         """Lets a registered pipeline ask for devices."""
-        await self._ask("admit_pipeline", pipeline_id)
+        self._ask("admit_pipeline", pipeline_id)
 
-    async def unregister_pipeline(self, pipeline_id: str, reason: str = "") -> None:
+    def unregister_pipeline(self, pipeline_id: str, reason: str = "") -> None:
         """Ends a pipeline: its program and workers are killed, its devices freed, its waiting requests refused. May be
         repeated."""
-        await self._ask("unregister_pipeline", pipeline_id, reason)
+        self._ask("unregister_pipeline", pipeline_id, reason)
 
-    async def give_up_device(self, device_id: int) -> tuple[Lease, ...]:
+    def give_up_device(self, device_id: int) -> tuple[Lease, ...]:
         """A person says that a quarantined device is free; returns the leases that kept it."""
-        leases: tuple[Lease, ...] = await self._ask("give_up_device", device_id)
+        leases: tuple[Lease, ...] = self._ask("give_up_device", device_id)
         return leases
 
-    async def status(self) -> ControlStatus:
+    def status(self) -> ControlStatus:
         """Everything a terminal view shows; cheap enough to poll."""
-        status: ControlStatus = await self._ask("status")
+        status: ControlStatus = self._ask("status")
         return status
 
-    async def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The pool's devices, by id; nodes come and go, so ids have gaps."""
-        devices: tuple[Device, ...] = await self._ask("devices")
+        devices: tuple[Device, ...] = self._ask("devices")
         return devices
 
-    async def registration(self, pipeline_id: str) -> Registration:
+    def registration(self, pipeline_id: str) -> Registration:
         """What a pipeline registered.
 
         Raises:
             PipelineGoneError: it is not registered.
         """
-        registration: Registration = await self._ask("registration", pipeline_id)
+        registration: Registration = self._ask("registration", pipeline_id)
         return registration
 
-    async def _ask(self, method: str, *args: object) -> Any:
-        return await self._in_thread(self._scheduler, method, *args)
-
-    async def _in_thread(self, actor: Patient, method: str, *args: object) -> Any:
-        ask = partial(actor.ask, method, *args, timeout_s=CALL_TIMEOUT_S)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+    def _ask(self, method: str, *args: object) -> Any:
+        return self._scheduler.ask(method, *args, timeout_s=CALL_TIMEOUT_S)

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from rlix.protocol.errors import PipelineGoneError, StaleEpochError
+from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, StaleEpochError
 from rlix.protocol.messages import Demand, Lease, RolloutAnswer
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ class Lost:
 Change = Granted | Taken | Lost
 
 
+class Locks(Protocol):
+    def take(self, lease: Lease) -> None: ...
+
+    def drop(self, lease: Lease) -> None: ...
+
+
 class RolloutLease:
     """The elastic lease of one cluster. One thread reads `changes`; the rest may be called from any.
 
@@ -57,8 +63,10 @@ class RolloutLease:
         rollout.report(trajectories=17)    # what is still to do
     """
 
-    def __init__(self, client: "JobClient", cluster: str) -> None:
+    def __init__(self, client: "JobClient", cluster: str, locks: "Locks | None" = None) -> None:
+        """`locks`: takes and drops the device locks of each bundle, where this process keeps the bytes itself."""
         self._client = client
+        self._locks = locks
         self.cluster = cluster
         self._lock = threading.Lock()
         self._held: dict[int, Lease] = {}
@@ -93,7 +101,8 @@ class RolloutLease:
             held, draining = tuple(self._held), tuple(self._draining)
         answer = self._client.poll_rollout(self.cluster, held, draining, wait_s)
         with self._lock:
-            return self._take_up(answer)
+            changes = self._take_up(answer)
+        return [change for change in changes if self._usable(change)]
 
     def report(self, demand: Demand | int) -> None:
         """What is still to do; zero: nothing, and bundles go to whoever can use them."""
@@ -101,6 +110,8 @@ class RolloutLease:
 
     def give_back(self, lease: Lease) -> None:
         """The devices' memory is free. Also for a lease that nobody asked back."""
+        if self._locks is not None:
+            self._locks.drop(lease)
         with self._lock:
             self._giving.add(lease.epoch)
         try:
@@ -111,6 +122,21 @@ class RolloutLease:
             self._held.pop(lease.epoch, None)
             self._draining.discard(lease.epoch)
             self._giving.discard(lease.epoch)
+
+    def _usable(self, change: Change) -> bool:
+        """Takes the locks of a new bundle; one that somebody else uses goes back."""
+        if self._locks is None or isinstance(change, Taken):
+            return True
+        if isinstance(change, Lost):
+            self._locks.drop(change.lease)
+            return True
+        try:
+            self._locks.take(change.lease)
+        except DeviceBusyError as error:
+            logger.error("%s", error)
+            self.give_back(change.lease)
+            return False
+        return True
 
     def _take_up(self, answer: RolloutAnswer) -> list[Change]:
         changes: list[Change] = []

@@ -1,0 +1,177 @@
+"""`rlix.attach`: a plain script takes its share of the pool, in a line."""
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import ray
+
+from rlix.control.client import JobClient
+from rlix.control.init import init
+from rlix.control.rollout_lease import RolloutLease
+from rlix.control.rpc import get
+from rlix.node.device_lock import DeviceLocks
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import Demand, Lease, Process
+from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
+
+Size = int | Sequence[int] | Mapping[str, int] | None
+
+_CALL_TIMEOUT_S = 30.0
+_LOCK_TIMEOUT_S = 10.0  # for whoever had the devices before to be gone
+
+
+def attach(
+    name: str,
+    gpus: Size = None,
+    *,
+    gangs: Mapping[str, Size] | None = None,
+    rollouts: Mapping[str, Size] | None = None,
+    tensor_parallel: Mapping[str, int] | None = None,
+) -> "Program":
+    """Makes this process a job of the pool; it stops being one when it ends, or at `close`.
+
+    Starts the control plane where there is none, as `rlix.init()` does.
+
+    Args:
+        name: what people see.
+        gpus: devices of the gang `actor_train`: a number, a range `{"min": 4, "max": 8}` or a list of ids. The job then
+            has an elastic cluster `actor_infer` over the whole pool as well.
+        gangs, rollouts: instead of `gpus`, clusters under names of your own, each with its devices; of a rollout None
+            is the whole pool.
+        tensor_parallel: devices of one bundle, by cluster; 1 where it is not said.
+
+    Raises:
+        SpecError: sizes or names are wrong, or the pool is too small.
+        RlixError: there is no control plane, and none could be started.
+    """
+    if (gpus is None) == (gangs is None and rollouts is None):
+        raise SpecError(f"rlix.attach({name!r}): say either gpus=8, or gangs={{...}} and rollouts={{...}}")
+    gangs = {ClusterName.ACTOR_TRAIN.value: gpus} if gpus is not None else dict(gangs or {})
+    rollouts = {ClusterName.ACTOR_INFER.value: None} if gpus is not None else dict(rollouts or {})
+    twice = sorted(gangs.keys() & rollouts.keys())
+    if twice:
+        raise SpecError(f"rlix.attach({name!r}): {twice} are named as gangs and as rollouts; use different names")
+    sizes = {cluster: (tensor_parallel or {}).get(cluster, 1) for cluster in (*gangs, *rollouts)}
+    unknown = sorted((tensor_parallel or {}).keys() - sizes.keys())
+    if unknown:
+        raise SpecError(f"rlix.attach({name!r}): tensor_parallel names {unknown}, which are no clusters of the job")
+    orchestrator = init()
+    pipeline_id = str(
+        get(orchestrator.allocate_pipeline_id.remote("job"), what="a pipeline id", timeout_s=_CALL_TIMEOUT_S)
+    )
+    register = orchestrator.register_pipeline.remote(
+        pipeline_id=pipeline_id,
+        ray_namespace=pipeline_namespace(pipeline_id),
+        cluster_tp_configs=sizes,
+        cluster_device_mappings={**gangs, **rollouts},
+        name=name,
+        elastic_clusters=list(rollouts),
+    )
+    get(register, what=f"registration of {name!r}", timeout_s=_CALL_TIMEOUT_S)
+    get(orchestrator.admit_pipeline.remote(pipeline_id), what=f"admission of {name!r}", timeout_s=_CALL_TIMEOUT_S)
+    return Program(name, JobClient(pipeline_id))
+
+
+class LeaseLocks:
+    """This process holds the device locks of its leases, as far as they are on its node."""
+
+    def __init__(self, client: JobClient) -> None:
+        self._client = client
+        self._held: dict[int, DeviceLocks] = {}
+
+    def take(self, lease: Lease) -> None:
+        """Before the first byte. Raises DeviceBusyError, naming them, when others have bytes there."""
+        devices = self._client.devices()
+        here = [devices[d].key for d in lease.devices if devices[d].node_id == self._client.process.node_id]
+        locks = DeviceLocks(here)
+        locks.acquire(self._client.fence(lease), _LOCK_TIMEOUT_S)
+        self._held[lease.epoch] = locks
+
+    def drop(self, lease: Lease) -> None:
+        """After the last byte."""
+        locks = self._held.pop(lease.epoch, None)
+        if locks is not None:
+            locks.release()
+
+
+class Program:
+    """A job that is this process. Its death is the job's end, and frees what it held.
+
+    The process itself counts as the holder of every lease: what it does not give back in time is taken by ending it.
+    `name_holders` names others, where others keep the bytes.
+    """
+
+    def __init__(self, name: str, client: JobClient) -> None:
+        self.name = name
+        self.client = client
+        self.pipeline_id = client.pipeline_id
+        self.registration = client.registration()
+        self._locks = LeaseLocks(client)
+        client.join(name)
+        for cluster in self.registration.clusters:
+            ranks = range(len(cluster.bundles)) if cluster.elastic else range(1)
+            client.name_holders(cluster.name, dict.fromkeys(ranks, client.process))
+        self._close = weakref.finalize(self, _end, client)
+        self._close.atexit = False
+        atexit.register(self._close)
+
+    @contextlib.contextmanager
+    def phase(
+        self,
+        phase: Phase,
+        cluster: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        longest_s: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[Lease]:
+        """Holds a gang's devices, and their locks, for the duration of the block.
+
+        At its end this process must have no byte on them any more. `cluster` may be left out when there is one gang.
+        Raises what `JobClient.acquire` raises, and DeviceBusyError when somebody outside the pool uses a device.
+        """
+        name = cluster or self._only(elastic=False)
+        with self.client.phase(name, phase, timeout_s, longest_s=longest_s, stop=stop) as lease:
+            self._locks.take(lease)
+            try:
+                yield lease
+            finally:
+                self._locks.drop(lease)
+
+    def rollout(self, cluster: str | None = None, *, demand: Demand | int = 0) -> RolloutLease:
+        """The bundles of an elastic cluster, as they come and go; `cluster` may be left out when there is one."""
+        name = cluster or self._only(elastic=True)
+        rollout = RolloutLease(self.client, name, self._locks)
+        rollout.report(demand)
+        return rollout
+
+    def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
+        """Other processes than this one keep the bytes of a cluster; see `JobClient.name_holders`."""
+        self.client.name_holders(cluster, processes)
+
+    def close(self) -> None:
+        """Leaves the pool. Calling it twice is fine."""
+        atexit.unregister(self._close)
+        self._close()
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _only(self, *, elastic: bool) -> str:
+        names = [cluster.name for cluster in self.registration.clusters if cluster.elastic is elastic]
+        if len(names) != 1:
+            kind = "elastic cluster" if elastic else "gang"
+            raise SpecError(f"job {self.name!r} has {len(names)} {kind}s ({', '.join(names)}): say which one")
+        return names[0]
+
+
+def _end(client: JobClient) -> None:
+    if ray.is_initialized():
+        with contextlib.suppress(RlixError):
+            client.unregister("its program ended")

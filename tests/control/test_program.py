@@ -1,0 +1,113 @@
+"""`rlix.attach`: plain scripts as jobs, on a real Ray."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import rlix
+from rlix.control.program import Program, attach
+from rlix.control.rollout_lease import Granted, Taken
+from rlix.node.device_lock import holder
+from rlix.protocol.errors import DeadlockError, SpecError
+from rlix.protocol.types import Phase
+from tests.control.conftest import MakeJob
+from tests.control.test_pipelines import ask
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def program(ray_session: Any) -> Iterator[Program]:
+    with attach("my script", gpus=2) as job:
+        yield job
+
+
+def test_a_phase_holds_the_devices_and_their_locks(program: Program, ray_session: Any) -> None:
+    keys = {device.id: device.key for device in ask(ray_session.devices.remote())}
+    with program.phase(Phase.ACTOR_TRAINING) as lease:
+        assert len(lease.devices) == 2
+        found = [holder(keys[device]) for device in lease.devices]
+        assert [record.fence.epoch for record in found if record] == [lease.epoch] * 2
+        status = ask(ray_session.status.remote())
+        assert [process.pid for process in status.holders[lease.epoch]] == [program.client.process.pid]
+        assert [p.name for p in status.pipelines if p.pipeline_id == program.pipeline_id] == ["my script"]
+        with pytest.raises(DeadlockError), program.phase(Phase.CRITIC_TRAINING):
+            raise AssertionError("granted to who holds it")
+    assert [holder(keys[device]) for device in lease.devices] == [None, None]
+
+
+def test_a_rollout_comes_and_goes(program: Program, make_job: MakeJob) -> None:
+    with program.rollout(demand=100) as rollout:
+        granted = []
+        while len(granted) < 8:
+            granted += [change.lease for change in rollout.poll(5.0) if isinstance(change, Granted)]
+        assert rollout.devices == tuple(range(8))
+        trainer = make_job({"actor_train": [3]})
+        waiting = trainer.ask("actor_train", Phase.ACTOR_TRAINING)
+        (taken,) = [change for change in rollout.poll(10.0) if isinstance(change, Taken)]
+        assert taken.lease.devices == (3,)
+        assert 3 not in rollout.devices
+        rollout.give_back(taken.lease)
+        trainer.client.release(waiting.result(20))
+    assert program.client.leases() == ()
+
+
+def test_wrong_sizes_and_names_are_refused(ray_session: Any) -> None:
+    with pytest.raises(SpecError, match="say either gpus=8, or gangs="):
+        attach("x")
+    with pytest.raises(SpecError, match="named as gangs and as rollouts"):
+        attach("x", gangs={"a": 1}, rollouts={"a": 1})
+    with pytest.raises(SpecError, match="99999999"):
+        attach("x", gpus=99999999)
+    job = attach("x", gangs={"left": 1, "right": 1})
+    with pytest.raises(SpecError, match=r"has 2 gangs \(left, right\): say which"), job.phase(Phase.ACTOR_TRAINING):
+        pass
+    job.close()
+
+
+SCRIPT = """
+    import sys, rlix
+    from rlix import Phase
+    job = rlix.attach("other script", gpus=8)
+    with job.phase(Phase.ACTOR_TRAINING) as lease:
+        print("holding", lease.devices, flush=True)
+        sys.stdin.readline()
+    if len(sys.argv) > 1:
+        raise ValueError("no")
+"""
+
+
+@pytest.mark.parametrize("end", ["returns", "raises", "is killed"])
+def test_a_script_of_another_process_leaves_nothing_behind(
+    make_job: MakeJob, ray_session: Any, tmp_path: Path, end: str
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    source = str(Path(rlix.__file__).parent.parent)
+    environment = {"PYTHONPATH": source, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PATH": "/usr/bin:/bin"}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith(("RAY_", "RLIX_", "HOME"))}
+    environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(path), *(["raise"] if end == "raises" else [])]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as script:
+        assert script.stdin is not None
+        assert script.stdout is not None
+        assert "holding (0, 1, 2, 3, 4, 5, 6, 7)" in script.stdout.readline()
+        waiting = make_job({"actor_train": [0]}).ask("actor_train", Phase.ACTOR_TRAINING)
+        if end == "is killed":
+            script.kill()
+        else:
+            script.stdin.write("go on\n")
+            script.stdin.flush()
+        assert waiting.result(60).devices == (0,)
+        code = script.wait(60)
+    assert code == {"returns": 0, "raises": 1, "is killed": -9}[end]
+    assert "other script" not in [p.name for p in ask(ray_session.status.remote()).pipelines if not p.ending]

@@ -1,0 +1,84 @@
+"""The control plane's own processes are killed or stopped: jobs go on, and nothing is given twice or forgotten."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from rlix.protocol.messages import Process
+from rlix.protocol.types import (
+    NAMESPACE,
+    ORCHESTRATOR_ACTOR_NAME,
+    RESOURCE_MANAGER_ACTOR_NAME,
+    SCHEDULER_ACTOR_NAME,
+    Phase,
+)
+from tests.control.conftest import MakeJob
+from tests.control.test_pipelines import ask, until_it_waits
+from tests.control.test_rollouts import start_rollout
+
+pytestmark = pytest.mark.ray
+
+
+def process_of(name: str) -> Process:
+    process: Process = ask(ray.get_actor(name, NAMESPACE).process.remote())
+    return process
+
+
+def until_another(name: str, before: Process) -> float:
+    """Seconds until the actor answers from another process."""
+    start = time.monotonic()
+    while time.monotonic() - start < 60:
+        try:
+            if ray.get(ray.get_actor(name, NAMESPACE).process.remote(), timeout=10) != before:
+                return time.monotonic() - start
+        except (ray.exceptions.RayError, ValueError):
+            pass
+    raise AssertionError(f"{name} did not come back")
+
+
+def test_a_killed_scheduler_comes_back_and_everybody_keeps_what_he_has(make_job: MakeJob) -> None:
+    holder, waiter = make_job({"actor_train": [0, 1]}), make_job({"actor_train": [1, 2]})
+    rollout = make_job({"actor_infer": [4, 5, 6]}, rollout={})
+    start_rollout(rollout, 3)
+    held = holder.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=20)
+    waiting = waiter.ask("actor_train", Phase.ACTOR_TRAINING)
+    until_it_waits(waiter)
+    before = process_of(SCHEDULER_ACTOR_NAME)
+    os.kill(before.pid, signal.SIGKILL)
+    assert [s.lease.epoch for s in holder.client.leases()] == [held.epoch]  # asked while it is away: answered when back
+    assert process_of(SCHEDULER_ACTOR_NAME) != before
+    assert len(rollout.client.leases()) == 3
+    assert not waiting.done()
+    holder.client.release(held)
+    got = waiting.result(30)
+    assert got.devices == (1, 2)
+    assert got.epoch > max([held.epoch, *(s.lease.epoch for s in rollout.client.leases())])
+    waiter.client.release(got)
+    # The rollout is asked to give way by a scheduler that never granted it anything.
+    with make_job({"actor_train": [4]}).client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=30):
+        assert [lease.devices for lease in ask(rollout.rollout.told.remote("taken", 1))] == [(4,)]
+    assert make_job({"critic": [0]}).id not in {holder.id, waiter.id, rollout.id}  # ids go on, too
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("name", [ORCHESTRATOR_ACTOR_NAME, RESOURCE_MANAGER_ACTOR_NAME])
+def test_the_other_actors_come_back_too(make_job: MakeJob, ray_session: Any, name: str, number: signal.Signals) -> None:
+    before = process_of(name)
+    os.kill(before.pid, number)
+    assert until_another(name, before) < 60
+    assert len(ask(ray_session.devices.remote())) == 8
+    with make_job({"actor_train": [3]}).client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=20) as lease:
+        assert lease.devices == (3,)
+
+
+def test_a_stopped_scheduler_is_started_again(make_job: MakeJob) -> None:
+    job = make_job({"actor_train": [3]})
+    before = process_of(SCHEDULER_ACTOR_NAME)
+    os.kill(before.pid, signal.SIGSTOP)
+    with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=60) as lease:
+        assert lease.devices == (3,)
+    assert process_of(SCHEDULER_ACTOR_NAME) != before
