@@ -10,9 +10,9 @@ from rlix.scheduler.snapshot import GangRequest
 def find_cycle(requests: Mapping[int, GangRequest], leases: Mapping[int, LeaseStatus], last: int) -> str:
     """Says how request `last` closes a circle of hold and wait, link by link; "" when it does not.
 
-    A request can be granted one of its choices once every gang there has ended, and every request that stands in front
-    of it there has been granted. Whoever made a request keeps the epochs in its `holding` until it is granted. Rollouts
-    give way, so they block nobody.
+    A request is granted its devices once every gang there has ended and every request in front of it there has been
+    granted; behind another request, and only there, it may move to an alternative. Whoever made a request keeps the
+    epochs in its `holding` until it is granted. Rollouts give way, so they block nobody.
     """
     asked = requests.get(last)
     if asked is None or not any(request.holding for request in requests.values()):
@@ -43,7 +43,8 @@ class _World:
             self.stuck.difference_update(moving)
 
     def _can_go(self, request: GangRequest) -> bool:
-        return any(next(self.blockers(request, choice, self.stuck), None) is None for choice in request.choices)
+        free = [next(self.blockers(request, choice, self.stuck), None) is None for choice in request.choices]
+        return free[0] or (any(free) and next(self._ahead(request, request.devices, self.stuck), None) is not None)
 
     def blockers(
         self, request: GangRequest, choice: tuple[int, ...], among: set[int]
@@ -54,11 +55,15 @@ class _World:
             keeper = self._kept_by.get(lease.epoch)
             if keeper is not None and keeper.id in among and not wanted.isdisjoint(lease.devices):
                 yield _held(request, wanted, lease, keeper), keeper
+        for other in self._ahead(request, choice, among):
+            yield f"{_name(request)} stands in the queue behind {_name(other)}", other
+
+    def _ahead(self, request: GangRequest, choice: tuple[int, ...], among: set[int]) -> Iterator[GangRequest]:
         for other in self._requests:
             if other.id == request.id:
-                break  # those after it are behind it
-            if other.id in among and not wanted.isdisjoint(other.devices):
-                yield f"{_name(request)} stands in the queue behind {_name(other)}", other
+                return  # those after it are behind it
+            if other.id in among and not set(choice).isdisjoint(other.devices):
+                yield other
 
 
 def _held(request: GangRequest, wanted: set[int], lease: Lease, keeper: GangRequest) -> str:
