@@ -42,7 +42,7 @@ def show_status() -> int:
         if pool is None:
             _say_nothing_runs(console)
             return 0
-        control, jobs = StatusSource(pool.orchestrator)(), find_jobs(pool.orchestrator)
+        control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
         statuses = tuple(job.status() for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
         sentences = tuple(wait.sentence() for wait in waits(control, statuses))
@@ -62,7 +62,7 @@ def watch_jobs(names: Sequence[str], *, live: bool) -> int:
             _say(console, "no job runs here") if pool else _say_nothing_runs(console)
             return 0
         with interrupts.handled(), screen_on(console, live=live) as screen:
-            statuses = watch(jobs, StatusSource(pool.orchestrator), screen, interrupts, time.monotonic, only_look=True)
+            statuses = watch(jobs, StatusSource(pool), screen, interrupts, time.monotonic, only_look=True)
     if any(status.state not in FINAL_STATES for status in statuses):
         going = ", ".join(status.name for status in statuses if status.state not in FINAL_STATES)
         _say(console, f"left; still running: {going}. Stop them with `rlix stop`.")

@@ -3,13 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlix.cli.text import count
-from rlix.control.announcement import Announcement, find_or_start_daemon, pool_text, read_announcement
+from rlix.control.announcement import Announcement, find_or_start_daemon, is_claimed, pool_text, read_announcement
 from rlix.control.init import check_size, detach, init, shutdown
 from rlix.control.settings import Settings
 from rlix.protocol.errors import RlixError, SpecError
@@ -19,6 +20,10 @@ STATUS_TIMEOUT_S = 5.0
 _LOG_LEVEL = "WARNING"
 
 
+class ControlPlaneDiedError(RlixError):
+    """There is nobody left to ask; what jobs held is gone with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """An attached control plane. `said`: in words, which one it is and how it came about."""
@@ -26,23 +31,41 @@ class Pool:
     orchestrator: Any
     said: str
     daemon: Announcement | None = None
+    home: Path | None = None
+
+    def check_alive(self) -> None:
+        """Ray itself would notice after a minute that its daemon is gone, and then end this process.
+
+        Raises:
+            ControlPlaneDiedError: it is gone.
+        """
+        if self.daemon is not None and self.home is not None and not is_claimed(self.home):
+            raise ControlPlaneDiedError(
+                f"the control plane (process {self.daemon.pid}) died, and its jobs with it; `rlix run --resume` goes "
+                "on from their latest checkpoints"
+            )
 
 
 class StatusSource:
     """Asks the orchestrator; a late answer shows the last known status, a dead control plane is an error."""
 
-    def __init__(self, orchestrator: Any) -> None:
-        self._orchestrator = orchestrator
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._last: ControlStatus | None = None
 
     def __call__(self) -> ControlStatus:
+        """Raises ControlPlaneDiedError, or RlixError when the first answer does not come."""
+        self._pool.check_alive()
         try:
-            self._last = ray.get(self._orchestrator.status.remote(), timeout=STATUS_TIMEOUT_S)
+            self._last = ray.get(self._pool.orchestrator.status.remote(), timeout=STATUS_TIMEOUT_S)
         except GetTimeoutError:
             if self._last is None:
                 raise RlixError(f"the control plane did not answer within {STATUS_TIMEOUT_S:.0f} s") from None
+        except ActorUnavailableError:
+            if self._last is None:
+                raise
         except RayActorError as error:
-            raise RlixError(f"the control plane died: {error}") from error
+            raise ControlPlaneDiedError(f"the control plane died: {error}") from error
         assert self._last is not None
         return self._last
 
@@ -71,7 +94,7 @@ def shared_pool(settings: Settings, wanted: int | None, enough: int) -> Iterator
     try:
         if settings.ray_address:
             pool = _in_cluster(settings)
-            found = len(StatusSource(pool.orchestrator)().devices)
+            found = len(StatusSource(pool)().devices)
             if wanted not in (None, found):
                 raise SpecError(f"--devices={wanted}: the pool at {settings.ray_address} has {found}; leave it out")
         else:
@@ -93,7 +116,7 @@ def running_pool(settings: Settings) -> Iterator[Pool | None]:
                     raise
                 yield None
             else:
-                yield Pool(orchestrator, _described(StatusSource(orchestrator)(), f"at {settings.ray_address}"))
+                yield _described(Pool(orchestrator, f"at {settings.ray_address}"))
         else:
             yield _join(settings, read_announcement(settings.home))
     finally:
@@ -108,7 +131,7 @@ def _join(settings: Settings, found: Announcement | None) -> Pool | None:
     if found is None:
         return None
     orchestrator = init(create_if_missing=False, settings=replace(settings, ray_address=""), log_level=_LOG_LEVEL)
-    return Pool(orchestrator, _described(StatusSource(orchestrator)(), f"of process {found.pid}"), found)
+    return _described(Pool(orchestrator, f"of process {found.pid}", found, settings.home))
 
 
 def _of_daemon(settings: Settings, wanted: int | None, enough: int) -> Pool:
@@ -131,10 +154,14 @@ def _in_cluster(settings: Settings) -> Pool:
             raise
         orchestrator = init(settings=settings, log_level=_LOG_LEVEL)
         return Pool(orchestrator, f"started a control plane in the Ray cluster {where}; it stays until `rlix down`")
-    return Pool(orchestrator, f"joined {_described(StatusSource(orchestrator)(), where)}")
+    pool = _described(Pool(orchestrator, where))
+    return replace(pool, said=f"joined {pool.said}")
 
 
-def _described(status: ControlStatus, where: str) -> str:
+def _described(pool: Pool) -> Pool:
+    """The pool, of which so far is only said where it is."""
+    status = StatusSource(pool)()
     virtual = any(device.kind is DeviceKind.CPU for device in status.devices)
-    pool, jobs = pool_text(len(status.devices), virtual=virtual), len(status.pipelines)
-    return f"the control plane {where} ({pool}, {count(jobs, 'job')} run{'' if jobs > 1 else 's'} there)"
+    size, jobs = pool_text(len(status.devices), virtual=virtual), len(status.pipelines)
+    said = f"the control plane {pool.said} ({size}, {count(jobs, 'job')} run{'' if jobs > 1 else 's'} there)"
+    return replace(pool, said=said)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
-from rlix.cli.pool import Pool, StatusSource, private_pool, shared_pool
+from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
 from rlix.control.settings import Settings
@@ -91,7 +91,7 @@ def _run_to_end(
         if not options.private:
             console.print(pool.said, highlight=False, markup=False, soft_wrap=True)
         try:
-            status = StatusSource(pool.orchestrator)
+            status = StatusSource(pool)
             count = len(status().devices)
             check_jobs(specs, count)
             placed = split_devices(specs, count) if options.split else specs
@@ -107,6 +107,9 @@ def _run_to_end(
             if not interrupts.killed or not handles:
                 raise
             statuses = tuple(handle.status() for handle in handles)
+        except ControlPlaneDiedError:
+            handles = []  # there is nobody who could end them
+            raise
         finally:
             for handle in handles:
                 handle.close()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -65,6 +66,8 @@ class Daemon:
         finally:
             self._claim.withdraw()
             shutdown()
+            if token_path is not None:
+                Path(token_path).unlink(missing_ok=True)
 
     def _listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from rlix.flow import prefork
 from rlix.flow.worker import WORKER_ENVIRONMENT
@@ -45,7 +45,7 @@ class JobHandle:
         self._last = first
         self._orchestrator = orchestrator
         self._coordinator = coordinator
-        self._end = (coordinator.ended if hasattr(coordinator, "ended") else coordinator.closed).remote()
+        self._end = self._ask_for_the_end()
 
     def start(self) -> None:
         """Start the run. Calling it again changes nothing."""
@@ -91,10 +91,17 @@ class JobHandle:
             ray.kill(ray.get_actor(f"pipeline:{self.pipeline_id}", pipeline_namespace(self.pipeline_id)))
         ray.kill(self._coordinator)
 
+    def _ask_for_the_end(self) -> Any:
+        coordinator = self._coordinator
+        return (coordinator.ended if hasattr(coordinator, "ended") else coordinator.closed).remote()
+
     def _final_status(self) -> JobStatus:
         try:
             final: JobStatus | None = ray.get(self._end)
             final = final or ray.get(self._coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or self._last
+        except ActorUnavailableError:
+            self._end = self._ask_for_the_end()
+            return self._last
         except (RayTaskError, RayActorError) as error:
             return replace(self._last, state="failed", phase="failed", error=f"the job's coordinator died: {error}")
         except GetTimeoutError:
