@@ -45,7 +45,7 @@ endif
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
-	$(BIN)/rlix run $(DEMO_SPECS)
+	$(BIN)/rlix run --private $(DEMO_SPECS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

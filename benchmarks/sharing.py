@@ -19,7 +19,7 @@ JOBS = ("sort_digits", "copy_digits")
 def measure(specs: list[str], split: bool) -> dict[str, Any]:
     """`rlix run --json` as a user would type it, in a process of its own."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "-m", "rlix.cli", "run", *specs, "--runs-dir", runs, "--json"]
+        command = [sys.executable, "-m", "rlix.cli", "run", "--private", *specs, "--runs-dir", runs, "--json"]
         result = subprocess.run(
             command + ["--split"] * split, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
         )

@@ -97,7 +97,7 @@ class Claim:
         _file(self._home).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.withdraw()
+        """Gives the right back, if it was taken."""
         self._lock.close()
 
 
@@ -142,11 +142,17 @@ def log_path(home: Path) -> Path:
     return home / "logs" / "daemon.log"
 
 
+def python_path() -> list[str]:
+    """The folders of PYTHONPATH as this process means them; another one may have another working directory."""
+    return [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
 def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes]":
     log = log_path(home)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["RLIX_HOME"] = str(home)
+    environment["PYTHONPATH"] = os.pathsep.join(python_path())
     arguments = [] if virtual_gpus is None else [str(virtual_gpus)]
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private import ray_constants, services
@@ -21,7 +22,7 @@ from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
-from rlix.control.announcement import Announcement
+from rlix.control.announcement import Announcement, python_path
 from rlix.protocol.errors import RlixError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -120,9 +121,16 @@ def loopback_kept() -> Iterator[None]:
 def _connect(address: str, where: str, *, loopback: bool) -> None:
     with loopback_kept() if loopback else contextlib.nullcontext():
         try:
-            ray.init(address=address, logging_level=logging.WARNING)
+            ray.init(address=address, logging_level=logging.WARNING, job_config=_job_config())
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise RlixError(f"cannot join {where}: {_last_line(str(error))}") from error
+
+
+def _job_config() -> Any:
+    """Lets this program's jobs import what it can: their processes have the environment of whoever started Ray."""
+    config = ray.job_config.JobConfig()
+    config._py_driver_sys_path.extend(python_path())
+    return config
 
 
 def _knock(address: str, where: str) -> None:

@@ -4,6 +4,7 @@ It outlives the program that started it, and ends, with everything it started, o
 pipeline has been registered and no other program attached.
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -133,17 +134,14 @@ def _status(orchestrator: Any) -> ControlStatus:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = Settings.from_env()
-    claim = Claim(settings.home)
-    if not claim.take():
-        return 0  # another one was faster
     try:
-        Daemon(settings, claim).run(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+        settings = Settings.from_env()
+        with contextlib.closing(Claim(settings.home)) as claim:
+            if claim.take():  # otherwise another one was faster
+                Daemon(settings, claim).run(int(sys.argv[1]) if len(sys.argv) > 1 else None)
     except RlixError as error:
         logger.error("%s", error)
         return 1
-    finally:
-        claim.close()
     return 0
 
 
