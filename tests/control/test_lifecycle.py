@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rlix.control.daemon import Idle
+
 pytestmark = pytest.mark.ray
 
 
@@ -120,7 +122,7 @@ DAEMON = """
 import json, os, pathlib, signal, psutil, ray, rlix
 from rlix.control.announcement import await_end, find_or_start_daemon, is_claimed, read_announcement
 from rlix.control.daemon import other_programs
-from rlix.control.init import detach
+from rlix.control.init import check_size, detach
 
 home = pathlib.Path(os.environ["RLIX_HOME"])
 first, started = find_or_start_daemon(home, 3)
@@ -132,11 +134,11 @@ tree = [p for p in [process, *process.children(recursive=True)] if p.cmdline()[:
 orchestrator = rlix.init(log_level="ERROR")
 devices = len(ray.get(orchestrator.devices.remote()))
 attached = other_programs()
-detach()
 try:
-    rlix.init(virtual_gpus=4)
+    check_size(first, 4, "virtual_gpus")
 except rlix.protocol.errors.SpecError as error:
     refused = str(error)
+detach()
 {end}
 await_end(home, 60)
 _, alive = psutil.wait_procs(tree, timeout=30)
@@ -169,6 +171,15 @@ def test_a_daemon_is_found_by_its_home_and_leaves_nothing(
     assert got["alive"] == []
     assert not got["found"]  # what a killed one has left deceives nobody
     assert got["files"] == files
+
+
+def test_a_daemon_waits_longer_for_its_first_visitor_than_between_visits() -> None:
+    idle = Idle(idle_s=5.0, now=100.0)
+    assert not idle.over(busy=False, visited=False, now=159.0)
+    assert idle.over(busy=False, visited=False, now=160.0)
+    assert not idle.over(busy=True, visited=True, now=161.0)
+    assert not idle.over(busy=False, visited=True, now=165.9)
+    assert idle.over(busy=False, visited=True, now=166.0)
 
 
 def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:

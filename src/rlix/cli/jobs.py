@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAVE_TIMEOUT_S = 20.0
+LEAVE_TIMEOUT_S = 15.0
 DOWN_TIMEOUT_S = 60.0
 POLL_S = 0.3
 EXIT_FAILED = 1
@@ -94,6 +94,10 @@ def take_down() -> int:
                 found = daemon = pool.daemon
                 _stop(find_jobs(pool.orchestrator), console, now=False)
                 if daemon is None:
+                    # Who followed a job removes its coordinator once it has reported.
+                    _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
+                    for job in find_jobs(pool.orchestrator):
+                        job.close()
                     shutdown()
                     _say(console, f"ended {pool.said}; its Ray goes on")
                     return 0

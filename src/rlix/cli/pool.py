@@ -65,7 +65,7 @@ class StatusSource:
             if self._last is None:
                 raise
         except RayActorError as error:
-            raise ControlPlaneDiedError(f"the control plane died: {error}") from error
+            raise ControlPlaneDiedError(f"the control plane died: {str(error).splitlines()[0]}") from error
         assert self._last is not None
         return self._last
 

@@ -30,20 +30,25 @@ from rlix.protocol.messages import ControlStatus
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+FIRST_S = 60.0
 STATUS_TIMEOUT_S = 10.0
 
 
 class Idle:
     """For how long there has been nothing to do. Times are seconds of one clock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, idle_s: float, now: float) -> None:
+        self._idle_s = idle_s
         self._since = now
 
-    def seconds(self, busy: bool, now: float) -> float:
-        """How long it has been by now; `busy`: whether there is something to do."""
+    def over(self, *, busy: bool, visited: bool, now: float) -> bool:
+        """Whether that has been long enough. `busy`: there is something to do now; `visited`: somebody has been here.
+
+        Whoever starts a daemon joins it a moment later, which on a busy machine may be long.
+        """
         if busy:
             self._since = now
-        return now - self._since
+        return now - self._since >= (self._idle_s if visited else max(self._idle_s, FIRST_S))
 
 
 class Daemon:
@@ -100,13 +105,14 @@ class Daemon:
     def _keep(self, orchestrator: Any, announcement: Announcement) -> None:
         self._claim.announce(announcement)
         logger.info("%s at %s, until %g s after the last job", announcement.pool, announcement.address, self._idle_s)
-        idle = Idle(time.monotonic())
+        idle = Idle(self._idle_s, time.monotonic())
         while not self._told.wait(LOOK_S):
-            if idle.seconds(self._busy(orchestrator), time.monotonic()) < self._idle_s:
+            visited = len(ray_state.jobs()) > 1  # the programs that have ended are in there, too
+            if not idle.over(busy=self._busy(orchestrator), visited=visited, now=time.monotonic()):
                 continue
             self._claim.withdraw()
             if not self._busy(orchestrator):  # nobody has come just before they no longer could
-                logger.info("nothing to do for %g s: the control plane ends", self._idle_s)
+                logger.info("nothing to do: the control plane ends")
                 return
             self._claim.announce(announcement)
 
