@@ -57,7 +57,7 @@ def watch_jobs(names: Sequence[str], *, live: bool) -> int:
     """Follow jobs to their end, whoever started them, and report. Ctrl-C leaves; the jobs go on."""
     console, interrupts = make_console(), Interrupts()
     with running_pool(Settings.from_env()) as pool:
-        jobs = [] if pool is None else _select(find_jobs(pool.orchestrator), names)
+        jobs = [] if pool is None else select(find_jobs(pool.orchestrator), names)
         if pool is None or not jobs:
             _say(console, "no job runs here") if pool else _say_nothing_runs(console)
             return 0
@@ -81,7 +81,7 @@ def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
         if pool is None:
             _say_nothing_runs(console)
             return 0 if everything else EXIT_FAILED
-        jobs = _select(find_jobs(pool.orchestrator), names)
+        jobs = select(find_jobs(pool.orchestrator), names)
         return 0 if _stop(jobs, console, now=now) else EXIT_FAILED
 
 
@@ -155,7 +155,7 @@ def _stop(jobs: Sequence[JobHandle], console: Console, *, now: bool) -> bool:
     return False
 
 
-def _select(jobs: Sequence[JobHandle], names: Sequence[str]) -> list[JobHandle]:
+def select(jobs: Sequence[JobHandle], names: Sequence[str]) -> list[JobHandle]:
     """The jobs with these names or pipeline ids; without any, those that have not ended."""
     if not names:
         return [job for job in jobs if job.status().state not in FINAL_STATES]
