@@ -45,7 +45,7 @@ endif
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
-	RLIX_VIRTUAL_GPUS=4 $(BIN)/rlix run $(DEMO_SPECS)
+	RLIX_VIRTUAL_GPUS=4 $(BIN)/rlix run --private $(DEMO_SPECS)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

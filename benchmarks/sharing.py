@@ -21,7 +21,7 @@ def measure(specs: list[str], split: bool) -> dict[str, Any]:
     """`rlix run --json` as a user would type it, in a process of its own; on four virtual GPUs where there are none."""
     environment = {"RLIX_VIRTUAL_GPUS": "4", **os.environ}
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "-m", "rlix.cli", "run", *specs, "--runs-dir", runs, "--json"]
+        command = [sys.executable, "-m", "rlix.cli", "run", "--private", *specs, "--runs-dir", runs, "--json"]
         result = subprocess.run(
             command + ["--split"] * split,
             env=environment,

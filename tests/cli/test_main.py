@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlix.cli.main import app
-from rlix.cli.run import exit_code
+from rlix.cli.outcome import exit_code
 from tests.cli.fakes import job_status
 from tests.monitor.synthetic import demo_runs
 
@@ -48,14 +48,14 @@ def test_misspelled_key_names_file_and_key(tmp_path: Path) -> None:
 
 
 def test_too_few_devices_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlix.cli.run.init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("rlix.cli.run._control_plane", lambda *_: pytest.fail("Ray was started"))
     message = mistake("run", GOOD_SPEC, "--devices", "1", "--runs-dir", str(tmp_path))
     assert "device" in message
     assert "clusters." in message
 
 
 def test_the_same_job_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlix.cli.run.init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("rlix.cli.run._control_plane", lambda *_: pytest.fail("Ray was started"))
     message = mistake("run", GOOD_SPEC, GOOD_SPEC, "--devices", "4", "--runs-dir", str(tmp_path))
     assert "rename" in message
 
@@ -97,6 +97,18 @@ def test_report_as_json(tmp_path: Path) -> None:
     assert [job["name"] for job in found["jobs"]] == ["sort_digits", "copy_digits"]
     assert found["busy_share"] + found["switching_share"] + found["idle_share"] == pytest.approx(1.0)
     assert Path(found["report"]).exists()
+
+
+def test_without_a_control_plane_there_is_nothing_to_see_or_stop(
+    rlix_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for arguments in (["status"], ["watch"], ["stop", "--all"], ["down"]):
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert f"no control plane runs here (RLIX_HOME is {rlix_home})" in result.output
+    assert "name jobs, or say --all" in mistake("stop")
+    assert "name jobs, or say --all" in mistake("stop", "x", "--all")
 
 
 def test_exit_codes() -> None:

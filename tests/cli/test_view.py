@@ -1,7 +1,8 @@
 import pytest
 from rich.console import Console
 
-from rlix.cli.view import Snapshot, device_list, holdings, job_line, render, utilisation
+from rlix.cli.text import count, device_list
+from rlix.cli.view import Snapshot, holdings, job_line, render, utilisation
 from rlix.protocol.messages import LeaseState
 from rlix.protocol.types import Phase
 from tests.cli.fakes import control, job_status, lease
@@ -27,7 +28,7 @@ def test_live_view_shows_every_job_and_device() -> None:
         job_status("sort", "ft_1", phase="actor_training", reward=0.4321, exact=0.25, tokens_per_s=1234.5),
         job_status("copy", "ft_2", step=7),
     )
-    lines = drawn(Snapshot(jobs, status, 65.0, 0.5, notice="stopping"))
+    lines = drawn(Snapshot(jobs, status, 65.0, 0.5, notice="stopping", stalls=("copy waits",)))
     assert "0:01:05" in lines[0]
     assert "75 % of 4 devices in use, 50 % on average" in lines[0]
     sort = line_of(lines, "sort")
@@ -39,6 +40,7 @@ def test_live_view_shows_every_job_and_device() -> None:
     contested = line_of(lines, "2 (cpu)")
     assert contested.index("copy") < contested.index("rollout, giving way") < contested.index("sort old log probs")
     assert "free" in line_of(lines, "3 (cpu)")
+    assert "copy waits" in lines[-2]
     assert "stopping" in lines[-1]
 
 
@@ -67,6 +69,10 @@ def test_pending_leases_hold_nothing_yet() -> None:
 )
 def test_device_list(devices: tuple[int, ...], text: str) -> None:
     assert device_list(devices) == text
+
+
+def test_count() -> None:
+    assert [count(number, "job") for number in (0, 1, 2)] == ["no job", "1 job", "2 jobs"]
 
 
 def test_job_line_says_what_is_known_and_nothing_else() -> None:

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from io import StringIO
 
@@ -8,7 +10,7 @@ from rich.console import Console
 
 from rlix.cli import watch as watch_module
 from rlix.cli.view import Snapshot
-from rlix.cli.watch import STOP_TIMEOUT_S, Interrupts, KilledError, LogScreen, MeanUtilisation, watch
+from rlix.cli.watch import STOP_TIMEOUT_S, Interrupts, KilledError, LastingScreen, LogScreen, MeanUtilisation, watch
 from tests.cli.fakes import FakeJob, control, job_status, lease
 
 
@@ -81,6 +83,51 @@ def test_a_second_interrupt_ends_at_once_and_later_ones_are_ignored() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     assert interrupts.signal_number == signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_who_only_looks_leaves_at_the_first_interrupt_and_stops_nothing() -> None:
+    interrupts, job = Interrupts(), FakeJob("a", [job_status("a")])
+    screen = Recorder(lambda snapshot: interrupts.note(signal.SIGINT) if not interrupts.stop_wanted else None)
+    statuses = watch([job], control, screen, interrupts, ticking(), only_look=True)
+    assert [status.state for status in statuses] == ["running"]
+    assert job.stop_calls == 0
+
+
+def test_an_interrupt_before_anything_runs_ends_at_once() -> None:
+    interrupts = Interrupts()
+    with interrupts.handled(), pytest.raises(KilledError), interrupts.at_once():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert interrupts.killed
+
+
+def test_a_hangup_is_ignored_and_so_it_is_by_what_is_started_meanwhile() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with Interrupts().handled() as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        child = subprocess.run([sys.executable, "-c", "import signal; print(signal.getsignal(1).name)"],
+                               capture_output=True, text=True, check=True)  # fmt: skip
+    assert not interrupts.stop_wanted
+    assert child.stdout == "SIG_IGN\n"
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_the_view_goes_on_when_its_terminal_is_gone() -> None:
+    here, there = os.openpty()
+    with os.fdopen(there, "w") as terminal:
+        console = Console(file=terminal, width=80)
+        screen = LastingScreen(LogScreen(console), console)
+        os.close(here)
+        for step in range(3):
+            screen.show(Snapshot((job_status(state=f"state {step}"),), control(), float(step), 0.0))
+        terminal.write("still open")
+
+
+def test_a_stall_is_said_once() -> None:
+    out = StringIO()
+    screen = LogScreen(Console(file=out, width=200))
+    for elapsed, stalls in ((31.0, ("a waits",)), (32.0, ("a waits", "b waits")), (33.0, ())):
+        screen.show(Snapshot((), control(), elapsed, 0.0, stalls=stalls))
+    assert out.getvalue().splitlines() == ["0:00:31 a waits", "0:00:32 b waits"]
 
 
 def test_mean_utilisation_weighs_by_time() -> None:

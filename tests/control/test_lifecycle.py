@@ -9,12 +9,14 @@ from typing import Any
 import psutil
 import pytest
 
+from rlix.control.daemon import Idle
+
 pytestmark = pytest.mark.ray
 
 
-def run(program: str, home: Path) -> Any:
+def run(program: str, home: Path, **variables: str) -> Any:
     """Runs a Python program with an isolated home; returns what its last line holds, as JSON."""
-    environment = {"RLIX_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    environment = {"RLIX_HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
     path = home / "program.py"
     path.write_text(program)
     done = subprocess.run(
@@ -28,6 +30,8 @@ def run(program: str, home: Path) -> Any:
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
+
+LOCAL = {"RAY_ADDRESS": "local"}
 
 START_AND_STOP = """
 import json, psutil, ray, rlix
@@ -53,7 +57,7 @@ print(json.dumps({
 
 
 def test_ray_is_started_on_loopback_and_ended_without_a_trace(tmp_path: Path) -> None:
-    got = run(START_AND_STOP, tmp_path)
+    got = run(START_AND_STOP, tmp_path, **LOCAL)
     assert got["devices"] == 3
     assert {address.removeprefix("::ffff:") for address in got["listening"]} == {"127.0.0.1"}
     assert got["left"] == []
@@ -100,7 +104,7 @@ finally:
 
 @pytest.mark.slow
 def test_nodes_may_differ_and_an_attached_ray_outlives_the_control_plane(tmp_path: Path) -> None:
-    got = run(TWO_NODES, tmp_path)
+    got = run(TWO_NODES, tmp_path, **LOCAL)
     assert got["devices"] == [
         [0, 0, "cpu", True],
         [1, 1, "cpu", True],
@@ -112,6 +116,84 @@ def test_nodes_may_differ_and_an_attached_ray_outlives_the_control_plane(tmp_pat
     assert "no control plane in this Ray cluster" in got["missing"]
     assert got["alive"] == 2
     assert got["actors"] == []
+
+
+DAEMON = """
+import json, os, pathlib, signal, psutil, ray, rlix
+from rlix.control.announcement import await_end, find_or_start_daemon, is_claimed, read_announcement
+from rlix.control.daemon import other_programs
+from rlix.control.init import check_size, detach
+
+home = pathlib.Path(os.environ["RLIX_HOME"])
+first, started = find_or_start_daemon(home, 3)
+again, started_again = find_or_start_daemon(home, 5)
+assert (first, started, started_again) == (again, True, False)
+process = psutil.Process(first.pid)
+agents = "ray::DashboardAgent", "ray::RuntimeEnvAgent"  # take a minute to notice that they lost a raylet to SIGKILL
+tree = [p for p in [process, *process.children(recursive=True)] if p.cmdline()[:1][0] not in agents]
+orchestrator = rlix.init(log_level="ERROR")
+devices = len(ray.get(orchestrator.devices.remote()))
+attached = other_programs()
+try:
+    check_size(first, 4, "virtual_gpus")
+except rlix.protocol.errors.SpecError as error:
+    refused = str(error)
+detach()
+{end}
+await_end(home, 60)
+_, alive = psutil.wait_procs(tree, timeout=30)
+print(json.dumps({{
+    "devices": devices, "attached": attached == [first.pid], "refused": refused, "session": os.getsid(0) == first.pid,
+    "alive": [p.pid for p in alive if p.status() != "zombie"], "found": read_announcement(home) is not None,
+    "files": sorted(path.name for path in home.glob("daemon.*")),
+}}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "idle_s", "files"),
+    [
+        ("pass  # it ends by itself", "1", ["daemon.lock"]),
+        ("os.kill(first.pid, signal.SIGTERM)", "60", ["daemon.lock"]),
+        ("os.kill(first.pid, signal.SIGKILL)", "60", ["daemon.json", "daemon.lock", "daemon.token"]),
+    ],
+    ids=["idle", "told", "killed"],
+)
+def test_a_daemon_is_found_by_its_home_and_leaves_nothing(
+    tmp_path: Path, end: str, idle_s: str, files: list[str]
+) -> None:
+    got = run(DAEMON.format(end=end), tmp_path, RLIX_IDLE_S=idle_s)
+    assert got["devices"] == 3
+    assert got["attached"]
+    assert not got["session"]
+    assert "and has 3 virtual GPUs; leave that out" in got["refused"]
+    assert got["alive"] == []
+    assert not got["found"]  # what a killed one has left deceives nobody
+    assert got["files"] == files
+
+
+def test_a_daemon_waits_longer_for_its_first_visitor_than_between_visits() -> None:
+    idle = Idle(idle_s=5.0, now=100.0)
+    assert not idle.over(busy=False, visited=False, now=159.0)
+    assert idle.over(busy=False, visited=False, now=160.0)
+    assert not idle.over(busy=True, visited=True, now=161.0)
+    assert not idle.over(busy=False, visited=True, now=165.9)
+    assert idle.over(busy=False, visited=True, now=166.0)
+
+
+def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
+    program = (
+        "import json, os, pathlib\n"
+        "from rlix.control.announcement import find_or_start_daemon\n"
+        "from rlix.protocol.errors import RlixError\n"
+        "home = pathlib.Path(os.environ['RLIX_HOME'])\n"
+        "try: find_or_start_daemon(home, 1)\n"
+        "except RlixError as error: print(json.dumps(str(error)))"
+    )
+    message = run(program, tmp_path, RLIX_POLICY="fair")
+    assert "the control plane did not start" in message
+    assert "RLIX_POLICY='fair' must be one of" in message
 
 
 def test_the_control_plane_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:

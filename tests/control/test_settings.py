@@ -10,6 +10,7 @@ def test_the_environment_is_read_and_defaults_hold() -> None:
     assert Settings.from_env({"RLIX_HOME": "/x"}) == Settings(home=Path("/x"))
     got = Settings.from_env({"RLIX_VIRTUAL_GPUS": "4", "RLIX_SHRINK_DEADLINE_S": "2.5", "RAY_ADDRESS": "local"})
     assert (got.virtual_gpus, got.shrink_deadline_s, got.ray_address) == (4, 2.5, "local")
+    assert Settings.from_env({"RLIX_IDLE_S": "5", "RLIX_HOME": "/x"}) == Settings(home=Path("/x"), idle_s=5.0)
     assert got.home == Path.home() / ".rlix"
     assert Settings.from_env({"RLIX_POLICY": "proportional"}).policy == "proportional"
 

@@ -21,6 +21,8 @@ from rlix.protocol.errors import RlixError, SpecError
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
+Live = Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")]
+
 app = typer.Typer(
     name="rlix",
     help="Many reinforcement-learning post-training jobs on one pool of GPUs, each as if it had the pool to itself.",
@@ -70,9 +72,16 @@ def run(
         bool, typer.Option("--split", help="Give each job a fixed equal part of the devices, to compare with sharing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON, on stdout.")] = False,
-    live: Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")] = True,
+    live: Live = True,
+    private: Annotated[
+        bool, typer.Option("--private", help="Use a control plane that ends with this run and is not shared.")
+    ] = False,
 ) -> None:
-    """Run jobs side by side on one pool of devices, and report."""
+    """Run jobs side by side on one pool of devices, and report.
+
+    They join the control plane that runs here, or one is started that others may join. Without its terminal, the run
+    goes on.
+    """
     from rlix.cli.run import RunOptions, run_jobs
 
     with one_message_per_mistake():
@@ -84,6 +93,7 @@ def run(
             split=split,
             as_json=as_json,
             live=live,
+            private=private,
         )
         code = run_jobs(options)
     raise typer.Exit(code)
@@ -116,6 +126,55 @@ def report(
     console = make_console()
     console.print(render_text(built.tables))
     console.print(f"report: {target}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def status() -> None:
+    """Show the jobs that run here, and who holds which device."""
+    from rlix.cli.jobs import show_status
+
+    with one_message_per_mistake():
+        code = show_status()
+    raise typer.Exit(code)
+
+
+@app.command()
+def watch(
+    jobs: Annotated[
+        list[str] | None, typer.Argument(metavar="[JOB...]", help="Names or ids; all, if left out.")
+    ] = None,
+    live: Live = True,
+) -> None:
+    """Follow running jobs, whoever started them, and report at their end. Ctrl-C leaves; the jobs go on."""
+    from rlix.cli.jobs import watch_jobs
+
+    with one_message_per_mistake():
+        code = watch_jobs(jobs or [], live=live)
+    raise typer.Exit(code)
+
+
+@app.command()
+def stop(
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]", help="Names or ids of jobs.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every job that runs here.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="End them at once, without a checkpoint.")] = False,
+) -> None:
+    """Have running jobs write a checkpoint and end."""
+    from rlix.cli.jobs import stop_jobs
+
+    with one_message_per_mistake():
+        code = stop_jobs(jobs or [], everything=everything, now=now)
+    raise typer.Exit(code)
+
+
+@app.command()
+def down() -> None:
+    """Stop every job that runs here, then end the control plane."""
+    from rlix.cli.jobs import take_down
+
+    with one_message_per_mistake():
+        code = take_down()
+    raise typer.Exit(code)
 
 
 app.command()(simulate)

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlix.cli.text import clock, device_list, words
 from rlix.protocol.messages import ControlStatus, LeaseState, LeaseStatus
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Snapshot:
     elapsed_s: float
     mean_utilisation: float
     notice: str = ""
+    stalls: tuple[str, ...] = ()
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -55,28 +57,11 @@ def holdings(control: ControlStatus) -> dict[str, tuple[int, ...]]:
     return {pipeline_id: tuple(sorted(devices)) for pipeline_id, devices in held.items()}
 
 
-def device_list(devices: tuple[int, ...]) -> str:
-    """ "0–3, 6": consecutive numbers as ranges."""
-    ranges: list[list[int]] = []
-    for device in devices:
-        if ranges and device == ranges[-1][1] + 1:
-            ranges[-1][1] = device
-        else:
-            ranges.append([device, device])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in ranges) or "–"
-
-
-def clock(seconds: float) -> str:
-    """ "0:04:07"."""
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
 def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> str:
     """One line of log about one job."""
     parts = [f"{clock(elapsed_s)} {job.name}: {job.state}, step {job.step}/{job.steps}"]
     if job.phase and job.phase != job.state:
-        parts.append(_words(job.phase))
+        parts.append(words(job.phase))
     if job.reward is not None:
         parts.append(f"reward {job.reward:.3f}")
     if job.exact is not None:
@@ -104,6 +89,7 @@ def render(snapshot: Snapshot) -> Group:
         f" of {len(snapshot.control.devices)} devices in use, {100 * snapshot.mean_utilisation:.0f} % on average",
     )
     parts: list[Text | Table] = [headline, _job_table(snapshot), _device_table(snapshot)]
+    parts += [Text(stall, style="yellow") for stall in snapshot.stalls]
     if snapshot.notice:
         parts.append(Text(snapshot.notice, style="yellow"))
     return Group(*parts)
@@ -121,7 +107,7 @@ def _job_table(snapshot: Snapshot) -> Table:
             Text(job.name, style=_style(index)),
             f"{job.step}/{job.steps}",
             ProgressBar(total=max(1, job.steps), completed=job.step, width=16),
-            Text(job.state if final else _words(job.phase), style=STATE_STYLES.get(job.state, "")),
+            Text(job.state if final else words(job.phase), style=STATE_STYLES.get(job.state, "")),
             _number(job.reward, ".3f"),
             _number(job.exact, ".3f"),
             _number(job.tokens_per_s, ",.0f"),
@@ -166,16 +152,12 @@ def _job_name(status: LeaseStatus | None, names: dict[str, tuple[str, str]]) -> 
 def _phase(status: LeaseStatus | None) -> Text:
     if status is None:
         return Text("")
-    text = _words(status.lease.phase.name.lower())
+    text = words(status.lease.phase.name.lower())
     return Text(f"{text}, giving way" if status.state is LeaseState.DRAINING else text)
 
 
 def _style(index: int) -> str:
     return JOB_STYLES[index % len(JOB_STYLES)]
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,10 +1,11 @@
-"""Following launched jobs to their end: polling, Ctrl-C, live view or lines of log."""
+"""Following launched jobs to their end: polling, Ctrl-C, lost terminals, live view or lines of log."""
 
+import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 from rich.live import Live
 
+from rlix.cli.stalls import Stalls
+from rlix.cli.text import clock
 from rlix.cli.view import Snapshot, holdings, job_line, render, utilisation
 from rlix.protocol.messages import ControlStatus
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FINAL_STATES = frozenset({"finished", "failed", "stopped"})
+FINAL_STATES = frozenset({"finished", "failed", "stopped"})  # as in rlix.pipeline.launch, which is slow to import
 POLL_S = 0.5
 LOG_EVERY_S = 5.0
 STOP_TIMEOUT_S = 90.0
@@ -39,19 +42,21 @@ class Job(Protocol):
 
 
 class KilledError(Exception):
-    """A second Ctrl-C: the user does not want to wait for a clean stop."""
+    """Ctrl-C while nothing runs yet, or a second one: the user does not want to wait for a clean stop."""
 
 
 @dataclass(slots=True)
 class Interrupts:
     """Notes SIGINT and SIGTERM: the first asks for a clean stop, the second raises KilledError where the program is.
 
-    Later ones are ignored: by then everything is being ended, within bounded time.
+    Later ones are ignored: by then everything is being ended, within bounded time. SIGHUP is ignored: who loses the
+    terminal goes on without it, and so does what is started meanwhile.
     """
 
     signal_number: int | None = None
     killed: bool = False
     wake: threading.Event = field(default_factory=threading.Event)
+    _at_once: bool = False
 
     @property
     def stop_wanted(self) -> bool:
@@ -62,14 +67,30 @@ class Interrupts:
         if not self.stop_wanted:
             self.signal_number = number
             self.wake.set()
+            if self._at_once:
+                self.kill()
         elif not self.killed:
-            self.killed = True
-            raise KilledError
+            self.kill()
 
-    @contextmanager
+    def kill(self) -> None:
+        """Raises KilledError: there is nothing to stop cleanly, or no wish to."""
+        self.killed = True
+        raise KilledError
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Already the first signal raises KilledError inside the block: nothing runs that could stop cleanly."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    @contextlib.contextmanager
     def handled(self) -> Iterator["Interrupts"]:
-        """Handle both signals inside the block (in the main thread)."""
+        """Handle the signals inside the block (in the main thread)."""
         before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             yield self
         finally:
@@ -100,6 +121,24 @@ class Screen(Protocol):
     def show(self, snapshot: Snapshot) -> None: ...
 
 
+class LastingScreen:
+    """Another screen for as long as its terminal or pipe is there; from then on what is written to it goes nowhere."""
+
+    def __init__(self, screen: Screen, console: Console) -> None:
+        self._screen = screen
+        self._file = console.file
+
+    def show(self, snapshot: Snapshot) -> None:
+        try:
+            self._screen.show(snapshot)
+        except OSError as error:
+            logger.warning("the output is gone (%s); going on without it", error.strerror)
+            with contextlib.suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._file.fileno())
+                os.close(nowhere)
+
+
 class LiveScreen:
     """Redraws the view in place; `live` is a started `rich.live.Live`."""
 
@@ -118,6 +157,7 @@ class LogScreen:
         self._every_s = every_s
         self._printed: dict[str, tuple[str, tuple[int, str], float]] = {}
         self._notice = ""
+        self._stalls: tuple[str, ...] = ()
 
     def show(self, snapshot: Snapshot) -> None:
         held = holdings(snapshot.control)
@@ -127,6 +167,10 @@ class LogScreen:
             if state != job.state or due:
                 self._line(job_line(job, held.get(job.pipeline_id, ()), snapshot.elapsed_s))
                 self._printed[job.name] = (job.state, (job.step, job.phase), snapshot.elapsed_s)
+        for stall in snapshot.stalls:
+            if stall not in self._stalls:
+                self._line(f"{clock(snapshot.elapsed_s)} {stall}")
+        self._stalls = snapshot.stalls
         if snapshot.notice != self._notice:
             self._notice = snapshot.notice
             self._line(snapshot.notice)
@@ -140,22 +184,27 @@ def watch(
     control_status: Callable[[], ControlStatus],
     screen: Screen,
     interrupts: Interrupts,
-    clock: Callable[[], float],
+    now_s: Callable[[], float],
+    *,
+    only_look: bool = False,
 ) -> tuple["JobStatus", ...]:
     """Follow the jobs until each has ended; returns how.
 
     After a first interrupt every job is asked to stop, once, and has STOP_TIMEOUT_S for it; then its last status is
-    returned as it is. Raises KilledError at a second interrupt.
+    returned as it is. Raises KilledError at a second interrupt. Who may `only_look` leaves at the first: the last
+    statuses are returned, and the jobs go on.
     """
-    mean, start, stop_deadline = MeanUtilisation(), clock(), float("inf")
+    mean, stalls, start, stop_deadline = MeanUtilisation(), Stalls(), now_s(), float("inf")
     while True:
         statuses = tuple(job.status() for job in jobs)
-        control, now = control_status(), clock()
+        control, now = control_status(), now_s()
+        elapsed_s = now - start
         stopping = stop_deadline < float("inf")
         notice = "stopping: each job writes a checkpoint and ends (Ctrl-C again to end at once)" if stopping else ""
-        screen.show(Snapshot(statuses, control, now - start, mean.add(utilisation(control), now), notice))
+        stalled = stalls.sentences(control, statuses, elapsed_s)
+        screen.show(Snapshot(statuses, control, elapsed_s, mean.add(utilisation(control), now), notice, stalled))
         running = [status for status in statuses if status.state not in FINAL_STATES]
-        if not running:
+        if not running or (only_look and interrupts.stop_wanted):
             return statuses
         if interrupts.stop_wanted and not stopping:
             stop_deadline = now + STOP_TIMEOUT_S
@@ -168,3 +217,13 @@ def watch(
             logger.warning("no clean stop within %.0f s of: %s; ending them", STOP_TIMEOUT_S, names)
             return statuses
         interrupts.wake.wait(POLL_S)
+
+
+@contextlib.contextmanager
+def screen_on(console: Console, *, live: bool) -> Iterator[Screen]:
+    """The live view where the console is a terminal, otherwise lines of log; both survive the loss of it."""
+    if live and console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=False) as drawn:
+            yield LastingScreen(LiveScreen(drawn), console)
+    else:
+        yield LastingScreen(LogScreen(console), console)

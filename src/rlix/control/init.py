@@ -3,15 +3,16 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.exceptions import RayActorError, RayError
 
+from rlix.control.announcement import Announcement, read_announcement
+from rlix.control.attach import attach_to_cluster, attach_to_daemon, authentication, loopback_kept
 from rlix.control.orchestrator import Orchestrator
 from rlix.control.resource_manager import ResourceManager
 from rlix.control.rpc import get
@@ -54,14 +55,18 @@ def init(
 ) -> Any:
     """Attaches to the control plane, starting Ray and it where they do not run yet. Calling it again is fine.
 
-    Ray is looked for at `address`, RAY_ADDRESS or on this machine; where there is none, one is started on the loopback
-    interface: with this machine's GPUs, or with virtual ones when it has none; `virtual_gpus` says how many of those.
+    Which one: that of the Ray cluster at `address` or RAY_ADDRESS; without either, that of the daemon of RLIX_HOME
+    (which `rlix run` starts); where there is none, or for the address "local", Ray is started on the loopback interface
+    and lives as long as this process: with this machine's GPUs, or with virtual ones when it has none; `virtual_gpus`
+    says how many of those.
 
     Returns:
         The handle of the orchestrator actor.
 
     Raises:
-        RlixError: there is nothing to attach to and `create_if_missing` is false, or the pool has no devices.
+        RlixError: there is nothing to attach to and `create_if_missing` is false, the address cannot be reached or does
+            not take our token, or the pool has no devices.
+        SpecError: the daemon's pool has another number of virtual GPUs than `virtual_gpus`.
         WaitTimeoutError: the control plane did not start within a minute.
     """
     settings = Settings.from_env() if settings is None else settings
@@ -69,7 +74,7 @@ def init(
     logging.getLogger("rlix").setLevel(level)
     if virtual_gpus is not None and virtual_gpus < 1:
         raise SpecError(f"rlix.init: virtual_gpus must be at least 1, got {virtual_gpus}")
-    if not ray.is_initialized() and not _attach_ray(address or settings.ray_address):
+    if not ray.is_initialized() and not _attach_ray(address or settings.ray_address, settings.home, virtual_gpus):
         if not create_if_missing:
             raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")
         _start_ray(settings, virtual_gpus, num_cpus)
@@ -87,8 +92,12 @@ def shutdown() -> None:
     with contextlib.suppress(ValueError, RayError, WaitTimeoutError):
         scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
         get(scheduler.close.remote(), what="closing the scheduler", timeout_s=STOP_TIMEOUT_S)
+    ours = [
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE
+    ]
     handles = []
-    for name in (ORCHESTRATOR_ACTOR_NAME, SCHEDULER_ACTOR_NAME, RESOURCE_MANAGER_ACTOR_NAME):
+    # Whoever starts others again goes first.
+    for name in sorted(ours, key=lambda name: (name != RESOURCE_MANAGER_ACTOR_NAME, name)):
         with contextlib.suppress(ValueError):
             handles.append(ray.get_actor(name, NAMESPACE))
     for handle in handles:
@@ -96,22 +105,41 @@ def shutdown() -> None:
     if _Session.started_ray:
         _Session.started_ray = False
         _stop_ray()
+        authentication.restore()
     else:
         for handle in handles:
             _await_death(handle)
 
 
-def _attach_ray(address: str) -> bool:
-    """Connects to the Ray cluster at `address`; false when a new one must be started."""
+def detach() -> None:
+    """Leaves Ray, and with it the control plane, to the others."""
+    ray.shutdown()
+    authentication.restore()
+
+
+def _attach_ray(address: str, home: Path, virtual_gpus: int | None) -> bool:
+    """Connects to the Ray at `address`, or to that of the home's daemon; false when a new one must be started."""
     if address == "local":
         return False
-    try:
-        ray.init(address=address, logging_level=logging.WARNING)
-    except ConnectionError as error:
-        if address == "auto":
-            return False
-        raise RlixError(f"rlix.init: cannot reach a Ray cluster at {address!r}: {error}") from error
+    if address:
+        attach_to_cluster(address)
+        return True
+    found = read_announcement(home)
+    if found is None:
+        return False
+    check_size(found, virtual_gpus, "virtual_gpus")
+    attach_to_daemon(found)
     return True
+
+
+def check_size(found: Announcement, wanted: int | None, option: str) -> None:
+    """Raises SpecError when a pool that is there has another number of virtual GPUs than `option` asks for."""
+    if wanted is not None and found.kind == "cpu" and found.devices != wanted:
+        raise SpecError(
+            f"{option}={wanted}: the control plane of process {found.pid} runs already and has {found.pool}; leave "
+            "that out, end the control plane with `rlix down`, or use one of your own (`rlix run --private`, from "
+            "Python RAY_ADDRESS=local)"
+        )
 
 
 def new_pool_size(settings: Settings, virtual_gpus: int | None = None) -> int:
@@ -138,7 +166,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
         }
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    with _loopback():
+    with loopback_kept():
         ray.init(
             address="local",
             num_cpus=num_cpus or _LOGICAL_CPUS,
@@ -152,17 +180,6 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             **devices,
         )
     _Session.started_ray = True
-
-
-@contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Lets Ray bind to 127.0.0.1, which it otherwise replaces by an address that other machines can reach."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:

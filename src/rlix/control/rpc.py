@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlix.protocol.errors import RlixError, WaitTimeoutError
+from rlix.protocol.types import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,15 @@ async def _value(ref: Any) -> Any:
         return await ref
     except RayTaskError as error:
         raise root_cause(error) from None
+
+
+def comes_back(name: str) -> bool:
+    """Whether an actor of the control plane that cannot be reached is being started again: else Ray has forgotten it."""
+    try:
+        ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 class Patient:

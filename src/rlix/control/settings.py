@@ -16,7 +16,8 @@ POLICIES: dict[str, Policy] = {"rlix": rlix, "proportional": proportional}
 class Settings:
     """Times are seconds.
 
-    `ray_address` is where Ray is looked for: an address, "auto" (this machine) or "local" (start a new one).
+    `ray_address` is where Ray is: an address, "auto" (whichever runs on this machine), "local" (always a new one) or,
+    where it is empty, with the daemon of this `home`. That one ends when it has had nothing to do for `idle_s`.
     `virtual_gpus` is how many virtual GPUs a machine without real ones gets. `policy` is one of `POLICIES`.
 
     A rollout that has not given a bundle back within `shrink_deadline_s` loses its processes, one that has not noted a
@@ -29,7 +30,8 @@ class Settings:
     """
 
     home: Path
-    ray_address: str = "auto"
+    ray_address: str = ""
+    idle_s: float = 30.0
     virtual_gpus: int = DEFAULT_VIRTUAL_GPUS
     policy: str = "rlix"
     shrink_deadline_s: float = 30.0
@@ -44,7 +46,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
-        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_VIRTUAL_GPUS, RLIX_SHRINK_DEADLINE_S and RLIX_POLICY.
+        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_IDLE_S, RLIX_VIRTUAL_GPUS, RLIX_SHRINK_DEADLINE_S and RLIX_POLICY.
 
         Raises:
             SpecError: a variable does not hold a positive number, or no policy's name.
@@ -55,7 +57,8 @@ class Settings:
             raise SpecError(f"environment variable RLIX_POLICY={policy!r} must be one of: {', '.join(POLICIES)}")
         return cls(
             home=Path(env.get("RLIX_HOME") or "~/.rlix").expanduser().absolute(),
-            ray_address=env.get("RAY_ADDRESS") or "auto",
+            ray_address=env.get("RAY_ADDRESS") or "",
+            idle_s=_positive(env, "RLIX_IDLE_S", 30.0),
             virtual_gpus=int(_positive(env, "RLIX_VIRTUAL_GPUS", DEFAULT_VIRTUAL_GPUS, integer=True)),
             policy=policy,
             shrink_deadline_s=_positive(env, "RLIX_SHRINK_DEADLINE_S", 30.0),

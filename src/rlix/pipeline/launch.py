@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from rlix.control.rpc import root_cause
 from rlix.flow import prefork
 from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
-from rlix.pipeline.coordinator import PipelineCoordinator, check_importable
+from rlix.pipeline.coordinator import check_importable
+from rlix.pipeline.job_coordinator import JobCoordinator
 from rlix.pipeline.run_folder import check_free
 from rlix.pipeline.spec import JobSpec, check_jobs
 from rlix.pipeline.spec_clusters import ClusterSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus
 from rlix.protocol.types import (
+    COORDINATOR_ACTOR_NAME_PREFIX,
     NAMESPACE,
     ORCHESTRATOR_ACTOR_NAME,
     ClusterName,
@@ -31,33 +32,39 @@ from rlix.protocol.types import (
 
 logger = logging.getLogger(__name__)
 
+FINAL_STATES = frozenset({"finished", "failed", "stopped"})
+STATUS_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 60.0
-_FINAL_STATES = ("finished", "failed", "stopped")
 
 
 class JobHandle:
-    """A launched job, as seen by whoever launched it."""
+    """A job of this control plane, launched by this process or by another one. Losing the handle ends nothing."""
 
-    def __init__(self, config: JobConfig, pipeline_id: str, orchestrator: Any, coordinator: Any, pipeline: Any) -> None:
-        self.name = config.spec.name
-        self.pipeline_id = pipeline_id
-        self.run_dir = config.run_dir
+    def __init__(self, first: JobStatus, run_dir: Path | None, orchestrator: Any, coordinator: Any) -> None:
+        """`first` is what is known of the job so far. A coordinator that a user wrote may know no run folder."""
+        self.name = first.name
+        self.pipeline_id = first.pipeline_id
+        self.run_dir = run_dir
+        self._last = first
         self._orchestrator = orchestrator
         self._coordinator = coordinator
-        self._pipeline = pipeline
-        self._run = pipeline.run.remote()
-        self._last = JobStatus(self.name, pipeline_id, "starting", 0, config.spec.steps, "starting")
+        self._end = self._ask_for_the_end()
+
+    def start(self) -> None:
+        """Start the run. Calling it again changes nothing."""
+        ray.get(self._coordinator.start.remote(), timeout=_CALL_TIMEOUT_S)
+        logger.info("%s started as %s", self.name, self.pipeline_id)
 
     def status(self) -> JobStatus:
         """What the job is doing; the last known status when it does not answer within two seconds."""
-        if self._last.state in _FINAL_STATES:
+        if self._last.state in FINAL_STATES:
             return self._last
-        ready, _ = ray.wait([self._run], timeout=0)
+        ready, _ = ray.wait([self._end], timeout=0)
         if ready:
             self._last = self._final_status()
         else:
             with contextlib.suppress(GetTimeoutError, RayActorError):
-                self._last = ray.get(self._coordinator.status.remote(), timeout=2.0) or self._last
+                self._last = ray.get(self._coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or self._last
         return self._last
 
     def stop(self) -> None:
@@ -71,7 +78,7 @@ class JobHandle:
         Raises:
             WaitTimeoutError: the job had not ended after `timeout_s`.
         """
-        ready, _ = ray.wait([self._run], timeout=timeout_s)
+        ready, _ = ray.wait([self._end], timeout=timeout_s)
         if not ready:
             raise WaitTimeoutError(f"job {self.name!r} was still in {self._last.phase!r} after {timeout_s:g} s")
         return self.status()
@@ -83,27 +90,58 @@ class JobHandle:
                 self._orchestrator.unregister_pipeline.remote(pipeline_id=self.pipeline_id, reason="closed"),
                 timeout=_CALL_TIMEOUT_S,
             )
-        for actor in (self._pipeline, self._coordinator):
-            ray.kill(actor)
+        with contextlib.suppress(ValueError):  # it has ended
+            ray.kill(ray.get_actor(f"pipeline:{self.pipeline_id}", pipeline_namespace(self.pipeline_id)))
+        ray.kill(self._coordinator)
+
+    def _ask_for_the_end(self) -> Any:
+        coordinator = self._coordinator
+        return (coordinator.ended if hasattr(coordinator, "ended") else coordinator.closed).remote()
 
     def _final_status(self) -> JobStatus:
         try:
-            summary = ray.get(self._run)
-        except RayTaskError as error:
-            cause = root_cause(error)
-            return self._failed(f"{type(cause).__name__}: {cause}")
-        except RayActorError as error:
-            return self._failed(f"the pipeline actor died: {error}")
-        with contextlib.suppress(GetTimeoutError, RayActorError):
-            self._last = ray.get(self._coordinator.status.remote(), timeout=2.0) or self._last
-        return replace(self._last, state=summary.state, phase=summary.state)
+            final: JobStatus | None = ray.get(self._end)
+            final = final or ray.get(self._coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or self._last
+        except ActorUnavailableError:
+            self._end = self._ask_for_the_end()
+            return self._last
+        except (RayTaskError, RayActorError) as error:
+            return replace(self._last, state="failed", phase="failed", error=f"the job's coordinator died: {error}")
+        except GetTimeoutError:
+            final = self._last
+        return final if final.state in FINAL_STATES else replace(final, state="stopped", phase="stopped")
 
-    def _failed(self, error: str) -> JobStatus:
-        return replace(self._last, state="failed", phase="failed", error=error)
+
+def find_jobs(orchestrator: Any) -> list[JobHandle]:
+    """Every job of this control plane that has a coordinator, in order of launch. One that ended is found for a minute.
+
+    A job whose coordinator does not answer within a few seconds is there, with what is known without it.
+    """
+    found = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        pipeline_id = actor["name"].removeprefix(COORDINATOR_ACTOR_NAME_PREFIX)
+        if pipeline_id == actor["name"]:
+            continue
+        with contextlib.suppress(ValueError, RayActorError):  # it has ended since
+            found.append(_handle(pipeline_id, orchestrator, ray.get_actor(actor["name"], actor["namespace"])))
+    return sorted(found, key=lambda job: (len(job.pipeline_id), job.pipeline_id))
+
+
+def _handle(pipeline_id: str, orchestrator: Any, coordinator: Any) -> JobHandle:
+    first, run_dir = JobStatus(pipeline_id, pipeline_id, "unknown", 0, 0, "does not answer"), None
+    with contextlib.suppress(GetTimeoutError):
+        if hasattr(coordinator, "config"):
+            config: JobConfig = ray.get(coordinator.config.remote(), timeout=STATUS_TIMEOUT_S)
+            run_dir = config.run_dir
+            first = replace(first, name=config.spec.name, steps=config.spec.steps)
+        first = ray.get(coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or first
+    return JobHandle(first, run_dir, orchestrator, coordinator)
 
 
 def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) -> list[JobHandle]:
     """Register, admit and start every job on the control plane that `rlix.init` attached to.
+
+    The jobs live as long as the control plane does, whatever becomes of this process.
 
     Raises:
         SpecError: the jobs do not fit the pool, or not next to each other, or a run folder is in use; nothing was
@@ -117,11 +155,19 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     for spec in specs:
         check_importable(spec.pipeline)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
-    return [_launch_one(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator) for spec in specs]
+    with contextlib.ExitStack() as started:  # what was started ends again when another one cannot start
+        handles = []
+        for spec in specs:
+            handles.append(_create(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator))
+            started.callback(handles[-1].close)
+        for handle in handles:
+            handle.start()
+        started.pop_all()
+    return handles
 
 
-def _launch_one(config: JobConfig, orchestrator: Any) -> JobHandle:
-    clusters = config.spec.clusters_in_use
+def _create(config: JobConfig, orchestrator: Any) -> JobHandle:
+    spec, clusters = config.spec, config.spec.clusters_in_use
     # The engines of pipelines stay where they are built, unless a pipeline says by a range that its own can move.
     stay = [name for name, c in clusters.items() if isinstance(c.gpus, int) and name != ClusterName.ACTOR_INFER]
     pipeline_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=_CALL_TIMEOUT_S)
@@ -132,22 +178,23 @@ def _launch_one(config: JobConfig, orchestrator: Any) -> JobHandle:
             cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters.items()},
             cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
             cluster_device_alternatives={name: [] for name in stay},
+            name=spec.name,
         ),
         timeout=_CALL_TIMEOUT_S,
     )
     ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id), timeout=_CALL_TIMEOUT_S)
     coordinator = (
-        ray.remote(PipelineCoordinator)
+        ray.remote(JobCoordinator)
         .options(
             name=coordinator_actor_name(pipeline_id),
             namespace=pipeline_namespace(pipeline_id),
+            lifetime="detached",
             num_cpus=0,
         )
         .remote(pipeline_id=pipeline_id, pipeline_config=config)
     )
-    pipeline = ray.get(coordinator.create_pipeline_actor.remote(pipeline_config=config), timeout=_CALL_TIMEOUT_S)
-    logger.info("%s started as %s", config.spec.name, pipeline_id)
-    return JobHandle(config, pipeline_id, orchestrator, coordinator, pipeline)
+    first = JobStatus(spec.name, pipeline_id, "starting", 0, spec.steps, "starting")
+    return JobHandle(first, config.run_dir, orchestrator, coordinator)
 
 
 def split_devices(specs: Sequence[JobSpec], pool: Sequence[int]) -> list[JobSpec]:

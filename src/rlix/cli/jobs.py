@@ -1,0 +1,205 @@
+"""`rlix status`, `watch`, `stop` and `down`: jobs that somebody else may have started."""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
+from rlix.cli.pool import StatusSource, running_pool
+from rlix.cli.stalls import waits
+from rlix.cli.text import clock, count
+from rlix.cli.view import Snapshot, make_console, render, utilisation
+from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, watch
+from rlix.control.announcement import Announcement, await_end, is_claimed, log_path, read_announcement
+from rlix.control.daemon import other_programs
+from rlix.control.init import shutdown
+from rlix.control.settings import Settings
+from rlix.pipeline.launch import JobHandle, find_jobs
+from rlix.protocol.errors import RlixError, SpecError
+
+if TYPE_CHECKING:
+    from rlix.pipeline.base import JobStatus
+
+logger = logging.getLogger(__name__)
+
+LEAVE_TIMEOUT_S = 15.0
+DOWN_TIMEOUT_S = 60.0
+POLL_S = 0.3
+EXIT_FAILED = 1
+
+
+def show_status() -> int:
+    """Print what runs, and who holds what."""
+    console = make_console()
+    with running_pool(Settings.from_env()) as pool:
+        if pool is None:
+            _say_nothing_runs(console)
+            return 0
+        control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
+        statuses = tuple(job.status() for job in jobs)
+        elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
+        sentences = tuple(wait.sentence() for wait in waits(control, statuses))
+        _say(console, pool.said)
+        console.print(render(Snapshot(statuses, control, elapsed_s, utilisation(control), stalls=sentences)))
+        for job, status in zip(jobs, statuses, strict=True):
+            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}, {job.run_dir or 'no run folder'}")
+    return 0
+
+
+def watch_jobs(names: Sequence[str], *, live: bool) -> int:
+    """Follow jobs to their end, whoever started them, and report. Ctrl-C leaves; the jobs go on."""
+    console, interrupts = make_console(), Interrupts()
+    with running_pool(Settings.from_env()) as pool:
+        jobs = [] if pool is None else select(find_jobs(pool.orchestrator), names)
+        if pool is None or not jobs:
+            _say(console, "no job runs here") if pool else _say_nothing_runs(console)
+            return 0
+        with interrupts.handled(), screen_on(console, live=live) as screen:
+            statuses = watch(jobs, StatusSource(pool), screen, interrupts, time.monotonic, only_look=True)
+    if any(status.state not in FINAL_STATES for status in statuses):
+        going = ", ".join(status.name for status in statuses if status.state not in FINAL_STATES)
+        _say(console, f"left; still running: {going}. Stop them with `rlix stop`.")
+        return 0
+    _report(jobs, statuses, console)
+    print_failures(statuses)
+    return exit_code(statuses, None)
+
+
+def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
+    """Have jobs write a checkpoint and end, or end at once; returns when they have."""
+    if bool(names) == everything:
+        raise SpecError("rlix stop: name jobs, or say --all")
+    console = make_console()
+    with running_pool(Settings.from_env()) as pool:
+        if pool is None:
+            _say_nothing_runs(console)
+            return 0 if everything else EXIT_FAILED
+        jobs = select(find_jobs(pool.orchestrator), names)
+        return 0 if _stop(jobs, console, now=now) else EXIT_FAILED
+
+
+def take_down() -> int:
+    """Stop every job, then end the control plane."""
+    console, settings, found = make_console(), Settings.from_env(), None
+    try:
+        with running_pool(settings) as pool:
+            if pool is not None:
+                found = daemon = pool.daemon
+                _stop(find_jobs(pool.orchestrator), console, now=False)
+                if daemon is None:
+                    # Who followed a job removes its coordinator once it has reported.
+                    _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
+                    for job in find_jobs(pool.orchestrator):
+                        job.close()
+                    shutdown()
+                    _say(console, f"ended {pool.said}; its Ray goes on")
+                    return 0
+                # Ray ends the programs that are attached to it: they should have reported by then.
+                _wait(lambda: not set(other_programs()) - {daemon.pid}, LEAVE_TIMEOUT_S)
+    except RlixError as error:
+        found = read_announcement(settings.home)
+        if found is None:
+            raise
+        logger.warning("%s; ending it all the same", error)
+    if found is None:
+        _say_nothing_runs(console)
+        return 0
+    _end(found, settings)
+    _say(console, f"ended the control plane of process {found.pid}")
+    return 0
+
+
+def _end(found: Announcement, settings: Settings) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found.pid, signal.SIGTERM)
+    try:
+        await_end(settings.home, DOWN_TIMEOUT_S)
+    except RlixError as error:
+        raise RlixError(f"{error}; see {log_path(settings.home)}, and kill process {found.pid}") from error
+
+
+def _stop(jobs: Sequence[JobHandle], console: Console, *, now: bool) -> bool:
+    """Whether each has ended."""
+    running = [job for job in jobs if job.status().state not in FINAL_STATES]
+    for job in running:
+        if now:
+            job.close()
+            _say(console, f"{job.name} ({job.pipeline_id}): ended")
+        else:
+            job.stop()
+    if now or not running:
+        return True
+    _say(console, f"stopping {count(len(running), 'job')}: each writes a checkpoint and ends")
+    start = time.monotonic()
+
+    def ended() -> bool:
+        for job in list(running):
+            status = job.status()
+            if status.state in FINAL_STATES:
+                running.remove(job)
+                after = clock(time.monotonic() - start)
+                _say(console, f"{after} {job.name} ({job.pipeline_id}): {status.state} at step {status.step}")
+        return not running
+
+    if _wait(ended, STOP_TIMEOUT_S):
+        return True
+    left = ", ".join(f"{job.name} ({job.status().phase})" for job in running)
+    _say(console, f"no clean stop within {STOP_TIMEOUT_S:.0f} s of: {left}; `rlix stop --now` ends them at once")
+    return False
+
+
+def select(jobs: Sequence[JobHandle], names: Sequence[str]) -> list[JobHandle]:
+    """The jobs with these names or pipeline ids; without any, those that have not ended."""
+    if not names:
+        return [job for job in jobs if job.status().state not in FINAL_STATES]
+    chosen: list[JobHandle] = []
+    for name in names:
+        found = [job for job in jobs if name in (job.pipeline_id, job.name)]
+        if len(found) > 1:
+            found = [job for job in found if job.status().state not in FINAL_STATES]
+        if len(found) != 1:
+            ids = ", ".join(f"{job.pipeline_id} ({job.name})" for job in found or jobs)
+            what = "several jobs have that name" if found else "no such job runs here"
+            raise SpecError(f"{name}: {what}; there are: {ids or 'none'}")
+        chosen += [job for job in found if job not in chosen]
+    return chosen
+
+
+def _report(jobs: Sequence[JobHandle], statuses: Sequence["JobStatus"], console: Console) -> None:
+    ended = [(job.run_dir, status) for job, status in zip(jobs, statuses, strict=True) if job.run_dir is not None]
+    if not ended:
+        return
+    run_dirs = [run_dir for run_dir, _ in ended]
+    target = Path(os.path.commonpath([run_dir.parent for run_dir in run_dirs])) / "report.html"
+    try:
+        report = write_reports(run_dirs, target)
+    except OSError as error:  # their folders are somebody else's
+        _say(console, f"no report: {error}")
+        return
+    print_report(report, [status for _, status in ended], run_dirs, target, console)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_nothing_runs(console: Console) -> None:
+    settings = Settings.from_env()
+    state = "is starting or ending" if is_claimed(settings.home) else "runs"
+    _say(console, f"no control plane {state} here (RLIX_HOME is {settings.home}); `rlix run` starts one")
+
+
+def _wait(done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,78 @@
+"""What jobs leave behind: reports in their folders, tables, JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rlix.cli.view import make_console, plain
+from rlix.cli.watch import FINAL_STATES
+from rlix.monitor.report import Report, build_report, summary, write_report
+from rlix.monitor.tables import render_text
+from rlix.monitor.trace import write_trace
+
+if TYPE_CHECKING:
+    from rlix.pipeline.base import JobStatus
+
+EXIT_FAILED = 1
+
+
+def exit_code(statuses: Sequence["JobStatus"], signal_number: int | None) -> int:
+    """128 + signal when the user stopped the run, 1 when a job failed or did not end, otherwise 0."""
+    if signal_number is not None:
+        return 128 + signal_number
+    return 0 if all(status.state == "finished" for status in statuses) else EXIT_FAILED
+
+
+def write_reports(run_dirs: Sequence[Path], target: Path) -> Report | None:
+    """Write trace and report of each run, and at `target` one report about all.
+
+    Returns None when no job got as far as a run folder.
+    """
+    written = [run_dir for run_dir in run_dirs if (run_dir / "events.jsonl").exists()]
+    if not written:
+        return None
+    for run_dir in written:
+        report = build_report([run_dir])
+        write_trace(report.records, run_dir / "trace.json")
+        write_report(report, run_dir / "report.html")
+    report = build_report(written)
+    write_report(report, target)
+    return report
+
+
+def print_report(
+    report: Report | None, statuses: Sequence["JobStatus"], run_dirs: Sequence[Path], target: Path, console: Console
+) -> None:
+    if report is None:
+        return
+    console.print(render_text(report.tables))
+    for status, run_dir in zip(statuses, run_dirs, strict=True):
+        ended = status.state if status.state in FINAL_STATES else f"ended while {status.phase}"
+        console.print(f"{status.name}: {ended}, {run_dir}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {target}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_failures(statuses: Sequence["JobStatus"]) -> None:
+    """Say on stderr why jobs failed."""
+    for status in statuses:
+        if status.state == "failed":
+            make_console(stderr=True).print(
+                f"rlix: {status.name} failed: {plain(status.error or '')}",
+                style="red",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+
+def print_json(report: Report | None, statuses: Sequence["JobStatus"], target: Path) -> None:
+    result = {
+        "report": None if report is None else str(target),
+        "states": {status.name: {"state": status.state, "error": status.error} for status in statuses},
+        **({} if report is None else summary(report)),
+    }
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,167 @@
+"""The control plane that a command works with: one that runs already, one started for everybody, or a private one."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from rlix.cli.text import count
+from rlix.control.announcement import Announcement, find_or_start_daemon, is_claimed, pool_text, read_announcement
+from rlix.control.init import check_size, detach, init, shutdown
+from rlix.control.rpc import comes_back
+from rlix.control.settings import Settings
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import ControlStatus, DeviceKind
+from rlix.protocol.types import ORCHESTRATOR_ACTOR_NAME
+
+STATUS_TIMEOUT_S = 5.0
+_LOG_LEVEL = "WARNING"
+
+
+class ControlPlaneDiedError(RlixError):
+    """There is nobody left to ask; what jobs held is gone with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """An attached control plane. `said`: in words, which one it is and how it came about."""
+
+    orchestrator: Any
+    said: str
+    daemon: Announcement | None = None
+    home: Path | None = None
+
+    def check_alive(self) -> None:
+        """Ray itself would notice after a minute that its daemon is gone, and then end this process.
+
+        Raises:
+            ControlPlaneDiedError: it is gone.
+        """
+        if self.daemon is not None and self.home is not None and not is_claimed(self.home):
+            raise ControlPlaneDiedError(
+                f"the control plane (process {self.daemon.pid}) died, and its jobs with it; `rlix run --resume` goes "
+                "on from their latest checkpoints"
+            )
+
+
+class StatusSource:
+    """Asks the orchestrator; a late answer shows the last known status, a dead control plane is an error."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._last: ControlStatus | None = None
+
+    def __call__(self) -> ControlStatus:
+        """Raises ControlPlaneDiedError, or RlixError when the first answer does not come."""
+        self._pool.check_alive()
+        try:
+            self._last = ray.get(self._pool.orchestrator.status.remote(), timeout=STATUS_TIMEOUT_S)
+        except GetTimeoutError:
+            if self._last is None:
+                raise RlixError(f"the control plane did not answer within {STATUS_TIMEOUT_S:.0f} s") from None
+        except RayActorError as error:
+            if self._last is None or not comes_back(ORCHESTRATOR_ACTOR_NAME):
+                raise ControlPlaneDiedError(f"the control plane died: {str(error).splitlines()[0]}") from error
+        assert self._last is not None
+        return self._last
+
+
+@contextlib.contextmanager
+def private_pool(settings: Settings, virtual_gpus: int) -> Iterator[Pool]:
+    """A control plane that lives as long as the block, and that nobody else finds."""
+    try:
+        orchestrator = init(
+            virtual_gpus=virtual_gpus, settings=replace(settings, ray_address="local"), log_level=_LOG_LEVEL
+        )
+        yield Pool(orchestrator, "a control plane of its own, which ends with this run")
+    finally:
+        shutdown()
+
+
+@contextlib.contextmanager
+def shared_pool(settings: Settings, wanted: int | None, enough: int) -> Iterator[Pool]:
+    """The control plane of RAY_ADDRESS or of RLIX_HOME's daemon, started where there is none; it outlives the block.
+
+    `wanted` is how many virtual GPUs the user asks for, `enough` how many a new daemon gets otherwise.
+
+    Raises:
+        SpecError: there is one already and it has another number of devices than the user wants.
+    """
+    try:
+        if settings.ray_address:
+            pool = _in_cluster(settings)
+            found = len(StatusSource(pool)().devices)
+            if wanted not in (None, found):
+                raise SpecError(f"--devices={wanted}: the pool at {settings.ray_address} has {found}; leave it out")
+        else:
+            pool = _of_daemon(settings, wanted, enough)
+        yield pool
+    finally:
+        detach()
+
+
+@contextlib.contextmanager
+def running_pool(settings: Settings) -> Iterator[Pool | None]:
+    """The control plane that runs already; None where there is none."""
+    try:
+        if _elsewhere(settings):
+            try:
+                orchestrator = init(create_if_missing=False, settings=settings, log_level=_LOG_LEVEL)
+            except RlixError:
+                if not ray.is_initialized():  # there is no such cluster: another matter than one without us
+                    raise
+                yield None
+            else:
+                yield _described(Pool(orchestrator, f"at {settings.ray_address}"))
+        else:
+            yield _join(settings, read_announcement(settings.home))
+    finally:
+        detach()
+
+
+def _elsewhere(settings: Settings) -> bool:
+    return settings.ray_address not in ("", "local")
+
+
+def _join(settings: Settings, found: Announcement | None) -> Pool | None:
+    if found is None:
+        return None
+    orchestrator = init(create_if_missing=False, settings=replace(settings, ray_address=""), log_level=_LOG_LEVEL)
+    return _described(Pool(orchestrator, f"of process {found.pid}", found, settings.home))
+
+
+def _of_daemon(settings: Settings, wanted: int | None, enough: int) -> Pool:
+    found, started = find_or_start_daemon(settings.home, wanted or enough)
+    check_size(found, wanted, "--devices")
+    pool = _join(settings, found)
+    assert pool is not None
+    if not started:
+        return replace(pool, said=f"joined {pool.said}")
+    said = f"started a control plane (process {found.pid}); it ends {found.idle_s:g} s after its last job"
+    return replace(pool, said=said)
+
+
+def _in_cluster(settings: Settings) -> Pool:
+    where = f"at {settings.ray_address}"
+    try:
+        orchestrator = init(create_if_missing=False, settings=settings, log_level=_LOG_LEVEL)
+    except RlixError:
+        if not ray.is_initialized():
+            raise
+        orchestrator = init(settings=settings, log_level=_LOG_LEVEL)
+        return Pool(orchestrator, f"started a control plane in the Ray cluster {where}; it stays until `rlix down`")
+    pool = _described(Pool(orchestrator, where))
+    return replace(pool, said=f"joined {pool.said}")
+
+
+def _described(pool: Pool) -> Pool:
+    """The pool, of which so far is only said where it is."""
+    status = StatusSource(pool)()
+    virtual = any(device.kind is DeviceKind.CPU for device in status.devices)
+    size, jobs = pool_text(len(status.devices), virtual=virtual), len(status.pipelines)
+    said = f"the control plane {pool.said} ({size}, {count(jobs, 'job')} run{'' if jobs > 1 else 's'} there)"
+    return replace(pool, said=said)

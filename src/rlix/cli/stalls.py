@@ -1,0 +1,129 @@
+"""Who waits, since when, for what, and on whose lease: sentences for people."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlix.cli.text import clock, device_list, words
+from rlix.protocol.messages import Cluster, ControlStatus, LeaseState, LeaseStatus, PipelineStatus
+
+if TYPE_CHECKING:
+    from rlix.pipeline.base import JobStatus
+
+STALL_S = 30.0
+"""A job that waits for one thing for longer than this is mentioned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One thing that a job waits for. `reasons`: who has it, or is in front."""
+
+    pipeline_id: str
+    job: str
+    cluster: str
+    what: str
+    reasons: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Names the wait for as long as it is the same one."""
+        return self.pipeline_id, self.cluster
+
+    def sentence(self, since: str | None = None) -> str:
+        """ "sort waits since 0:01:10 for devices 0–1 (actor train): copy holds 0 for rollout, giving way"."""
+        when = f" since {since}" if since else ""
+        return f"{self.job} waits{when} for {self.what}: {'; '.join(self.reasons)}"
+
+
+def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ...]:
+    """Everything that pipelines wait for now. Jobs give pipelines their names; those of others go by their ids."""
+    names = {job.pipeline_id: job.name for job in jobs}
+    found = []
+    for pipeline in control.pipelines:
+        for cluster in pipeline.clusters:
+            if cluster.name in pipeline.waiting:
+                what = f"devices {' or '.join(device_list(choice) for choice in cluster.choices)}"
+            elif _waits_for_a_bundle(pipeline, cluster, control):
+                what = f"a rollout device out of {device_list(tuple(sorted(cluster.devices)))}"
+            else:
+                continue
+            reasons = (*_holders(control, pipeline, cluster, names), *_others(control, pipeline, cluster, names))
+            found.append(
+                Wait(
+                    pipeline.pipeline_id,
+                    names.get(pipeline.pipeline_id, pipeline.pipeline_id),
+                    cluster.name,
+                    f"{what} ({words(cluster.name)})",
+                    reasons or ("nobody holds them: the scheduler has not come to it",),
+                )
+            )
+    return tuple(found)
+
+
+class Stalls:
+    """Remembers since when each wait has lasted. Times are seconds of one clock, zero when the view began."""
+
+    def __init__(self, after_s: float = STALL_S) -> None:
+        self._after_s = after_s
+        self._since: Mapping[tuple[str, str], float] = {}
+
+    def sentences(self, control: ControlStatus, jobs: Sequence["JobStatus"], now: float) -> tuple[str, ...]:
+        """A sentence about each wait that has lasted too long; it stays the same while what it says does."""
+        found = waits(control, jobs)
+        self._since = {wait.key: self._since.get(wait.key, now) for wait in found}
+        return tuple(
+            wait.sentence(clock(self._since[wait.key]))
+            for wait in found
+            if now - self._since[wait.key] >= self._after_s
+        )
+
+
+def _waits_for_a_bundle(pipeline: PipelineStatus, cluster: Cluster, control: ControlStatus) -> bool:
+    """Whether it rolls out, on no device, although none of its clusters holds one or asks for one."""
+    if not cluster.elastic or not pipeline.demand.trajectories or pipeline.waiting:
+        return False
+    return all(status.lease.pipeline_id != pipeline.pipeline_id for status in control.leases)
+
+
+def _holders(
+    control: ControlStatus, pipeline: PipelineStatus, cluster: Cluster, names: Mapping[str, str]
+) -> Iterable[str]:
+    wanted = set().union(*cluster.choices)
+    for status in control.leases:
+        lease = status.lease
+        common = wanted.intersection(lease.devices)
+        if common and (lease.pipeline_id, lease.cluster) != (pipeline.pipeline_id, cluster.name):
+            name = names.get(lease.pipeline_id, lease.pipeline_id)
+            yield f"{name} {_holds(status)} {_numbers(common)}{_for(status)}{_processes(control, status)}"
+
+
+def _others(
+    control: ControlStatus, pipeline: PipelineStatus, cluster: Cluster, names: Mapping[str, str]
+) -> Iterable[str]:
+    wanted = set().union(*cluster.choices)
+    for other in control.pipelines:
+        for rival in other.clusters:
+            rivals = other.pipeline_id != pipeline.pipeline_id and rival.name in other.waiting
+            if rivals and wanted.intersection(*rival.choices):
+                yield f"{names.get(other.pipeline_id, other.pipeline_id)} waits for {_numbers(rival.devices)}, too"
+
+
+def _holds(status: LeaseStatus) -> str:
+    return "is next on" if status.state is LeaseState.PENDING else "holds"
+
+
+def _for(status: LeaseStatus) -> str:
+    states = {LeaseState.DRAINING: ", giving way", LeaseState.QUARANTINED: ", quarantined"}
+    giving_way = states.get(status.state, "")
+    return f" for {words(status.lease.phase.name.lower())}{giving_way}"
+
+
+def _processes(control: ControlStatus, status: LeaseStatus) -> str:
+    """Whose bytes are there, and why nobody gets the devices where that is so."""
+    pids = [str(process.pid) for process in control.holders.get(status.lease.epoch, ())]
+    named = f" (process {', '.join(pids[:4])}{', ...' if len(pids) > 4 else ''})" if pids else ""
+    return f"{named}: {status.reason}" if status.state is LeaseState.QUARANTINED else named
+
+
+def _numbers(devices: Iterable[int]) -> str:
+    return device_list(tuple(sorted(devices)))

@@ -1,0 +1,188 @@
+"""How the daemon of an RLIX_HOME is found: a file that says where it is, and a lock that says whether it lives."""
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlix.protocol.errors import RlixError, WaitTimeoutError
+
+START_TIMEOUT_S = 90.0
+_POLL_S = 0.05
+_CLAIM_TRIES = 20
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Where a daemon's control plane is. `address`: of its Ray; `started`: unix seconds; `idle_s`: see `Settings`.
+
+    `token_path` is the file with the token that its Ray wants, None where it wants none.
+    """
+
+    address: str
+    pid: int
+    started: float
+    devices: int
+    kind: str
+    idle_s: float
+    token_path: str | None
+
+    @property
+    def pool(self) -> str:
+        """ "4 virtual GPUs"."""
+        return pool_text(self.devices, virtual=self.kind == "cpu")
+
+
+def pool_text(devices: int, *, virtual: bool) -> str:
+    """ "4 virtual GPUs", "1 GPU"."""
+    return f"{devices} {'virtual ' if virtual else ''}GPU{'' if devices == 1 else 's'}"
+
+
+def read_announcement(home: Path) -> Announcement | None:
+    """The announcement of the daemon that runs with this home; None where there is none, or none that is ready."""
+    if not is_claimed(home):
+        return None
+    try:
+        return Announcement(**json.loads(_file(home).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # starting, ending, or of another version
+        return None
+
+
+def is_claimed(home: Path) -> bool:
+    """Whether a daemon lives that has this home, ready or not."""
+    try:
+        lock = _lock(home).open("r")
+    except FileNotFoundError:
+        return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+class Claim:
+    """The right to be the daemon of a home. The kernel takes it back when the process that holds it ends."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        home.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(home).open("w")
+
+    def take(self) -> bool:
+        """False when another process has it."""
+        for _ in range(_CLAIM_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.withdraw()  # what a daemon that was killed has left
+                return True
+            time.sleep(_POLL_S)  # somebody may just be looking, as `is_claimed` does
+        return False
+
+    def announce(self, announcement: Announcement) -> None:
+        partial = _file(self._home).with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(announcement), indent=2))
+        partial.rename(_file(self._home))
+
+    def withdraw(self) -> None:
+        """Nobody new comes; those who are attached stay."""
+        _file(self._home).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives the right back, if it was taken."""
+        self._lock.close()
+
+
+def find_or_start_daemon(
+    home: Path, virtual_gpus: int | None, *, timeout_s: float = START_TIMEOUT_S
+) -> tuple[Announcement, bool]:
+    """The announcement of the home's daemon, which is started where none runs, and whether this call started it.
+
+    Raises:
+        RlixError: it could not start; the message has the end of its log.
+        WaitTimeoutError: it was not ready within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    child: subprocess.Popen[bytes] | None = None
+    while True:
+        found = read_announcement(home)
+        if found is not None:
+            return found, child is not None and child.pid == found.pid
+        if child is not None and child.poll():
+            raise RlixError(f"the control plane did not start: {_end_of(log_path(home))}")
+        if (child is None or child.returncode is not None) and not is_claimed(home):
+            child = _spawn(home, virtual_gpus)
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(
+                f"no control plane was ready within {timeout_s:.0f} s in {home}; its log is {log_path(home)}"
+            )
+        time.sleep(_POLL_S)
+
+
+def await_end(home: Path, timeout_s: float) -> None:
+    """Returns when no daemon has this home any more.
+
+    Raises:
+        WaitTimeoutError: one still has it after `timeout_s` seconds.
+    """
+    if not _wait(lambda: not is_claimed(home), timeout_s):
+        raise WaitTimeoutError(f"the control plane in {home} did not end within {timeout_s:.0f} s")
+
+
+def log_path(home: Path) -> Path:
+    """What the daemon and its Ray write."""
+    return home / "logs" / "daemon.log"
+
+
+def python_path() -> list[str]:
+    """The folders of PYTHONPATH as this process means them; another one may have another working directory."""
+    return [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes]":
+    log = log_path(home)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["RLIX_HOME"] = str(home)
+    environment["PYTHONPATH"] = os.pathsep.join(python_path())
+    arguments = [] if virtual_gpus is None else [str(virtual_gpus)]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlix.control.daemon", *arguments],
+            cwd=home,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(["see " + str(log), *lines[-_LOG_LINES:]])
+
+
+def _wait(done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _file(home: Path) -> Path:
+    return home / "daemon.json"
+
+
+def _lock(home: Path) -> Path:
+    return home / "daemon.lock"

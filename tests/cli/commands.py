@@ -1,0 +1,87 @@
+"""`rlix` as a user runs it, in a process of its own, for tests."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+MARK = "RLIX_TEST_RUN"
+END_TIMEOUT_S = 200.0
+
+JOB = """
+name: {name}
+steps: {steps}
+task: {{name: copy_digits, digits: 2}}
+model: {{kind: tiny, hidden_size: 16, layers: 1, heads: 2}}
+rollout: {{prompts_per_step: 4, samples_per_prompt: 2, max_new_tokens: 3}}
+optimizer: {{learning_rate: 1e-3}}
+checkpoint: {{every: 1000}}
+clusters:
+  actor_train: {{devices: [{train}]}}
+  actor_infer: {{devices: [0, 1]}}
+"""
+
+
+class Command:
+    """`rlix` in a process group of its own, as from a terminal, with everything it starts marked."""
+
+    def __init__(self, folder: Path, *arguments: str, mark: str | None = None, **variables: str) -> None:
+        self.mark = mark or uuid.uuid4().hex
+        name = uuid.uuid4().hex
+        self.stdout, self.stderr = folder / f"{name}.out", folder / f"{name}.err"
+        environment = {**os.environ, MARK: self.mark, "RLIX_HOME": str(folder / "home"), **variables}
+        for unwanted in {"RLIX_VIRTUAL_GPUS", "RAY_ADDRESS"} - variables.keys():
+            environment.pop(unwanted, None)
+        with self.stdout.open("w") as out, self.stderr.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rlix.cli", *arguments],
+                cwd=folder,
+                env=environment,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def marked(self) -> list[psutil.Process]:
+        """Every living process that has the mark."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def interrupt(self) -> None:
+        """What a terminal does on Ctrl-C: the signal goes to the whole foreground process group."""
+        self.send(signal.SIGINT)
+
+    def send(self, number: int) -> None:
+        """To the whole process group."""
+        os.killpg(self.process.pid, number)
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while not re.search(pattern, self.stdout.read_text()):
+            assert self.process.poll() is None, f"ended early: {self.output()}"
+            assert time.monotonic() < deadline, f"no {pattern!r} within {END_TIMEOUT_S} s: {self.output()}"
+            time.sleep(0.1)
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=END_TIMEOUT_S)
+
+    def output(self) -> str:
+        return f"{self.stdout.read_text()[-3000:]}\n{self.stderr.read_text()[-3000:]}"
+
+
+def write_jobs(folder: Path, steps: int) -> list[str]:
+    for train, name in enumerate(("left", "right")):
+        (folder / f"{name}.yaml").write_text(JOB.format(name=name, steps=steps, train=train))
+    return ["left.yaml", "right.yaml"]

@@ -1,0 +1,41 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlix.cli.jobs import select
+from rlix.control.announcement import python_path
+from rlix.protocol.errors import SpecError
+from tests.cli.fakes import FakeJob, job_status
+
+
+def job(name: str, pipeline_id: str, state: str = "running") -> Any:
+    made = FakeJob(name, [job_status(name, pipeline_id, state)])
+    made.pipeline_id = pipeline_id  # type: ignore[attr-defined]
+    return made
+
+
+SORT, ENDED, COPY, OTHER = job("sort", "ft_1"), job("copy", "ft_2", "stopped"), job("copy", "ft_3"), job("copy", "ft_4")
+
+
+def test_jobs_are_named_by_name_or_id() -> None:
+    jobs = [SORT, ENDED, COPY]
+    assert select(jobs, ["copy", "ft_1", "ft_3"]) == [COPY, SORT]  # each once, and of one name the one that runs
+    assert select(jobs, ["ft_2"]) == [ENDED]
+    assert select(jobs, []) == [SORT, COPY]
+
+
+def test_a_name_that_does_not_say_which_job_is_refused_with_those_there_are() -> None:
+    with pytest.raises(SpecError, match=r"copy: several jobs have that name; there are: ft_3 \(copy\), ft_4 \(copy\)"):
+        select([SORT, COPY, OTHER], ["copy"])
+    with pytest.raises(SpecError, match=r"up: no such job runs here; there are: ft_1 \(sort\)"):
+        select([SORT], ["up"])
+    with pytest.raises(SpecError, match="there are: none"):
+        select([], ["up"])
+
+
+def test_python_path_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["examples", "", "/elsewhere"]))
+    assert python_path() == [str(tmp_path / "examples"), "/elsewhere"]

@@ -1,0 +1,95 @@
+"""Several programs and one control plane: joined, watched, stopped and left, as from several terminals."""
+
+import re
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from rlix.control.announcement import await_end
+from tests.cli.commands import Command, write_jobs
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Terminals:
+    """Runs commands in one folder with one RLIX_HOME; everything they start bears one mark."""
+
+    def __init__(self, folder: Path, commands: list[Command]) -> None:
+        self.folder = folder
+        self.commands = commands
+        self.mark = uuid.uuid4().hex
+
+    def start(self, *arguments: str, **variables: str) -> Command:
+        variables = {"RLIX_IDLE_S": "2", **variables}
+        self.commands.append(Command(self.folder, *arguments, mark=self.mark, **variables))
+        return self.commands[-1]
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """What the command prints, on both streams."""
+        command = self.start(*arguments)
+        assert command.wait() == code, command.output()
+        assert "Traceback" not in command.output()
+        return re.sub(r"\s+", " ", command.output())
+
+
+@pytest.fixture
+def terminals(tmp_path: Path, commands: list[Command]) -> Terminals:
+    return Terminals(tmp_path, commands)
+
+
+def test_jobs_outlive_their_driver_and_are_watched_and_stopped_by_others(terminals: Terminals) -> None:
+    write_jobs(terminals.folder, steps=100_000)
+    first = terminals.start("run", "left.yaml", RLIX_IDLE_S="60")
+    first.wait_for(r"left: running, step [1-9]")
+    started = re.search(r"started a control plane \(process (\d+)\); it ends 60 s after its last job", first.output())
+    assert started, first.output()
+    second = terminals.start("run", "right.yaml", "--no-live")
+    second.wait_for(r"right: running, step [1-9]")
+    joined = f"joined the control plane of process {started[1]} (2 virtual GPUs, 1 job runs there)"
+    assert joined in second.output()
+
+    first.send(signal.SIGHUP)  # the terminal is gone, which ends nothing
+    step = int(re.findall(r"left: running, step (\d+)", first.output())[-1])
+    first.wait_for(rf"left: running, step (?!{step}/)\d")
+    first.send(signal.SIGKILL)
+    first.process.wait()
+
+    assert "runs already, as ft_1, in" in terminals.run("run", "left.yaml", code=2)
+    status = terminals.run("status")
+    assert "left (ft_1): running" in status
+    assert "right (ft_2): running" in status
+
+    watcher = terminals.start("watch", "left")
+    watcher.wait_for(r"left: running, step [1-9]")
+    watcher.interrupt()
+    assert watcher.wait() == 0, watcher.output()
+    assert "left; still running: left" in watcher.output()
+
+    assert "left (ft_1): stopped at step" in terminals.run("stop", "left")
+    assert list((terminals.folder / "runs" / "left" / "checkpoints").glob("step_*"))
+    assert second.process.poll() is None
+
+    assert f"ended the control plane of process {started[1]}" in terminals.run("down")
+    assert second.wait() == 1, second.output()  # its job was stopped by somebody else
+    assert "right: stopped" in second.output()
+    assert (terminals.folder / "runs" / "report.html").exists()
+    assert "no control plane runs here" in terminals.run("status")
+    assert second.marked() == []
+
+
+def test_ctrl_c_ends_its_own_jobs_beside_a_private_run_and_the_control_plane_ends_idle(terminals: Terminals) -> None:
+    write_jobs(terminals.folder, steps=100_000)
+    private = terminals.start("run", "right.yaml", "--private", "--runs-dir", "apart")
+    shared = terminals.start("run", "left.yaml")
+    private.wait_for(r"right: running, step [1-9]")
+    shared.wait_for(r"left: running, step [1-9]")
+    assert "right" not in terminals.run("status")
+    shared.interrupt()
+    assert shared.wait() == 130, shared.output()
+    assert "left: stopped" in shared.output()
+    private.interrupt()
+    assert private.wait() == 130, private.output()
+    await_end(terminals.folder / "home", 60.0)
+    assert private.marked() == []

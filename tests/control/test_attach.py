@@ -1,0 +1,118 @@
+"""Joining a Ray cluster by its address: what is wrong is said at once, and its token is taken."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlix.control import attach
+from rlix.control.attach import attach_to_cluster
+from rlix.protocol.errors import RlixError
+
+ATTACH = """
+import json, ray, rlix
+from rlix.control.attach import attach_to_cluster
+try:
+    attach_to_cluster({address!r})
+    print(json.dumps([n["NodeManagerAddress"] for n in ray.nodes()]))
+except rlix.protocol.errors.RlixError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def address_of(server: socket.socket) -> str:
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_where_nobody_listens_is_said_at_once(listener: socket.socket) -> None:
+    address = address_of(listener)
+    listener.close()
+    with pytest.raises(RlixError, match=f"cannot reach the Ray cluster at {address}: Connection refused"):
+        attach_to_cluster(address)
+
+
+def test_who_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(_address: object, timeout: float) -> None:
+        assert timeout == attach.CONNECT_TIMEOUT_S
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    with pytest.raises(RlixError, match=r"cannot reach the Ray cluster at 192\.0\.2\.1:6379: no answer within 5 s"):
+        attach_to_cluster("192.0.2.1:6379")
+
+
+def test_who_listens_but_is_no_ray_is_given_up_on(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "PROBE_TIMEOUT_S", 2.0)
+    with pytest.raises(RlixError, match="does not speak as Ray does within 2 s"):
+        attach_to_cluster(address_of(listener))
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:port", ":", "host:"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(RlixError, match="must be host:port, 'auto' or 'local'"):
+        attach_to_cluster(address)
+
+
+@pytest.fixture
+def guarded_ray(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A Ray on loopback that wants a token: its address, and the home with the token in it."""
+    home = tmp_path / "home"
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray" / "auth_token").write_text("a" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mark = str(tmp_path)
+    environment = {
+        **os.environ, "HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RLIX_TEST_RAY": mark,
+    }  # fmt: skip
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-gpus=1",
+             "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--object-store-memory=100000000"],
+            env=environment, check=True, capture_output=True, timeout=90,
+        )  # fmt: skip
+        yield f"127.0.0.1:{port}", home
+    finally:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RLIX_TEST_RAY") == mark:
+                    process.kill()
+            except psutil.Error:
+                continue
+
+
+def attached(address: str, home: Path, **variables: str) -> Any:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", ATTACH.format(address=address)],
+        env=environment, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_that_wants_a_token_is_joined_with_it_and_only_with_it(
+    guarded_ray: tuple[str, Path], tmp_path: Path
+) -> None:
+    address, home = guarded_ray
+    where = f"cannot join the Ray cluster at {address}: it wants a token, and "
+    assert attached(address, home) == ["127.0.0.1"]
+    assert attached(address, tmp_path, RAY_AUTH_TOKEN_PATH=str(home / ".ray" / "auth_token")) == ["127.0.0.1"]
+    assert attached(address, tmp_path).startswith(f"{where}there is none here")
+    assert attached(address, home, RAY_AUTH_TOKEN="b" * 32).startswith(f"{where}does not take that of RAY_AUTH_TOKEN;")
