@@ -57,7 +57,7 @@ async def _value(ref: Any) -> Any:
 
 
 def comes_back(name: str) -> bool:
-    """Whether an actor of the control plane that cannot be reached is being started again: else Ray has forgotten it."""
+    """Whether an actor that cannot be reached is being started again: else Ray has forgotten it."""
     try:
         ray.get_actor(name, NAMESPACE)
     except ValueError:
