@@ -49,6 +49,8 @@ from rlix.scheduler.state import State
 
 logger = logging.getLogger(__name__)
 
+Decide = Callable[[Snapshot, State, Policy], tuple[Event, ...]]
+
 _SHORT_TURN_S = 0.001
 _PAUSE_TURNS = 4
 
@@ -77,6 +79,8 @@ class Core:
     Args:
         pool: names this pool in device locks.
         wall: unix seconds.
+        decide: turns a snapshot into the events to record; it may measure or check what `commit.decide` does.
+        stopwatch: seconds, to measure what a turn of planning takes, whatever the clock shows meanwhile.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class Core:
         pool: str,
         wall: Callable[[], float] = time.time,
         policy: Policy | None = None,
+        decide: Decide = decide,
+        stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = State()
         self.settings = settings
@@ -105,6 +111,7 @@ class Core:
         self.watch = Watch(self)
         self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self.changed)
         self._policy: Policy = POLICIES[settings.policy] if policy is None else policy
+        self._decide, self._stopwatch = decide, stopwatch
         self._turn_s = 0.0  # what the last turn of planning took
         self._turn: Timer | None = None
         self._turn_at = 0.0
@@ -353,11 +360,11 @@ class Core:
         self._turn = None
         if self.closed or self.writer.trouble:
             return  # what is not in the journal must not be promised to anybody
-        start = time.monotonic()
+        start = self._stopwatch()
         snapshot = self.snapshot()
         try:
             with uncollected():
-                events = decide(snapshot, self.state, self._policy)
+                events = self._decide(snapshot, self.state, self._policy)
         except PlanError:
             logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
             return
@@ -366,7 +373,7 @@ class Core:
         for event in events:
             if isinstance(event, DrainStarted):
                 self.rollouts.draining(self.state.leases[event.epoch].lease)
-        self._turn_s = time.monotonic() - start
+        self._turn_s = self._stopwatch() - start
 
     def snapshot(self) -> Snapshot:
         """The state as the planner should see it: rollouts with what each job has used so far; a job that is ending or
