@@ -196,8 +196,8 @@ def test_jobs_that_depart_leave_nothing_behind() -> None:
     simulation = Simulation(workload, draw_jobs(workload, 0), POLICIES["rlix"])
     trace = simulation.run()
     assert set(trace.finished) == {job for job in trace.finished if job.startswith("a")}
-    assert not simulation.state.leases
-    assert not simulation.state.registrations
+    assert not simulation.core.state.leases
+    assert not simulation.core.state.registrations
 
 
 def test_a_policy_that_serves_nobody_is_found_out() -> None:

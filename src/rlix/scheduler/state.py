@@ -139,6 +139,10 @@ class State:
         """The request that a pending gang lease answers."""
         return self._answered.get(epoch)
 
+    def holder(self, device: int) -> int | None:
+        """The epoch of the lease whose bytes may be on the device: active, draining or quarantined."""
+        return self._holder.get(device)
+
     def successors(self, devices: Iterable[int]) -> tuple[int, ...]:
         """The pending leases that wait for any of these devices, by epoch."""
         return tuple(sorted({self._successor[device] for device in devices if device in self._successor}))

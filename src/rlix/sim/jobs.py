@@ -122,7 +122,8 @@ def _clusters(spec: JobSpec, gpus: int, taken: dict[tuple[int, int], int]) -> tu
     Gangs that may move name all other blocks of their size, from the nearest on.
     """
     width = spec.rollout.gpus or gpus
-    clusters = [Cluster(ClusterName.ACTOR_INFER, spec.rollout.tensor_parallel, _block(width, gpus, "spread", taken, 0))]
+    place = _block(width, gpus, "spread", taken, 0)
+    clusters = [Cluster(ClusterName.ACTOR_INFER, spec.rollout.tensor_parallel, place, elastic=True)]
     sizes = {cluster_of(gang.phase): gang.gpus for gang in spec.gangs}
     sizes.setdefault(ClusterName.ACTOR_TRAIN, next(iter(sizes.values())))
     block = {size: _block(size, gpus, spec.gang_placement, taken, 1) for size in sorted(set(sizes.values()))}
