@@ -130,6 +130,14 @@ class Core:
 
         They are in the journal before anybody learns of them.
         """
+        self._record(events)
+        if all(isinstance(event, DemandReported) for event in events):
+            self._changed_a_little()
+        else:
+            self.changed()
+
+    def _record(self, events: Sequence[Event]) -> None:
+        """Without calling for another turn of planning."""
         now = self.clock.time()
         active: list[Lease] = []
         applied = 0
@@ -141,10 +149,6 @@ class Core:
             self.writer.append(events[:applied])
         for lease in active:
             self._hand_out(lease)
-        if all(isinstance(event, DemandReported) for event in events):
-            self._changed_a_little()
-        else:
-            self.changed()
 
     def recover(self, events: Iterable[tuple[float, Event]]) -> int:
         """Folds what an earlier control plane of this pool has recorded, with its times; returns how much it was.
@@ -368,8 +372,7 @@ class Core:
         except PlanError:
             logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
             return
-        if events:
-            self.record(*events)
+        self._record(events)  # a plan is complete: what it changes itself is nothing to plan anew for
         for event in events:
             if isinstance(event, DrainStarted):
                 self.rollouts.draining(self.state.leases[event.epoch].lease)
