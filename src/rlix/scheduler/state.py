@@ -83,6 +83,10 @@ class State:
     def devices(self) -> tuple[Device, ...]:
         return tuple(self._devices.values())
 
+    def device(self, number: int) -> Device | None:
+        """The device with this id, if it is in the pool."""
+        return self._devices.get(number)
+
     @property
     def allocated(self) -> Mapping[str, str]:
         """Kind by pipeline id, for every id handed out and not ended."""
