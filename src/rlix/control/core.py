@@ -226,7 +226,11 @@ class Core:
     def _phase_ended(self, job: Job) -> None:
         """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
         job.phase_ended(self.clock.time())
-        self.clock.call_later(GANG_GAP_S, self.changed)
+        self.clock.call_later(GANG_GAP_S, self._gap_ended, job)
+
+    def _gap_ended(self, job: Job) -> None:
+        if not job.rolling:  # what was kept went when it rolled out again
+            self.changed()
 
     def _note_grant(self, lease: Lease, now: float, wall: float, waited_s: float | None = None) -> None:
         self.log.add("granted", lease, wall, waited_s=waited_s)
@@ -390,4 +394,14 @@ class Core:
         if job.muted(now):
             return replace(rollout, demand=Demand(0))
         expected = rollout.demand.trajectories == 0 and job.expects_gang(now)
-        return replace(rollout, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now), gang_expected=expected)
+        return RolloutState(
+            rollout.pipeline_id,
+            rollout.cluster,
+            rollout.bundles,
+            rollout.demand,
+            rollout.waited_s,
+            used_gpu_s=job.usage.gpu_s(now),
+            age_s=job.usage.age_s(now),
+            gang_devices=rollout.gang_devices,
+            gang_expected=expected,
+        )

@@ -33,7 +33,7 @@ class Job:
         self.ending = False
         self._failures = 0
         self._muted_until = 0.0
-        self._rolling = False
+        self.rolling = False  # by its last report
         self._gang_until = 0.0
 
     def heard(self, process: Process | None, now: float) -> None:
@@ -59,8 +59,8 @@ class Job:
 
     def rollout_ended(self, trajectories: int) -> bool:
         """Takes a report of what is outstanding; True when that has just become nothing."""
-        ended = self._rolling and not trajectories
-        self._rolling = trajectories > 0
+        ended = self.rolling and not trajectories
+        self.rolling = trajectories > 0
         return ended
 
     def phase_ended(self, now: float) -> None:
