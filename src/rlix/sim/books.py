@@ -15,7 +15,7 @@ class Books(Forgetful):
     """A journal that keeps nothing. What jobs do on devices that they may use, they book themselves.
 
     A device that waits for others of its grant to drain counts as draining. `state` is the core's, to be set before
-    anything is recorded; events come when they have been applied to it.
+    anything is granted; events come when they have been applied to it.
     """
 
     state: State

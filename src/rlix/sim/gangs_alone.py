@@ -39,11 +39,14 @@ class _Queue:
 
     def _gang(self, job: Job, cluster: str, phase: Phase, seconds: float, then: Callable[[], None]) -> None:
         ticket = self._core.request(job.id, job.registration.cluster(cluster), phase)
-        ticket.watchers.append(lambda: self._clock.call_later(seconds, self._ended, ticket, then))
+        ticket.watchers.append(partial(self._granted, ticket, seconds, then))
 
-    def _ended(self, ticket: Ticket, then: Callable[[], None]) -> None:
+    def _granted(self, ticket: Ticket, seconds: float, then: Callable[[], None]) -> None:
         assert isinstance(ticket.outcome, Lease), ticket.outcome
-        self._core.endings.given_back(ticket.outcome)
+        self._clock.call_later(seconds, self._ended, ticket.outcome, then)
+
+    def _ended(self, lease: Lease, then: Callable[[], None]) -> None:
+        self._core.endings.given_back(lease)
         then()
 
     def _initialize(self, job: Job) -> None:

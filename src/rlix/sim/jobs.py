@@ -64,10 +64,6 @@ class Job:
     def step(self, number: int) -> Step:
         return _step(self.spec, self.seed, self.index, number)
 
-    def mean_length(self) -> float:
-        """Expected tokens per trajectory: what a job knows of its lengths before it has seen any."""
-        return _mean_length(self.spec.rollout.lengths)
-
 
 def devices_of(workload: Workload) -> tuple[Device, ...]:
     node = workload.pool.gpus_per_node
@@ -194,16 +190,3 @@ def _lengths(
         failed = rng.random(trajectories) < environment.failure_rate
         decoded = kept + np.round(np.where(failed, rng.random(trajectories) * kept, 0.0))
     return decoded, float(kept.sum() / decoded.sum())
-
-
-def _mean_length(spec: Lengths) -> float:
-    """E[min(lognormal, cap)] with the atom: closed form."""
-    if spec.sigma == 0:
-        return min(spec.median, spec.cap)
-    log_cap = math.log(spec.cap / spec.median) / spec.sigma
-    below = math.exp(spec.sigma**2 / 2) * spec.median * _normal_cdf(log_cap - spec.sigma)
-    return (1 - spec.cap_share) * (below + spec.cap * (1 - _normal_cdf(log_cap))) + spec.cap_share * spec.cap
-
-
-def _normal_cdf(x: float) -> float:
-    return 0.5 * (1.0 + math.erf(x / math.sqrt(2.0)))

@@ -55,6 +55,4 @@ def new_core(
 
 def admit(core: Core, registration: Registration) -> None:
     pipeline_id = registration.pipeline_id
-    core.record(
-        PipelineAllocated(pipeline_id, "sim"), PipelineRegistered(registration), PipelineAdmitted(pipeline_id)
-    )
+    core.record(PipelineAllocated(pipeline_id, "sim"), PipelineRegistered(registration), PipelineAdmitted(pipeline_id))

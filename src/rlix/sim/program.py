@@ -1,4 +1,4 @@
-"""What one job does, as a job of the live pool would: it asks the core for gangs, notes and gives back bundles, reports."""
+"""What one job does, as one of the live pool would: ask the core for gangs, take bundles and give them back, report."""
 
 import math
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class Program:
         progress.close(trace)
         self._gone = True
         self._bundles.clear()
-        for timer in (self._rollout_ends, self._beat, self._gang and self._gang.ends):
+        for timer in (self._rollout_ends, self._beat, None if self._gang is None else self._gang.ends):
             if timer is not None:
                 timer.cancel()
 
