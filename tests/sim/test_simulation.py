@@ -7,12 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlix.protocol.events import Event
+from rlix.protocol.messages import Demand
+from rlix.protocol.types import Phase
+from rlix.scheduler.commit import decide
+from rlix.scheduler.plan import Expand
+from rlix.scheduler.policies.base import Policy, Pool
+from rlix.scheduler.snapshot import Snapshot
+from rlix.scheduler.state import State
 from rlix.sim.bounds import bounds
 from rlix.sim.clairvoyant import best_known
+from rlix.sim.clock import VirtualClock
 from rlix.sim.engine import Simulation
 from rlix.sim.gangs_alone import gangs_alone
 from rlix.sim.jobs import draw_jobs
 from rlix.sim.ledger import Use
+from rlix.sim.pool import admit, new_core
 from rlix.sim.results import POLICIES, simulate_one
 from rlix.sim.trace import SimulationError
 from rlix.sim.workload import Workload
@@ -161,6 +171,7 @@ def test_work_and_time_are_conserved_and_no_policy_beats_the_bounds(case: dict[s
 
     spent = trace.ledger.gpu_s
     assert sum(spent) == pytest.approx(case["gpus"] * trace.ledger.now)
+    assert trace.ledger.idle == case["gpus"]
     assert set(trace.finished) == {job.id for job in jobs}
     assert trace.steps == sum(job.steps for job in jobs)
     steps = [(job, job.step(number)) for job in jobs for number in range(job.steps)]
@@ -189,15 +200,78 @@ def test_the_same_seed_gives_the_same_run(case: dict[str, Any], policy: str) -> 
     assert outcome() == outcome()
 
 
-def test_jobs_that_depart_leave_nothing_behind() -> None:
-    data = copy.deepcopy(ONE)
-    data["jobs"].append({**copy.deepcopy(ONE["jobs"][0]), "name": "b", "departs_after_s": 22, "steps": 50})
+@given(
+    small, st.lists(st.floats(1.0, 120.0), min_size=1, max_size=3), st.sampled_from(["rlix", "proportional", "slots"])
+)
+@settings(max_examples=20, deadline=None)
+def test_jobs_that_depart_leave_nothing_behind(case: dict[str, Any], after_s: list[float], policy: str) -> None:
+    data = build(case).model_dump()
+    for number, seconds in enumerate(after_s):
+        data["jobs"] += ({**data["jobs"][0], "name": f"b{number}", "departs_after_s": seconds, "steps": 50},)
     workload = Workload.model_validate(data)
-    simulation = Simulation(workload, draw_jobs(workload, 0), POLICIES["rlix"])
+    simulation = Simulation(workload, draw_jobs(workload, case["seed"]), POLICIES[policy], horizon_s=1e6)
     trace = simulation.run()
-    assert set(trace.finished) == {job for job in trace.finished if job.startswith("a")}
-    assert not simulation.state.leases
-    assert not simulation.state.registrations
+    assert {job.split("-")[0] for job in trace.finished} == {"a"}
+    assert len(trace.finished) == case["jobs"]
+    assert not simulation.core.state.leases
+    assert not simulation.core.state.registrations
+    assert trace.ledger.idle == case["gpus"]
+
+
+def test_a_job_whose_bundle_fails_gets_no_other_for_a_moment() -> None:
+    """Four bundles at 10, when it has initialised; one fails at 17; a second later its place is taken again."""
+    workload = Workload.model_validate(ONE)
+    jobs = draw_jobs(workload, 0)
+    simulation = Simulation(workload, jobs, POLICIES["proportional"])
+    core = simulation.core
+    simulation.clock.call_later(17.0, lambda: core.endings.take(core.state.leases_of(jobs[0].id)[0].lease, "it failed"))
+    trace = simulation.run()
+    of_step = [r for r in core.log.since(jobs[0].id, 0) if r.lease.phase is Phase.ROLLOUT and r.time < 20.0]
+    assert [(r.event, r.time) for r in of_step] == [("granted", 10.0)] * 4 + [
+        ("shrinking", 17.0),
+        ("released", 17.0),
+        ("granted", 18.0),
+    ]
+    assert trace.switches == 4 + 1 + 4
+
+
+def test_a_plan_that_breaks_a_rule_ends_the_run() -> None:
+    class Taken:
+        """The device belongs to the gang of the other job, which initialises."""
+
+        def divide(self, pool: Pool) -> list[Expand]:
+            return [Expand(r.pipeline_id, r.cluster, 0) for r in pool.rollouts if r.demand.trajectories]
+
+    workload = two_jobs()
+    with pytest.raises(SimulationError, match="Taken at 10 s"):
+        Simulation(workload, draw_jobs(workload, 0), Taken(), horizon_s=1000).run()
+
+
+def test_a_change_is_planned_once() -> None:
+    """A turn takes in everything of its moment, and needs no other for what it has changed itself."""
+    workload = two_jobs()
+    clock, moments = VirtualClock(), list[float]()
+
+    def noted(snapshot: Snapshot, state: State, policy: Policy) -> tuple[Event, ...]:
+        moments.append(clock.time())
+        return decide(snapshot, state, policy)
+
+    core = new_core(workload, POLICIES["rlix"], clock, decide=noted)
+    for job in draw_jobs(workload, 0):
+        admit(core, job.registration)
+        core.report(job.id, "actor_infer", Demand(4))
+    clock.run(1.0)
+    assert moments == [0.0]
+    assert len(core.state.leases) == 4
+
+
+def test_sums_that_are_equal_but_for_rounding_are_one_moment() -> None:
+    clock, moments = VirtualClock(), list[float]()
+    clock.call_later(0.3, lambda: moments.append(clock.time()))
+    clock.call_later(0.1, lambda: clock.call_later(0.2, lambda: moments.append(clock.time())))
+    clock.run(1.0)
+    assert 0.1 + 0.2 != 0.3
+    assert moments == [0.3, 0.3]
 
 
 def test_a_policy_that_serves_nobody_is_found_out() -> None:

@@ -1,6 +1,9 @@
 """`rlix simulate`: a workload under one policy or several, on a virtual clock."""
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +42,8 @@ def simulate(
         names = list(dict.fromkeys(policy or POLICIES))
         for name in names:
             policy_named(name)
-        rows = _run(loaded, names, seeds, check_every, html_file is not None, messages)
+        with _quiet():
+            rows = _run(loaded, names, seeds, check_every, html_file is not None, messages)
         if json_file is not None:
             _write(json_file, json.dumps([row.to_json() for row in rows], indent=1) + "\n", "--json")
         if html_file is not None:
@@ -49,6 +53,18 @@ def simulate(
         raise typer.Exit(2 if isinstance(error, SpecError) else 1) from None
     if json_file is None or str(json_file) != "-":
         _show(loaded, rows)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The control plane warns of every failure; that of a simulated device is no news."""
+    control = logging.getLogger("rlix.control")
+    before = control.level
+    control.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        control.setLevel(before)
 
 
 def _run(

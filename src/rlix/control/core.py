@@ -49,6 +49,8 @@ from rlix.scheduler.state import State
 
 logger = logging.getLogger(__name__)
 
+Decide = Callable[[Snapshot, State, Policy], tuple[Event, ...]]
+
 _SHORT_TURN_S = 0.001
 _PAUSE_TURNS = 4
 
@@ -77,6 +79,8 @@ class Core:
     Args:
         pool: names this pool in device locks.
         wall: unix seconds.
+        decide: turns a snapshot into the events to record; it may measure or check what `commit.decide` does.
+        stopwatch: seconds, to measure what a turn of planning takes, whatever the clock shows meanwhile.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class Core:
         pool: str,
         wall: Callable[[], float] = time.time,
         policy: Policy | None = None,
+        decide: Decide = decide,
+        stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = State()
         self.settings = settings
@@ -105,6 +111,7 @@ class Core:
         self.watch = Watch(self)
         self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self.changed)
         self._policy: Policy = POLICIES[settings.policy] if policy is None else policy
+        self._decide, self._stopwatch = decide, stopwatch
         self._turn_s = 0.0  # what the last turn of planning took
         self._turn: Timer | None = None
         self._turn_at = 0.0
@@ -123,6 +130,14 @@ class Core:
 
         They are in the journal before anybody learns of them.
         """
+        self._record(events)
+        if all(isinstance(event, DemandReported) for event in events):
+            self._changed_a_little()
+        else:
+            self.changed()
+
+    def _record(self, events: Sequence[Event]) -> None:
+        """Without calling for another turn of planning."""
         now = self.clock.time()
         active: list[Lease] = []
         applied = 0
@@ -134,10 +149,6 @@ class Core:
             self.writer.append(events[:applied])
         for lease in active:
             self._hand_out(lease)
-        if all(isinstance(event, DemandReported) for event in events):
-            self._changed_a_little()
-        else:
-            self.changed()
 
     def recover(self, events: Iterable[tuple[float, Event]]) -> int:
         """Folds what an earlier control plane of this pool has recorded, with its times; returns how much it was.
@@ -215,7 +226,11 @@ class Core:
     def _phase_ended(self, job: Job) -> None:
         """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
         job.phase_ended(self.clock.time())
-        self.clock.call_later(GANG_GAP_S, self.changed)
+        self.clock.call_later(GANG_GAP_S, self._gap_ended, job)
+
+    def _gap_ended(self, job: Job) -> None:
+        if not job.rolling:  # what was kept went when it rolled out again
+            self.changed()
 
     def _note_grant(self, lease: Lease, now: float, wall: float, waited_s: float | None = None) -> None:
         self.log.add("granted", lease, wall, waited_s=waited_s)
@@ -354,20 +369,19 @@ class Core:
         self._turn = None
         if self.closed or self.writer.trouble:
             return  # what is not in the journal must not be promised to anybody
-        start = time.monotonic()
+        start = self._stopwatch()
         snapshot = self.snapshot()
         try:
             with uncollected():
-                events = decide(snapshot, self.state, self._policy)
+                events = self._decide(snapshot, self.state, self._policy)
         except PlanError:
             logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
             return
-        if events:
-            self.record(*events)
+        self._record(events)  # a plan is complete: what it changes itself is nothing to plan anew for
         for event in events:
             if isinstance(event, DrainStarted):
                 self.rollouts.draining(self.state.leases[event.epoch].lease)
-        self._turn_s = time.monotonic() - start
+        self._turn_s = self._stopwatch() - start
 
     def snapshot(self) -> Snapshot:
         """The state as the planner should see it: rollouts with what each job has used so far; a job that is ending or
@@ -381,4 +395,14 @@ class Core:
         if job.muted(now):
             return replace(rollout, demand=Demand(0))
         expected = rollout.demand.trajectories == 0 and job.expects_gang(now)
-        return replace(rollout, used_gpu_s=job.usage.gpu_s(now), age_s=job.usage.age_s(now), gang_expected=expected)
+        return RolloutState(
+            rollout.pipeline_id,
+            rollout.cluster,
+            rollout.bundles,
+            rollout.demand,
+            rollout.waited_s,
+            used_gpu_s=job.usage.gpu_s(now),
+            age_s=job.usage.age_s(now),
+            gang_devices=rollout.gang_devices,
+            gang_expected=expected,
+        )

@@ -14,7 +14,7 @@ from rlix.protocol.events import (
     PipelineEnding,
     PipelineUnregistered,
 )
-from rlix.protocol.messages import Device, Lease, LeaseState, Occupant, Process, ReleaseReason
+from rlix.protocol.messages import Lease, LeaseState, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ class Endings:
         def seen(occupants: tuple[Occupant, ...]) -> None:
             done(tuple(o for o in occupants if o.pool == core.pool and o.epoch <= lease.epoch))
 
-        here: dict[int, Device] = {device.id: device for device in core.state.devices}
-        core.nodes.occupied([here[d] for d in lease.devices if d in here], seen)
+        here = [device for d in lease.devices if (device := core.state.device(d)) is not None]
+        core.nodes.occupied(here, seen)
 
     def _release(self, lease: Lease, reason: ReleaseReason) -> None:
         core = self._core

@@ -57,6 +57,11 @@ class Job:
     def succeeded(self) -> None:
         self._failures = 0
 
+    @property
+    def rolling(self) -> bool:
+        """Whether something is outstanding, by its last reports."""
+        return bool(self._rolling)
+
     def rollout_ended(self, cluster: str, trajectories: int) -> bool:
         """Takes a report of what is outstanding; True when that has just become nothing, on all elastic clusters."""
         before = bool(self._rolling)

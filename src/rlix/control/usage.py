@@ -6,19 +6,25 @@ class Usage:
 
     def __init__(self, now: float) -> None:
         self._started = now
-        self._ended_gpu_s = 0.0
-        self._held: dict[int, tuple[int, float]] = {}  # by epoch: devices and since when
+        self._held: dict[int, int] = {}  # devices by epoch
+        self._devices = 0  # of all of them
+        self._used_gpu_s = 0.0  # until `_since`
+        self._since = now
 
     def granted(self, epoch: int, devices: int, now: float) -> None:
-        self._held[epoch] = devices, now
+        self._held[epoch] = devices
+        self._change(devices, now)
 
     def released(self, epoch: int, now: float) -> None:
         """A lease that never became active has used nothing."""
-        devices, since = self._held.pop(epoch, (0, now))
-        self._ended_gpu_s += devices * (now - since)
+        self._change(-self._held.pop(epoch, 0), now)
+
+    def _change(self, devices: int, now: float) -> None:
+        self._used_gpu_s, self._since = self.gpu_s(now), now
+        self._devices += devices
 
     def gpu_s(self, now: float) -> float:
-        return self._ended_gpu_s + sum(devices * (now - since) for devices, since in self._held.values())
+        return self._used_gpu_s + self._devices * (now - self._since)
 
     def age_s(self, now: float) -> float:
         return now - self._started

@@ -83,6 +83,10 @@ class State:
     def devices(self) -> tuple[Device, ...]:
         return tuple(self._devices.values())
 
+    def device(self, number: int) -> Device | None:
+        """The device with this id, if it is in the pool."""
+        return self._devices.get(number)
+
     @property
     def allocated(self) -> Mapping[str, str]:
         """Kind by pipeline id, for every id handed out and not ended."""
@@ -138,6 +142,10 @@ class State:
     def answered_by(self, epoch: int) -> GangRequest | None:
         """The request that a pending gang lease answers."""
         return self._answered.get(epoch)
+
+    def holder(self, device: int) -> int | None:
+        """The epoch of the lease whose bytes may be on the device: active, draining or quarantined."""
+        return self._holder.get(device)
 
     def successors(self, devices: Iterable[int]) -> tuple[int, ...]:
         """The pending leases that wait for any of these devices, by epoch."""

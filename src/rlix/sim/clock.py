@@ -20,7 +20,9 @@ class VirtualTimer:
 
 
 class VirtualClock:
-    """Seconds from 0. What is due at the same moment runs in the order in which it was asked for."""
+    """Seconds from 0, in whole nanoseconds, so that durations which add up to the same moment meet there however they
+    were rounded. What is due at the same moment runs in the order in which it was asked for.
+    """
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -32,7 +34,8 @@ class VirtualClock:
 
     def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> VirtualTimer:
         timer = VirtualTimer(callback, args)
-        heapq.heappush(self._queue, (self._now + max(0.0, delay), next(self._number), timer))
+        when = round(self._now + delay, 9) if delay > 0.0 else self._now
+        heapq.heappush(self._queue, (when, next(self._number), timer))
         return timer
 
     def step(self) -> bool:

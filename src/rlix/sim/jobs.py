@@ -64,10 +64,6 @@ class Job:
     def step(self, number: int) -> Step:
         return _step(self.spec, self.seed, self.index, number)
 
-    def mean_length(self) -> float:
-        """Expected tokens per trajectory: what a job knows of its lengths before it has seen any."""
-        return _mean_length(self.spec.rollout.lengths)
-
 
 def devices_of(workload: Workload) -> tuple[Device, ...]:
     node = workload.pool.gpus_per_node
@@ -122,8 +118,8 @@ def _clusters(spec: JobSpec, gpus: int, taken: dict[tuple[int, int], int]) -> tu
     Gangs that may move name all other blocks of their size, from the nearest on.
     """
     width = spec.rollout.gpus or gpus
-    infer = _block(width, gpus, "spread", taken, 0)
-    clusters = [Cluster(ClusterName.ACTOR_INFER, spec.rollout.tensor_parallel, infer, elastic=True)]
+    place = _block(width, gpus, "spread", taken, 0)
+    clusters = [Cluster(ClusterName.ACTOR_INFER, spec.rollout.tensor_parallel, place, elastic=True)]
     sizes = {cluster_of(gang.phase): gang.gpus for gang in spec.gangs}
     sizes.setdefault(ClusterName.ACTOR_TRAIN, next(iter(sizes.values())))
     block = {size: _block(size, gpus, spec.gang_placement, taken, 1) for size in sorted(set(sizes.values()))}
@@ -194,16 +190,3 @@ def _lengths(
         failed = rng.random(trajectories) < environment.failure_rate
         decoded = kept + np.round(np.where(failed, rng.random(trajectories) * kept, 0.0))
     return decoded, float(kept.sum() / decoded.sum())
-
-
-def _mean_length(spec: Lengths) -> float:
-    """E[min(lognormal, cap)] with the atom: closed form."""
-    if spec.sigma == 0:
-        return min(spec.median, spec.cap)
-    log_cap = math.log(spec.cap / spec.median) / spec.sigma
-    below = math.exp(spec.sigma**2 / 2) * spec.median * _normal_cdf(log_cap - spec.sigma)
-    return (1 - spec.cap_share) * (below + spec.cap * (1 - _normal_cdf(log_cap))) + spec.cap_share * spec.cap
-
-
-def _normal_cdf(x: float) -> float:
-    return 0.5 * (1.0 + math.erf(x / math.sqrt(2.0)))

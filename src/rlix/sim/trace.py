@@ -23,7 +23,6 @@ class Trace:
     unused_gpu_s: float = 0.0
     prefill_gpu_s: float = 0.0
     lost_gpu_s: float = 0.0  # gangs that failed on the way
-    tight_gpu_s: float = 0.0
     first: tuple[float, float, float] | None = None  # seconds, tight, useful
     plan_ms: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)  # gangs, from request to running

@@ -1,57 +1,38 @@
-"""One job while it runs: where it is in its steps, which bundles decode for it, and what it reports."""
+"""How far a job has come: its steps, its rollout, and what it can report of them."""
 
 from dataclasses import dataclass, field
 
-from rlix.protocol.messages import Cluster, Demand, Lease, Registration
+from rlix.protocol.messages import Demand, Lease
 from rlix.protocol.types import ClusterName, Phase
 from rlix.sim.jobs import GangWork, Job, Step
 from rlix.sim.model import Curve, Rollout
+from rlix.sim.trace import Trace
 
 _PILOT = 1_000_000  # the number of a step nobody trains on: what the job knows of its lengths when it starts
 
 
 @dataclass(slots=True)
-class LiveJob:
-    """`loaded` are the epochs of bundles with current weights; `since` is when the rollout was last advanced."""
+class Progress:
+    """`since` is when the rollout was last advanced."""
 
     job: Job
-    registration: Registration
-    admitted_s: float
     load_s: float = 0.0  # what a bundle takes to load
     number: int = 0
     step: Step = field(init=False)
     rollout: Rollout | None = None
-    open: bool = False  # the rollout has its weights and environments: loaded bundles decode
-    loaded: set[int] = field(default_factory=set)
     gang: int = 0  # the next of the step's gangs
-    gang_epoch: int | None = None
-    gang_since: float = 0.0
     gang_on: dict[str, tuple[int, ...]] = field(default_factory=dict)  # where each cluster's gang last was
     since: float = 0.0
-    version: int = 0  # of the rollout's width: outdates scheduled ends
-    busy_gpus: int = 0
-    busy_since: float = 0.0
-    used_gpu_s: float = 0.0
     rollout_tight_gpu_s: float = 0.0  # of finished steps
     rollout_fluid_gpu_s: float = 0.0
     unused_gpu_s: float = 0.0
     prefill_gpu_s: float = 0.0
     tokens: float = 0.0
-    reported: int = -1
     _expected: Curve = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self.job.step(0)
         self._expected = self.job.step(_PILOT).curve
-        self.busy_since = self.admitted_s
-
-    @property
-    def id(self) -> str:
-        return self.job.id
-
-    @property
-    def infer(self) -> Cluster:
-        return self.registration.cluster(ClusterName.ACTOR_INFER)
 
     def work(self) -> GangWork:
         return self.step.gangs[self.gang]
@@ -67,23 +48,16 @@ class LiveJob:
             return self.job.spec.initialization_s * len(self.job.registration.cluster(lease.cluster).devices)
         return self.work().seconds * self.work().gpus
 
-    def use(self, now: float, change: int) -> None:
-        """Notes that the job keeps `change` more GPUs busy from now on."""
-        self.used_gpu_s += self.busy_gpus * (now - self.busy_since)
-        self.busy_since = now
-        self.busy_gpus += change
-
-    def wanted_gpus(self) -> int:
-        """How many GPUs more its rollout could use: one bundle for each trajectory, as declared."""
+    def wanted_bundles(self) -> int:
+        """How many bundles its rollout could use: one for each trajectory, as declared."""
         if self.rollout is None:
             return 0
         declared = self.job.registration.cluster(ClusterName.ACTOR_INFER)
-        most = min(self.rollout.alive, len(declared.devices) // declared.tensor_parallel_size)
-        return max(0, most * declared.tensor_parallel_size - self.busy_gpus)
+        return min(self.rollout.alive, len(declared.devices) // declared.tensor_parallel_size)
 
     def begin_rollout(self, now: float) -> None:
         self.rollout = Rollout(self.step.curve, self.job.spec.rollout.prompt_tokens)
-        self.since, self.gang, self.open, self.reported = now, 0, False, -1
+        self.since, self.gang = now, 0
 
     def touch(self, now: float) -> None:
         if self.rollout is not None:
@@ -93,15 +67,26 @@ class LiveJob:
     def end_rollout(self) -> None:
         assert self.rollout is not None
         self.rollout.finish()
-        self.unused_gpu_s += self.rollout.unused_gpu_s
-        self.prefill_gpu_s += self.rollout.prefill_gpu_s
+        self._count(self.rollout)
+        self.rollout = None
+        self._expected = self.step.curve
+
+    def close(self, trace: Trace) -> None:
+        """The job ends here: enters what it did, a rollout in flight as far as it came."""
+        if self.rollout is not None:
+            self._count(self.rollout)
+            self.rollout = None
+        trace.tokens += self.tokens
+        trace.unused_gpu_s += self.unused_gpu_s
+        trace.prefill_gpu_s += self.prefill_gpu_s
+
+    def _count(self, rollout: Rollout) -> None:
+        self.unused_gpu_s += rollout.unused_gpu_s
+        self.prefill_gpu_s += rollout.prefill_gpu_s
         tight, fluid, tokens = self.rollout_work()
         self.rollout_tight_gpu_s += tight
         self.rollout_fluid_gpu_s += fluid
         self.tokens += tokens
-        self.rollout, self.open = None, False
-        self._expected = self.step.curve
-        self.version += 1
 
     def rollout_work(self) -> tuple[float, float, float]:
         """GPU-seconds (tight, fluid and kept) and tokens of the rollout in flight so far."""

@@ -1,0 +1,58 @@
+"""A pool that exists only on a virtual clock, under the core that runs the live one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rlix.control.core import Core, Decide
+from rlix.control.ports import Clock
+from rlix.control.settings import Settings
+from rlix.control.writer import EventStore, Forgetful
+from rlix.protocol.events import DevicesDiscovered, PipelineAdmitted, PipelineAllocated, PipelineRegistered
+from rlix.protocol.messages import Device, Occupant, Process, Registration
+from rlix.scheduler.commit import decide
+from rlix.scheduler.policies.base import Policy
+from rlix.sim.jobs import devices_of
+from rlix.sim.workload import Workload
+
+
+class _Nodes:
+    """Nothing is ever left on a device, and there is nothing to end."""
+
+    def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
+        done(())
+
+    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+        done(())
+
+    def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
+        done({})
+
+
+def new_core(
+    workload: Workload,
+    policy: Policy,
+    clock: Clock,
+    *,
+    journal: EventStore | None = None,
+    decide: Decide = decide,
+) -> Core:
+    """A core with the workload's devices and no jobs. What planning takes in real time does not reach its clock."""
+    core = Core(
+        # Simulated rollouts keep their deadlines, however long the workload says that giving back takes.
+        Settings(home=Path("unused"), shrink_deadline_s=2.0 * workload.switching.shrink_s + 1.0),
+        Forgetful() if journal is None else journal,
+        clock=clock,
+        nodes=_Nodes(),
+        pool="sim",
+        wall=clock.time,
+        policy=policy,
+        decide=decide,
+        stopwatch=lambda: 0.0,
+    )
+    core.record(DevicesDiscovered(devices_of(workload)))
+    return core
+
+
+def admit(core: Core, registration: Registration) -> None:
+    pipeline_id = registration.pipeline_id
+    core.record(PipelineAllocated(pipeline_id, "sim"), PipelineRegistered(registration), PipelineAdmitted(pipeline_id))
