@@ -253,3 +253,79 @@ def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_n
     assert world.core.state.next_device_id == 4
     world.core.found(DEVICES)
     assert world.gang("ft_2").devices == (0, 1)
+
+
+def test_a_lease_that_its_own_asker_does_not_know_of_goes_back(tmp_path: Path) -> None:
+    """The answer was lost, or its caller gave up a moment before it came."""
+    world = World()
+    caller = process(5)
+    lease = world.gang("ft_1", holder=caller, key="k")
+    second = world.ask("ft_2")
+    for _ in range(15):
+        world.core.watch.beat("ft_1", caller, frozenset())
+        world.run(1.0)
+    assert lease.epoch not in world.core.state.leases
+    assert second.outcome is not None
+    kept = world.held("ft_2")[0]
+    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.KILLED
+    assert kept.devices == lease.devices
+
+
+def test_what_a_dead_process_held_or_waited_for_is_taken_and_a_silent_one_is_given_up() -> None:
+    world = World(3)
+    world.core.watch.start()
+    dead, silent = process(5), process(6)
+    held = world.gang("ft_1", holder=dead)
+    waiting = world.ask("ft_2", holder=dead)
+    world.core.watch.beat("ft_1", dead, frozenset({held.epoch}))
+    world.core.watch.beat("ft_2", dead, frozenset())
+    third = world.ask("ft_3", holder=silent)
+    world.core.watch.beat("ft_3", silent, frozenset())
+    world.machine.states_[dead] = "dead"
+    world.run(10.0)
+    assert held.epoch not in world.core.state.leases
+    assert waiting.outcome is not None
+    lease = world.held("ft_3")[0]
+    assert third.outcome == lease
+    world.run(world.settings.silent_s + 10.0)
+    assert world.held("ft_3") == ()
+
+
+def test_the_death_or_the_stop_of_its_program_ends_a_job_and_says_so() -> None:
+    world = World()
+    world.core.watch.start()
+    world.core.name_holders("ft_1", "", [(0, process(1))])
+    world.core.name_holders("ft_2", "", [(0, process(2))])
+    world.machine.states_ |= {process(1): "dead", process(2): "stopped"}
+    world.run(3.0)
+    assert "ft_1" not in world.core.state.registrations
+    assert world.core.log.why_ended("ft_1") == "its program, process 1, died"
+    assert "ft_2" in world.core.state.registrations  # stopped for a moment only, perhaps
+    world.run(world.settings.stopped_s + 3.0)
+    assert "ft_2" not in world.core.state.registrations
+    assert "was stopped" in world.core.log.why_ended("ft_2")
+
+
+def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(3, journal=journal)
+        world.core.name_holders("ft_1", TRAIN.name, [(0, process(7))])
+        lease = world.gang("ft_1", key="mine", longest_s=50.0)
+        world.machine.lock(lease, process(7))
+        waiting = world.ask("ft_2", key="yours")
+        bundles = world.roll("ft_3", 9)
+        before = world.core.state
+        world.restart(list(journal.replay()))
+        after = world.core.state
+        assert after.leases == before.leases
+        assert after.requests == before.requests
+        assert after.next_epoch == before.next_epoch
+        assert world.core.gangs.find("ft_1", "mine").outcome == lease  # type: ignore[union-attr]
+        again = world.core.gangs.find("ft_2", "yours")
+        assert again is not None
+        assert (again.request_id, again.outcome) == (waiting.request_id, None)
+        answer = world.core.rollouts.poll("ft_3", INFER.name, {b.epoch for b in bundles}, set())
+        assert (answer.granted, answer.taken, answer.lost) == ((), (), ())
+        world.run(60.0)  # the phase's longest duration goes on, too
+        assert set(world.machine.killed) == {process(7)}
+        assert again.outcome == world.held("ft_2")[0]

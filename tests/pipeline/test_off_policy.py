@@ -65,9 +65,10 @@ def test_resampling_staleness_and_updates_in_flight_lose_and_double_no_trajector
         assert {m["trajectories"] for m in metrics[spec.name]} == {spec.trajectories_per_step}
 
     assert sum(m["resampled"] for m in metrics["dapo"]) > 0
+    # How old tokens are depends on who was faster; how old they may be, and what follows from it, does not.
     for name in ("drop", "rescore"):
-        assert [m["staleness_max"] for m in metrics[name]] == [0, 1, 2, 2]
-    assert [m["dropped"] > 0 for m in metrics["drop"]] == [False, False, True, True]
+        assert all(m["staleness_max"] <= min(m["step"], 2) for m in metrics[name])
+    assert all((m["dropped"] > 0) == (m["staleness_max"] > 1) for m in metrics["drop"])
     assert all(m["dropped"] == 0 and m["grad_norm"] > 0 for m in metrics["rescore"])
 
     through = metrics["through_updates"]

@@ -205,7 +205,7 @@ class Core:
                 self.jobs.setdefault(event.pipeline_id, Job(now))
             case PipelineUnregistered():
                 self.jobs.pop(event.pipeline_id, None)
-                self.log.end(event.pipeline_id)
+                self.log.end(event.pipeline_id, event.reason)
             case DemandReported():
                 job = self.jobs.get(event.pipeline_id)
                 if job is not None and job.rollout_ended(event.cluster, event.demand.trajectories):

@@ -19,6 +19,7 @@ class LeaseLog:
     def __init__(self) -> None:
         self._records: dict[str, deque[LeaseRecord]] = {}
         self._ended: deque[str] = deque()
+        self._why: dict[str, str] = {}
 
     def add(
         self,
@@ -40,8 +41,15 @@ class LeaseLog:
         """The records after `number` (0: all that are kept), oldest first."""
         return tuple(record for record in self._records.get(pipeline_id, ()) if record.number > number)
 
-    def end(self, pipeline_id: str) -> None:
+    def end(self, pipeline_id: str, why: str) -> None:
         """Notes that the pipeline has ended; forgets the one that ended longest ago when too many are kept."""
         self._ended.append(pipeline_id)
+        self._why[pipeline_id] = why
         while len(self._ended) > KEPT_PIPELINES:
-            self._records.pop(self._ended.popleft(), None)
+            oldest = self._ended.popleft()
+            self._records.pop(oldest, None)
+            self._why.pop(oldest, None)
+
+    def why_ended(self, pipeline_id: str) -> str:
+        """What was said when it ended; "" when it has not, or long ago."""
+        return self._why.get(pipeline_id, "")

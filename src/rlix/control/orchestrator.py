@@ -87,6 +87,10 @@ class Orchestrator:
         repeated."""
         self._ask("unregister_pipeline", pipeline_id, reason)
 
+    def why_ended(self, pipeline_id: str) -> str:
+        """Why a pipeline ends or has ended; "" when nothing is known of that."""
+        return str(self._ask("why_ended", pipeline_id))
+
     def give_up_device(self, device_id: int) -> tuple[Lease, ...]:
         """A person says that a quarantined device is free; returns the leases that kept it."""
         leases: tuple[Lease, ...] = self._ask("give_up_device", device_id)

@@ -327,6 +327,11 @@ class Scheduler:
         """What happened to the pipeline's leases after record number `since`."""
         return (await self._core()).log.since(pipeline_id, since)
 
+    async def why_ended(self, pipeline_id: str) -> str:
+        """Why a pipeline ends or has ended; "" when nothing is known of that."""
+        core = await self._core()
+        return core.state.ending.get(pipeline_id) or core.log.why_ended(pipeline_id)
+
     async def devices(self) -> tuple[Device, ...]:
         """The pool's devices, by id."""
         return (await self._core()).state.devices

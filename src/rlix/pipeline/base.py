@@ -14,6 +14,7 @@ from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.pipeline.run_folder import RunFolder, Span
 from rlix.pipeline.spec import JobSpec
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, Fence, Lease
 from rlix.protocol.types import Phase
 
@@ -184,14 +185,27 @@ class Pipeline(ABC):
                     engine.acquire(self.client.fence(lease))
                 marks.append(time.time())
                 yield lease
-            finally:
+            except BaseException:  # raised again
+                marks.append(time.time())
+                if engine is not None:
+                    self._release_after_error(engine, lease)
+                raise
+            else:
                 marks.append(time.time())
                 if engine is not None:
                     engine.release(lease.epoch)
+            finally:
                 marks.append(time.time())
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
                 spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
                 self.folder.spans([span for span in spans if span.end > span.start])
+
+    def _release_after_error(self, engine: Resident, lease: Lease) -> None:
+        """What went wrong first says more than that its engine cannot let go; who keeps a device locked is ended."""
+        try:
+            engine.release(lease.epoch)
+        except RlixError as error:
+            logger.warning("%s: the devices of %s were not freed: %s", self.spec.name, lease.cluster, error)
 
     def devices_of(self, ids: Iterable[int]) -> tuple[Device, ...]:
         """The devices with these ids, in their order."""

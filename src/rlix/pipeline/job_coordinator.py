@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import root_cause
 from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.coordinator import PipelineCoordinator
+from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
 logger = logging.getLogger(__name__)
 
+_WHY_TIMEOUT_S = 10.0
 REMEMBERED_S = 60.0
 """For so long after its end a job can still be asked how it ended; its run folder says so for ever."""
 
@@ -89,9 +91,18 @@ class JobCoordinator(PipelineCoordinator):
             await self._refresh()
             return self._failed(f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
-            return self._failed(f"the pipeline actor died: {error}")
+            return self._failed(await self._why_it_died(error))
         await self._refresh()
         return replace(self._last, state=summary.state, phase=summary.state)
+
+    async def _why_it_died(self, error: RayActorError) -> str:
+        """The control plane may have ended it, and then knows why."""
+        with contextlib.suppress(RayError, ValueError, TimeoutError):
+            orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+            why = await asyncio.wait_for(orchestrator.why_ended.remote(self._pipeline_id), _WHY_TIMEOUT_S)
+            if why:
+                return f"the control plane ended it: {why}"
+        return f"the pipeline actor died: {error}"
 
     async def _refresh(self) -> None:
         with contextlib.suppress(RayActorError):  # whoever watches over the run says so

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from rlix.engine.weights import PublishedWeights
 from rlix.pipeline.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
 from rlix.pipeline.router import ReplicaState, Router, Trajectory
 from rlix.pipeline.run_folder import RunFolder
-from rlix.protocol.errors import RlixError, WaitTimeoutError
+from rlix.protocol.errors import PipelineGoneError, RlixError, WaitTimeoutError
 from rlix.protocol.messages import Cluster, Demand, Lease
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["Replicas", "RolloutClient", "RolloutError", "RolloutManager"]
 
 _REPORT_INTERVAL_S = 1.0
+_LOOK_S = 0.2  # how soon somebody who waits for trajectories notices that he should stop
 _BACKGROUND_THREADS = 8
 
 
@@ -131,17 +133,15 @@ class RolloutManager:
     def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
         """The trajectories of `submit_all`; raises what `generate` raises."""
         deadline = self._clock() + timeout_s
-        while True:
-            try:
-                return done.result(timeout=0.2)
-            except TimeoutError:
-                if stop.is_set():
-                    self.abandon()
-                    raise InterruptedError("the job was asked to stop") from None
-                if self._clock() > deadline:
-                    message = self._describe(timeout_s)
-                    self.abandon()
-                    raise WaitTimeoutError(message) from None
+        while not futures.wait([done], timeout=_LOOK_S).done:
+            if stop.is_set():
+                self.abandon()
+                raise InterruptedError("the job was asked to stop")
+            if self._clock() > deadline:
+                message = self._describe(timeout_s)
+                self.abandon()
+                raise WaitTimeoutError(message)
+        return done.result()
 
     def expect(self, demand: Demand) -> None:
         """All that is open, submitted now or later (it waits for something else); heartbeats tell the larger of this
@@ -312,8 +312,14 @@ class RolloutManager:
             self._in_background(report, self._report_ended)
 
     def _report_ended(self, answer: "Future[None]") -> None:
+        """A report that did not arrive is made again with the next heartbeat: no trajectory suffers from it."""
         self._reporting = False
-        answer.result()
+        error = answer.exception()
+        if isinstance(error, PipelineGoneError):
+            raise error
+        if error is not None:
+            logger.warning("demand of %s was not reported: %s", self._cluster.name, error)
+            self._reported = -1  # whatever is told next, it is news
 
     def _in_background(self, work: Callable[[], None], then: Callable[["Future[None]"], None]) -> None:
         future = self._background.submit(work)
