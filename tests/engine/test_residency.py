@@ -168,3 +168,24 @@ def test_a_gpu_gives_its_memory_back_and_gets_every_bit_again() -> None:
     assert held - torch.cuda.memory_allocated(device) >= report.bytes == sum(t.numel() * t.itemsize for t in tensors)
     subject.to_device()
     assert [bits(tensor.cpu()) for tensor in tensors] == before
+
+
+def test_what_waits_in_host_memory_can_be_read_there_and_is_as_it_was_afterwards() -> None:
+    module = torch.nn.Linear(3, 2)
+    module.weight.grad = torch.ones(2, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.step()
+    subject = ResidentSet("a model", lambda: module_tensors(module, optimizer), CPU, mover=SwapMover(CPU))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    moments = optimizer.state[module.weight]["exp_avg"].clone()
+    subject.to_host()
+    assert module.weight.untyped_storage().nbytes() == 0
+    with subject.readable():
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        assert torch.equal(optimizer.state[module.weight]["exp_avg"], moments)
+    assert module.weight.untyped_storage().nbytes() == 0
+    subject.to_device()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    subject.to_meta()
+    with pytest.raises(NotResidentError, match="on meta"), subject.readable():
+        raise AssertionError("there is nothing to read")

@@ -9,7 +9,8 @@ side stream. `VirtualMover` (a virtual GPU) counts the bytes and leaves them: it
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -204,6 +205,30 @@ class ResidentSet:
             return MoveReport(0, 0.0)
         return self._timed(self._drop, Residency.META)
 
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """While the block runs, the tensors may be read where they are: on the device, or as they wait in host memory.
+
+        Nobody may write to them or move them meanwhile. Raises NotResidentError on meta.
+        """
+        if self._state is Residency.DEVICE:
+            yield
+            return
+        self._refuse_meta("anywhere to be read")
+        waiting = {s._cdata: copy for s, copy in zip(self._away, self._copies, strict=True) if copy is not None}
+        lent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for tensor in self._tensors():
+                local = local_tensor(tensor)
+                copy = waiting.get(local.untyped_storage()._cdata)
+                if copy is not None:  # None: a virtual GPU's memory is host memory, or it never left
+                    lent.append((local, local.data))
+                    local.data = _as_stored(copy, local)
+            yield
+        finally:
+            for local, away in reversed(lent):
+                local.data = away
+
     def allocate(self) -> MoveReport:
         """From meta to the device with undefined contents, which the caller must fill before use."""
         if self._state is not Residency.META:
@@ -290,6 +315,12 @@ def module_tensors(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) 
         for state in optimizer.state.values():
             tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
     return tensors
+
+
+def _as_stored(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor over a copy of its storage."""
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(copy.untyped_storage(), *place)
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -322,10 +322,12 @@ class TrainEngine(Engine):
     def save_state(self, folder: str | Path, *, asynchronous: bool = False) -> SaveHandle | None:
         """Write all that training resumes from; the folder appears complete or not at all.
 
-        With `asynchronous` the state is copied to host memory and written in the background: training, and moves
-        off the devices, may go on at once. A save that starts while another is being written waits for that one.
+        The state may be on the devices or wait in host memory. With `asynchronous`, on the devices only, it is copied to
+        host memory and written in the background: training, and moves off the devices, may go on at once. A save that
+        starts while another is being written waits for that one.
         """
-        self._check_resident()
+        if asynchronous or self._residency is not Residency.HOST:
+            self._check_resident()
         if not asynchronous:
             self._run("save_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
             return None

@@ -204,14 +204,21 @@ class TrainWorker(Worker):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self, folder: str, epoch: int | None) -> None:
-        if self._resident.state is not Residency.HOST:  # what waits in host memory needs no lease to be read
-            self._guard(epoch)
-        checkpoint.save_weights(self._module, Path(folder), self._weights_path)
+        with self._reading(epoch):
+            checkpoint.save_weights(self._module, Path(folder), self._weights_path)
 
     def save_state(self, folder: str, epoch: int | None) -> None:
-        self._guard(epoch)
-        self._background().drain(self._collective_timeout_s)
-        checkpoint.save_state(self._module, Path(folder))
+        with self._reading(epoch):
+            self._background().drain(self._collective_timeout_s)
+            checkpoint.save_state(self._module, Path(folder))
+
+    @contextmanager
+    def _reading(self, epoch: int | None) -> Iterator[None]:
+        """What waits in host memory needs no lease to be read."""
+        if self._resident.state is not Residency.HOST:
+            self._guard(epoch)
+        with self._resident.readable():
+            yield
 
     def start_save(self, folder: str, epoch: int | None) -> int:
         """Begin to save in the background; the number is what `save_result` is asked by."""

@@ -77,7 +77,7 @@ class WorkerContext:
         A group made again, after a restart or with other ranks, needs a `tag` not used before.
 
         Args:
-            backend: as in torch; default: NCCL on CUDA devices, gloo on the CPU.
+            backend: as in torch; default: gloo for tensors in host memory, and NCCL for those on CUDA devices.
 
         Raises:
             WaitTimeoutError: rank 0 of the group did not announce its store within `timeout_s`.
@@ -87,7 +87,7 @@ class WorkerContext:
         members = list(range(self.world_size)) if ranks is None else list(ranks)
         store = self._store(tag, members, timeout_s)
         dist.init_process_group(
-            backend or ("nccl" if self.kind is DeviceKind.CUDA else "gloo"),
+            backend or ("cpu:gloo,cuda:nccl" if self.kind is DeviceKind.CUDA else "gloo"),
             store=store,
             rank=members.index(self.rank),
             world_size=len(members),

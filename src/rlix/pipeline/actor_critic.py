@@ -91,8 +91,7 @@ class ActorCriticPipeline(FullFinetunePipeline):
 
     def save(self, path: Path) -> None:
         super().save(path)
-        with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
-            self.critic.save_state(path / "critic")
+        self.critic.save_state(path / "critic")
 
     def load(self, path: Path, step: int) -> None:
         super().load(path, step)

@@ -93,7 +93,6 @@ class Pipeline(ABC):
         self.devices = self.client.devices()
         self.folder = RunFolder(config.run_dir)
         self.stop_requested = threading.Event()
-        self._stops_waiting: threading.Event | None = self.stop_requested  # None once the last checkpoint is due
         self._ended = threading.Event()
         self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
         self._rewards: list[float] = []
@@ -177,7 +176,7 @@ class Pipeline(ABC):
         """
         name, step = phase.name.lower(), self._status.step
         self._update(phase=f"waiting for {name}")
-        with self.client.phase(cluster, phase, stop=self._stops_waiting) as lease:
+        with self.client.phase(cluster, phase, stop=self.stop_requested) as lease:
             self._update(phase=name)
             marks = [time.time()]
             try:
@@ -255,7 +254,6 @@ class Pipeline(ABC):
                 self._checkpoint(done)
                 saved = done
         if every and done > saved:
-            self._stops_waiting = None
             self._checkpoint(done)
         return "stopped" if done < self.spec.steps else "finished"
 

@@ -257,9 +257,9 @@ class FullFinetunePipeline(Pipeline):
         self.build_others()
 
     def save(self, path: Path) -> None:
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            self.actor.save_state(path / "state")
-            self.actor.save(path / "model")
+        """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
+        self.actor.save_state(path / "state")
+        self.actor.save(path / "model")
 
     def load(self, path: Path, step: int) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
