@@ -322,8 +322,8 @@ class TrainEngine(Engine):
     def save_state(self, folder: str | Path, *, asynchronous: bool = False) -> SaveHandle | None:
         """Write all that training resumes from; the folder appears complete or not at all.
 
-        The state may be on the devices or wait in host memory. With `asynchronous`, on the devices only, it is copied to
-        host memory and written in the background: training, and moves off the devices, may go on at once. A save that
+        The state may be on the devices or wait in host memory. With `asynchronous`, on the devices only, it is copied
+        to host memory and written in the background: training, and moves off the devices, may go on at once. A save that
         starts while another is being written waits for that one.
         """
         if asynchronous or self._residency is not Residency.HOST:
