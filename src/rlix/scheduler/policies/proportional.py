@@ -274,6 +274,11 @@ class _Division:
                 victim = self._only_holder(devices)
                 if victim is None or victim == i or victim in came_from:
                     continue
+                if not self.trajectories[victim]:
+                    moves = self._path(mover, bundle, came_from)  # it needs no other place
+                    if moves is not None:
+                        return self._move(moves)
+                    continue
                 came_from[victim] = (mover, bundle)
                 frontier.append(victim)
                 target = self._free_bundle(victim)
