@@ -136,7 +136,7 @@ def _cells(rows: list[Row]) -> Iterator[str]:
 def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
     """`rlix` against the others, ratios within one seed, then their mean; the worst of any seed for job over static."""
     yield (
-        "| workload | steps/h ÷ proportional | mean job ÷ proportional | switches ÷ proportional | steps/h ÷ slots "
+        "| workload | steps/h ÷ published | mean job ÷ published | switches ÷ published | steps/h ÷ slots "
         "| (bound) | steps/h ÷ exclusive | worst job ÷ static | (gangs alone) | idle share | (of it surplus) |"
     )
     yield "|---|" + "--:|" * 10
@@ -144,9 +144,9 @@ def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
     for workload in workloads:
         steps = {other: ratios(runs, workload, "steps_per_hour_per_gpu", "rlix", other) for other in POLICIES}
         columns = [
-            steps["proportional"],
-            ratios(runs, workload, "mean_job_s", "rlix", "proportional"),
-            ratios(runs, workload, "switches", "rlix", "proportional"),
+            steps["published"],
+            ratios(runs, workload, "mean_job_s", "rlix", "published"),
+            ratios(runs, workload, "switches", "rlix", "published"),
             steps["slots"],
             most_over_slots(runs, workload),
             steps["exclusive"],

@@ -132,7 +132,9 @@ def test_a_gang_is_expected_for_a_moment_after_a_phase_of_a_job_has_ended(tmp_pa
 def without_waits(state: State) -> Snapshot:
     """What a state knows apart from when it came to know it."""
     snapshot = state.snapshot(0.0)
-    return replace(snapshot, rollouts=tuple(replace(rollout, waited_s=0.0) for rollout in snapshot.rollouts))
+    return replace(
+        snapshot, rollouts=tuple(replace(r, waited_s=0.0, held_s=0.0, served_gpu_s=0.0) for r in snapshot.rollouts)
+    )
 
 
 def test_the_state_is_a_fold_over_the_journal(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rlix.control.gang_queue import GangQueue, Ticket
 from rlix.control.job import GANG_GAP_S, Job
 from rlix.control.journal import Journal, JournalError
 from rlix.control.lease_log import LeaseLog
-from rlix.control.settings import POLICIES, Settings
+from rlix.control.settings import Settings
 from rlix.control.uncollected import uncollected
 from rlix.protocol.errors import PipelineGoneError, PlanError, RlixError, WaitTimeoutError
 from rlix.protocol.events import (
@@ -30,6 +30,7 @@ from rlix.protocol.events import (
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
+from rlix.scheduler.policies import POLICIES
 from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.protocol.errors import SpecError
-from rlix.scheduler.policies import Policy, proportional, rlix
+from rlix.scheduler.policies import POLICIES
 
 DEFAULT_VIRTUAL_GPUS = 8
-POLICIES: dict[str, Policy] = {"rlix": rlix, "proportional": proportional}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,8 @@ class Settings:
     `virtual_gpus` is how many virtual GPUs a machine without real ones gets. A rollout that has not acknowledged a
     shrink within `shrink_deadline_s` loses its workers. A coordinator has `grow_timeout_s` to note new bundles. A
     pipeline without a coordinator ends when it has held nothing and said nothing for `coordinator_wait_s`. A waiting
-    gang request whose caller has not asked again for `abandon_after_s` is dropped. `policy` is one of `POLICIES`.
+    gang request whose caller has not asked again for `abandon_after_s` is dropped. `policy` is one of
+    `rlix.scheduler.policies.POLICIES`.
     """
 
     home: Path

@@ -41,7 +41,9 @@ class RolloutState:
     """A rollout cluster: where its replicas may sit and what it still has to do.
 
     `bundles[k]` are the device ids of replica k; bundles of one rollout are disjoint and equally large.
-    `waited_s` is 0 while the rollout holds a bundle or needs none; otherwise the seconds since it has demand and none.
+    `waited_s`: seconds since the rollout has demand and no bundle; 0 while it holds one or needs none. `held_s`:
+    seconds since it has demand and a bundle, else 0. `served_gpu_s`: GPU-seconds of bundles granted to it while it had
+    demand, from a start that makes it comparable to other rollouts with demand (see `Account`).
     `used_gpu_s` are the GPU-seconds its pipeline has had under leases, `age_s` the seconds since it was admitted: what
     the control plane measures, while `demand` is what the job says.
     `gang_devices` are those the pipeline's other clusters will ask for once the rollout is over; `gang_expected`: any
@@ -53,6 +55,8 @@ class RolloutState:
     bundles: tuple[tuple[int, ...], ...]
     demand: Demand
     waited_s: float = 0.0
+    held_s: float = 0.0
+    served_gpu_s: float = 0.0
     used_gpu_s: float = 0.0
     age_s: float = 0.0
     gang_devices: tuple[int, ...] = ()

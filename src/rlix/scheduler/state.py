@@ -1,7 +1,7 @@
 """What the control plane knows, as a fold over its events. `State.apply` is the only thing that changes it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import singledispatchmethod
 from types import MappingProxyType
 
@@ -22,24 +22,14 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Registration
 from rlix.protocol.types import Phase
-from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
+from rlix.scheduler.account import REMEMBERED_S, Account
+from rlix.scheduler.snapshot import Bundles, GangRequest, Snapshot
 
 ClusterKey = tuple[str, str]  # (pipeline_id, cluster)
 
 
 class StateError(RlixError):
     """An event contradicts what is known. The state is unchanged."""
-
-
-@dataclass(slots=True)
-class _Rollout:
-    """A rollout cluster that has reported demand. `leases` are those not draining."""
-
-    bundles: Bundles
-    demand: Demand
-    leases: set[int]
-    gang_devices: tuple[int, ...]
-    waits_since: float | None = None  # when it was left without a bundle
 
 
 class State:
@@ -55,7 +45,7 @@ class State:
         self._admitted: set[str] = set()
         self._requests: dict[int, GangRequest] = {}
         self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
-        self._rollouts: dict[ClusterKey, _Rollout] = {}
+        self._rollouts: dict[ClusterKey, Account] = {}
         self._leases: dict[int, LeaseStatus] = {}
         self._leases_of: dict[str, set[int]] = {}  # pipeline -> epochs
         self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
@@ -116,18 +106,7 @@ class State:
         `now`: seconds of the clock that the events' times were read from. What pipelines have used, and since when, is
         not known here; whoever measures it puts it in.
         """
-        rollouts = tuple(
-            RolloutState(
-                key[0],
-                key[1],
-                rollout.bundles,
-                rollout.demand,
-                0.0 if rollout.waits_since is None else now - rollout.waits_since,
-                gang_devices=rollout.gang_devices,
-            )
-            for key, rollout in self._rollouts.items()
-            if key[0] in self._admitted
-        )
+        rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
         requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
         return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()))
 
@@ -198,8 +177,8 @@ class State:
         self._admitted.add(event.pipeline_id)
         for key, rollout in self._rollouts.items():
             if key[0] == event.pipeline_id:
-                rollout.waits_since = None  # what it waited for before admission does not count
-                self._note_waiting(rollout)
+                rollout.admit(self._now)
+                rollout.join(self._planned_for(), self._now)
         return ()
 
     @_apply.register
@@ -249,10 +228,12 @@ class State:
         if rollout is None:
             bundles = Bundles(cluster.bundles)
             bundles = self._bundles.setdefault(bundles, bundles)
-            rollout = _Rollout(bundles, event.demand, set(), self._gang_devices(event.pipeline_id, event.cluster))
+            rollout = Account(bundles, self._gang_devices(event.pipeline_id, event.cluster))
             self._rollouts[key] = rollout
-        rollout.demand = event.demand
-        self._note_waiting(rollout)
+            rollout.join(self._planned_for(), self._now)
+        elif event.demand.trajectories and not rollout.demand.trajectories:
+            rollout.join(self._planned_for(), self._now, REMEMBERED_S)
+        rollout.report(event.demand, self._now)
         return ()
 
     @_apply.register
@@ -282,9 +263,7 @@ class State:
         for device in lease.devices:
             on[device] = lease.epoch
         if lease.phase is Phase.ROLLOUT:
-            rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
-            rollout.leases.add(lease.epoch)
-            self._note_waiting(rollout)
+            self._rollouts[(lease.pipeline_id, lease.cluster)].grant(lease.epoch, self._now)
         return (lease,) if free else ()
 
     def _check_gang(self, lease: Lease, request_id: int | None) -> None:
@@ -376,15 +355,10 @@ class State:
         return tuple(active)
 
     def _leave_rollout(self, lease: Lease) -> None:
-        rollout = self._rollouts[(lease.pipeline_id, lease.cluster)]
-        rollout.leases.discard(lease.epoch)
-        self._note_waiting(rollout)
+        self._rollouts[(lease.pipeline_id, lease.cluster)].leave(lease.epoch, self._now)
 
-    def _note_waiting(self, rollout: _Rollout) -> None:
-        if rollout.leases or not rollout.demand.trajectories:
-            rollout.waits_since = None
-        elif rollout.waits_since is None:
-            rollout.waits_since = self._now
+    def _planned_for(self) -> Iterator[Account]:
+        return (rollout for key, rollout in self._rollouts.items() if key[0] in self._admitted)
 
     def _registration(self, pipeline_id: str) -> Registration:
         if pipeline_id not in self._registrations:
