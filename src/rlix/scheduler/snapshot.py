@@ -22,6 +22,7 @@ class GangRequest:
     """A cluster waits for exactly these devices, or all of one of the alternatives.
 
     `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
+    `work_gpu_s` are the GPU-seconds that this phase of the cluster took the last time; 0: not known.
     """
 
     id: int
@@ -30,6 +31,7 @@ class GangRequest:
     phase: Phase
     devices: tuple[int, ...]
     alternatives: tuple[tuple[int, ...], ...] = ()
+    work_gpu_s: float = 0.0
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ from rlix.protocol.events import (
     PipelineUnregistered,
     ShrinkStarted,
 )
-from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Registration
+from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Registration, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.account import REMEMBERED_S, Account
 from rlix.scheduler.snapshot import Bundles, GangRequest, Snapshot
@@ -51,6 +51,8 @@ class State:
         self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
         self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
+        self._gang_since: dict[int, float] = {}  # epoch -> when the gang became active
+        self._gang_work: dict[tuple[str, str, Phase], float] = {}  # GPU-seconds that it took last time
         self._last_epoch = 0
         self._last_request = 0
         self._now = 0.0  # of the event that is being applied
@@ -166,8 +168,8 @@ class State:
                 f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
             )
         for devices in cluster.alternatives:
-            if len(devices) != len(cluster.devices) or len(set(devices)) != len(devices):
-                raise StateError(f"{where}: alternative {devices} must be {len(cluster.devices)} different devices")
+            if not devices or len(set(devices)) != len(devices):
+                raise StateError(f"{where}: alternative {devices} must name at least one device and none twice")
             if not self._devices.keys() >= set(devices):
                 raise StateError(f"{where}: alternative {devices} names devices that are not in the pool")
 
@@ -195,6 +197,7 @@ class State:
         for of_cluster in (self._rollouts, self._last_on):
             for key in [key for key in of_cluster if key[0] == pipeline_id]:
                 del of_cluster[key]
+        self._gang_work = {key: work for key, work in self._gang_work.items() if key[0] != pipeline_id}
         return self._activate({device for devices in freed for device in devices})
 
     @_apply.register
@@ -207,7 +210,10 @@ class State:
         self._last_request = event.request_id
         first = self._expected_on(event.pipeline_id, cluster)
         others = tuple(devices for devices in cluster.choices if devices != first)
-        request = GangRequest(event.request_id, event.pipeline_id, event.cluster, event.phase, first, others)
+        work_gpu_s = self._gang_work.get((event.pipeline_id, event.cluster, event.phase), 0.0)
+        request = GangRequest(
+            event.request_id, event.pipeline_id, event.cluster, event.phase, first, others, work_gpu_s
+        )
         self._requests[event.request_id] = request
         return ()
 
@@ -264,6 +270,8 @@ class State:
             on[device] = lease.epoch
         if lease.phase is Phase.ROLLOUT:
             self._rollouts[(lease.pipeline_id, lease.cluster)].grant(lease.epoch, self._now)
+        elif free:
+            self._gang_since[lease.epoch] = self._now
         return (lease,) if free else ()
 
     def _check_gang(self, lease: Lease, request_id: int | None) -> None:
@@ -304,7 +312,10 @@ class State:
 
     @_apply.register
     def _(self, event: LeaseReleased) -> tuple[Lease, ...]:
-        self._status(event.epoch)
+        lease = self._status(event.epoch).lease
+        if event.reason is ReleaseReason.RELEASED and event.epoch in self._gang_since:
+            took_s = self._now - self._gang_since[event.epoch]
+            self._gang_work[lease.pipeline_id, lease.cluster, lease.phase] = took_s * len(lease.devices)
         return self._activate(self._remove(event.epoch))
 
     # -- helpers -------------------------------------------------------------------------------------------------
@@ -329,6 +340,7 @@ class State:
         """Forget the lease; returns the devices it held."""
         status = self._leases.pop(epoch)
         lease = status.lease
+        self._gang_since.pop(epoch, None)
         self._leases_of[lease.pipeline_id].discard(epoch)
         if not self._leases_of[lease.pipeline_id]:
             del self._leases_of[lease.pipeline_id]
@@ -351,6 +363,8 @@ class State:
                 del self._successor[device]
                 self._holder[device] = epoch
             self._leases[epoch] = replace(status, state=LeaseState.ACTIVE)
+            if status.lease.phase is not Phase.ROLLOUT:
+                self._gang_since[epoch] = self._now
             active.append(status.lease)
         return tuple(active)
 
