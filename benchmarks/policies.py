@@ -23,11 +23,14 @@ from rlix.sim.workload import Workload, load_workload, shipped_names
 ROOT = Path(__file__).parent.parent
 SLOW = ("day",)  # shows the size that can be simulated; not part of the comparison
 MOVING = ("mixed", "one-gang-block")  # also run with gangs that may move: those where gangs queue most
+NARROWING = ("saturated", "small-jobs", "small-jobs-half")  # and on fewer GPUs: those where gangs stop most rollouts
 Row = dict[str, Any]
 Runs = dict[tuple[str, str, int], Row]
 
 
 def workload_named(workload: str) -> Workload:
+    if workload.endswith("-narrowing"):
+        return load_workload(workload.removesuffix("-narrowing")).narrowing()
     name = workload.removesuffix("-moving")
     return load_workload(name) if name == workload else load_workload(name).moving()
 
@@ -181,7 +184,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "policies.jsonl")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks-policies.md")
     args = parser.parse_args()
-    moving = [f"{name}-moving" for name in MOVING]
+    moving = [*(f"{name}-moving" for name in MOVING), *(f"{name}-narrowing" for name in NARROWING)]
     workloads = args.workload or [*(name for name in shipped_names() if name not in SLOW), *moving]
     policies = args.policy or list(POLICIES)
     runs = complete(args.results, workloads, policies, args.seeds, args.jobs)

@@ -12,8 +12,8 @@ class Queueing:
     """The rules 2 and 4 of the policy `rlix` for one pool. Rollouts are indices into `pool.rollouts`.
 
     `equal_share`: GPUs in reach over rollouts with demand. `lag[i]`: GPU-seconds that rollout i was given less than
-    the mean of those with demand; what the control plane measured, whatever the jobs say. `turn_gpu_s[i]`: what one
-    bundle of i is in a turn.
+    the mean of those with demand; what the control plane measured, whatever the jobs say. `owed` and `owing`: by half
+    a margin less, or more. `turn_s[i]`: how long somebody else keeps his only bundle, at least, before it goes to i.
     """
 
     def __init__(
@@ -37,13 +37,15 @@ class Queueing:
             min(max(turn_loads * r.demand.load_s, _LEAST_TURN_S), _MOST_TURN_S) if r.demand.load_s else turn_s
             for r in self.rollouts
         ]
-        self.turn_gpu_s = [
-            seconds * (len(r.bundles[0]) if r.bundles else 1)
+        self.margin_gpu_s = [
+            seconds * (len(r.bundles[0]) if r.bundles else 1) + slack * r.used_gpu_s
             for seconds, r in zip(self.turn_s, self.rollouts, strict=True)
         ]
-        self.margin_gpu_s = [
-            turn + slack * r.used_gpu_s for turn, r in zip(self.turn_gpu_s, self.rollouts, strict=True)
-        ]
+        self.owed = [lag > margin / 2 for lag, margin in zip(self.lag, self.margin_gpu_s, strict=True)]
+        self.owing = [lag < -margin / 2 for lag, margin in zip(self.lag, self.margin_gpu_s, strict=True)]
+        by_debt = sorted(range(len(self.lag)), key=lambda j: self.lag[j])
+        self._below_mean = [j for j in by_debt if self.lag[j] < 0.0]
+        self._owing = [j for j in by_debt if self.owing[j]]
         told = [r.demand.left_gpu_s for r in demanding if r.demand.left_gpu_s > 0.0]
         self.unknown_left_gpu_s = sum(told) / len(told) if told else 0.0
         self.ahead_gpu_s: dict[tuple[int, ...], float] = {}  # per set of gang devices
@@ -56,22 +58,22 @@ class Queueing:
     def orders(self) -> list[Order]:
         return [self._order(i, rollout) for i, rollout in enumerate(self.rollouts)]
 
-    def owed(self, i: int) -> bool:
-        return self.lag[i] > self.margin_gpu_s[i] / 2
-
-    def owing(self, i: int) -> bool:
-        return self.lag[i] < -self.margin_gpu_s[i] / 2
-
     def owes(self, j: int, i: int) -> bool:
         """Whether rollout j was given so much more than i that a bundle may pass from j to i for it alone."""
-        return self.lag[i] - self.lag[j] > self.margin_gpu_s[i]
+        return self.lag[j] < 0.0 < self.lag[i] and (self.owing[j] or self.owed[i])
+
+    def debtors(self, i: int) -> list[int]:
+        """Those who owe rollout i, who owes most first."""
+        if self.lag[i] <= 0.0:
+            return []
+        return self._below_mean if self.owed[i] else self._owing
 
     def _order(self, i: int, rollout: RolloutState) -> Order:
         if rollout.waited_s >= self.starving_s:
             return 0.0, -rollout.waited_s, 0.0
-        if self.owed(i):
+        if self.owed[i]:
             return 1.0, -self.lag[i], 0.0
-        if self.owing(i):
+        if self.owing[i]:
             return 5.0, -self.lag[i], 0.0
         demand = rollout.demand
         share = rollout.used_gpu_s / max(rollout.age_s, 1.0)

@@ -17,9 +17,10 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
    Without demand a bundle is worth nothing to its rollout, which keeps it warm until anybody has a use for it. A tail's
    last bundles are worth little, so tails are narrowed first.
 4. What jobs say decides within bounds; beyond them what they were given decides, as measured. A rollout is owed service
-   when it had less than the mean by half a margin: a turn of `turn_loads` loads, so that taking turns costs at most a
-   twentieth, and `slack` of all that its job used, which keeps equals within a tenth of each other. It may then claim
-   what it can use well, up to an equal share, from whoever had more by a margin. Nobody with demand waits long: after
+   when it had less than the mean by half a margin, and owes when it had more: a turn of `turn_loads` loads, so that
+   taking turns costs at most a twentieth, and `slack` of all that its job used, which keeps equals within a tenth. It
+   may then claim what it can use well, up to an equal share, from whoever had more than the mean; and of who owes,
+   everybody who had less may. Nobody with demand waits long: after
    `patience_s` it may take anybody's second bundle, after `starving_s` the only one of who has had a turn.
 5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout. Devices that a
    gang will take are used last, soonest last of all.
@@ -66,7 +67,7 @@ class Rlix:
     starving_s: float = 600.0
     turn_s: float = 120.0
     turn_loads: float = 20.0
-    slack: float = 0.15
+    slack: float = 0.1
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
         return _Division(pool, self).run()
@@ -129,10 +130,6 @@ class _Division:
             slack=policy.slack,
         )
         self.order = self.queueing.orders()
-        self.debtors = sorted(
-            (j for j, lag in enumerate(self.queueing.lag) if lag < 0.0 and self.most[j]),
-            key=lambda j: self.queueing.lag[j],
-        )
         self.shared: dict[int, _Placement] = {}  # by identity of the bundles
         self.placements: list[_Placement | None] = [None] * len(self.rollouts)
         self.due_s = self._gangs_due()
@@ -189,16 +186,16 @@ class _Division:
             return None
         if count == 0:
             return -math.inf, self.order[i], i
-        if self._may_claim(i, gain):
+        if self.queueing.owed[i] and self._may_claim(i, gain):
             gain = max(gain, 1.0)
-        elif self.queueing.owing(i):
+        elif self.queueing.owing[i]:
             gain = min(gain, _A_GPU_WELL_USED)
         return -round(10 * gain), self.order[i], i
 
     def _may_claim(self, i: int, gain: float) -> bool:
         """Whether i may have one more bundle for fairness: it makes good use of it and has less than its share."""
         have = self.count[i] * self.width[i]
-        return gain >= _A_GPU_WELL_USED and have < self.queueing.equal_share and self.queueing.owed(i)
+        return gain >= _A_GPU_WELL_USED and have < self.queueing.equal_share
 
     def _serve(self, i: int) -> bool:
         bundle = self._free_bundle(i)
@@ -257,7 +254,9 @@ class _Division:
     def _lasts(self, devices: tuple[int, ...]) -> bool:
         """Rule 6: no gang is about to take the devices."""
         due_s = self.due_s
-        return not due_s or all(due_s.get(device, math.inf) > 0.0 for device in devices)
+        if not due_s or due_s.keys().isdisjoint(devices):
+            return True
+        return all(due_s.get(device, math.inf) > 0.0 for device in devices)
 
     def _offer(self, j: int) -> Offer:
         """What rollout j's last bundle is worth to it; among equals, those that had most go first."""
@@ -269,11 +268,10 @@ class _Division:
 
     def _owed_bundle(self, i: int) -> int | None:
         """Rule 4: a bundle of somebody who was given a turn more than i, holds more than i, and keeps one."""
-        if not self.count[i] or not self._may_claim(i, self.gain(i, self.count[i])):
+        debtors = self.queueing.debtors(i)
+        if not debtors or not self.count[i] or not self._may_claim(i, self.gain(i, self.count[i])):
             return None
-        for j in self.debtors:
-            if not self.queueing.owes(j, i):
-                return None
+        for j in debtors:
             if self.count[j] > 1 and self.count[j] * self.width[j] > self.count[i] * self.width[i]:
                 for bundle in self._bundles_over(i, j):
                     if self._loss(i, bundle) < _BUT_A_FIRST:
@@ -363,13 +361,12 @@ class _Division:
 
     def _loss_of(self, i: int, j: int, number: int) -> float:
         """What rollout j loses when its `number`-th last bundle goes to i; infinite when that may not be."""
-        count = self.count[j] - number + 1
-        if j == i or (count == 1 and self.most[j] and self.rollouts[j].held_s < self.queueing.turn_s[i]):
+        count, queueing = self.count[j] - number + 1, self.queueing
+        if j == i:
             return math.inf
-        if (
-            self.count[i]
-            and self.queueing.owes(i, j)
-            and count * self.width[j] <= self.queueing.equal_share + self.width[j]
-        ):
+        if count == 1 and self.most[j]:
+            return _FIRST if self.rollouts[j].held_s >= queueing.turn_s[i] else math.inf
+        within = (count - 1) * self.width[j] <= queueing.equal_share
+        if within and self.count[i] and queueing.owes(i, j):
             return math.inf  # it has been given less than i, and no more than its share
-        return self._worth(j, count)
+        return self.gain(j, count - 1)
