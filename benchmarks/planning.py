@@ -39,14 +39,11 @@ from rlix.protocol.messages import Cluster, Demand, Device, DeviceKind, Registra
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.planner import plan
-from rlix.scheduler.policies.base import Policy
-from rlix.scheduler.policies.proportional import proportional
-from rlix.scheduler.policies.rlix import rlix
+from rlix.scheduler.policies import POLICIES, Policy
 from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
 from rlix.scheduler.validate import check
 
-POLICIES: dict[str, Policy] = {"proportional": proportional, "rlix": rlix}
 SIZES = ("16x4", "256x32", "1024x128", "16384x1000")
 NOW = 0.0  # nobody has waited
 Row = dict[str, str | int | float]

@@ -23,11 +23,14 @@ from rlix.sim.workload import Workload, load_workload, shipped_names
 ROOT = Path(__file__).parent.parent
 SLOW = ("day",)  # shows the size that can be simulated; not part of the comparison
 MOVING = ("mixed", "one-gang-block")  # also run with gangs that may move: those where gangs queue most
+NARROWING = ("saturated", "small-jobs", "small-jobs-half")  # and on fewer GPUs: those where gangs stop most rollouts
 Row = dict[str, Any]
 Runs = dict[tuple[str, str, int], Row]
 
 
 def workload_named(workload: str) -> Workload:
+    if workload.endswith("-narrowing"):
+        return load_workload(workload.removesuffix("-narrowing")).narrowing()
     name = workload.removesuffix("-moving")
     return load_workload(name) if name == workload else load_workload(name).moving()
 
@@ -136,7 +139,7 @@ def _cells(rows: list[Row]) -> Iterator[str]:
 def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
     """`rlix` against the others, ratios within one seed, then their mean; the worst of any seed for job over static."""
     yield (
-        "| workload | steps/h ÷ proportional | mean job ÷ proportional | switches ÷ proportional | steps/h ÷ slots "
+        "| workload | steps/h ÷ published | mean job ÷ published | switches ÷ published | steps/h ÷ slots "
         "| (bound) | steps/h ÷ exclusive | worst job ÷ static | (gangs alone) | idle share | (of it surplus) |"
     )
     yield "|---|" + "--:|" * 10
@@ -144,9 +147,9 @@ def targets_table(runs: Runs, workloads: list[str]) -> Iterator[str]:
     for workload in workloads:
         steps = {other: ratios(runs, workload, "steps_per_hour_per_gpu", "rlix", other) for other in POLICIES}
         columns = [
-            steps["proportional"],
-            ratios(runs, workload, "mean_job_s", "rlix", "proportional"),
-            ratios(runs, workload, "switches", "rlix", "proportional"),
+            steps["published"],
+            ratios(runs, workload, "mean_job_s", "rlix", "published"),
+            ratios(runs, workload, "switches", "rlix", "published"),
             steps["slots"],
             most_over_slots(runs, workload),
             steps["exclusive"],
@@ -181,7 +184,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "policies.jsonl")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks-policies.md")
     args = parser.parse_args()
-    moving = [f"{name}-moving" for name in MOVING]
+    moving = [*(f"{name}-moving" for name in MOVING), *(f"{name}-narrowing" for name in NARROWING)]
     workloads = args.workload or [*(name for name in shipped_names() if name not in SLOW), *moving]
     policies = args.policy or list(POLICIES)
     runs = complete(args.results, workloads, policies, args.seeds, args.jobs)

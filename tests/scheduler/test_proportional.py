@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.scheduler.planner import plan
@@ -48,6 +48,7 @@ def test_shares_are_of_devices_not_of_bundles() -> None:
     assert world.counts() == {"narrow": 8, "wide": 8}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.lists(st.integers(1, 300), min_size=1, max_size=10))
 def test_equals_plain_dhondt_where_placement_does_not_matter(pool: int, demands: list[int]) -> None:
     seats: Counter[int] = Counter()
@@ -148,6 +149,7 @@ def test_rollouts_move_along_a_path_to_seat_one_more() -> None:
     assert len(changes.shrinks) == 2
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 7), st.integers(1, 7))
 def test_as_many_rollouts_are_seated_as_can_be(seed: int, pool: int, jobs: int) -> None:
     """Bundles of one device, nothing held: the number seated is a maximum bipartite matching (checked by Hall)."""
@@ -194,6 +196,7 @@ def test_patience_rotates_the_bundle_held_longest() -> None:
     assert seen == ["ab", "bc", "bc", "ac", "ac", "ab", "ab", "bc", "bc"]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000))
 def test_same_snapshot_same_plan_whatever_the_order(seed: int) -> None:
     rng = random.Random(seed)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from rlix.protocol.events import (
@@ -131,8 +132,5 @@ def shuffled(snapshot: Snapshot, rng: random.Random) -> Snapshot:
     def mixed(items: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(rng.sample(items, len(items)))
 
-    rollouts = tuple(
-        type(r)(r.pipeline_id, r.cluster, tuple(tuple(b) for b in list(r.bundles)), r.demand, r.waited_s)
-        for r in snapshot.rollouts
-    )
+    rollouts = tuple(replace(r, bundles=tuple(tuple(b) for b in list(r.bundles))) for r in snapshot.rollouts)
     return Snapshot(mixed(snapshot.devices), mixed(snapshot.requests), mixed(rollouts), mixed(snapshot.leases))

@@ -98,21 +98,9 @@ def about_to_train(trajectories: int = 4) -> RolloutState:
     return rollout("a", 1, Demand(trajectories, knee=64.0, floor_s=8.0, work_s=2.0, load_s=2.0), gang_devices=(1, 2))
 
 
-def test_nothing_is_loaded_where_a_gang_comes_before_that_pays() -> None:
-    slow = rollout("b", 4, demand(1000, load_s=3.0))  # 4 times 3 s of loading are more than the 10 s that remain
-    quick = rollout("b", 4, demand(1000, load_s=2.0))
-    holder = (held(1, "a", 0),)
-    assert [e.bundle for e in decide(4, [about_to_train(), slow], holder).expands] == [3]
-    assert [e.bundle for e in decide(4, [about_to_train(), quick], holder).expands] == [3, 1, 2]
-
-
-def test_a_first_bundle_waits_for_a_gang_that_comes_only_so_long() -> None:
-    def late(waited_s: float) -> RolloutState:
-        return RolloutState("b", INFER, ((1,), (2,)), demand(1000, load_s=3.0), waited_s)
-
-    holder = (held(1, "a", 0),)
-    assert not decide(3, [about_to_train(), late(rlix.patience_s - 0.1)], holder)
-    assert widths(decide(3, [about_to_train(), late(rlix.patience_s)], holder)) == {"b": 1}
+def test_devices_that_a_gang_will_take_are_used_last() -> None:
+    decided = decide(4, [about_to_train(), rollout("b", 4, demand(1000, load_s=3.0))], (held(1, "a", 0),))
+    assert [e.bundle for e in decided.expands] == [3, 1, 2]
 
 
 def test_nothing_is_loaded_between_two_gangs_of_a_job() -> None:
@@ -135,7 +123,7 @@ def test_nothing_is_loaded_where_a_gang_waits_only_for_rollouts_to_drain() -> No
 
 def test_nobody_waits_for_ever() -> None:
     holders = (held(1, "a", 0), held(2, "b", 1))
-    rollouts = [rollout("a", 2, demand(100)), rollout("b", 2, demand(100))]
+    rollouts = [rollout(name, 2, demand(100), held_s=rlix.turn_s) for name in "ab"]
     assert not decide(2, [*rollouts, rollout("c", 2, demand(100), waited_s=rlix.starving_s - 0.1)], holders)
     assert widths(decide(2, [*rollouts, rollout("c", 2, demand(100), waited_s=rlix.starving_s)], holders)) == {"c": 1}
 

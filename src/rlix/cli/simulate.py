@@ -28,6 +28,7 @@ def simulate(
     policy: Annotated[list[str] | None, typer.Option(help="A policy to run; may be repeated. Default: all.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Run it on this many GPUs instead.")] = None,
     gangs_move: Annotated[bool, typer.Option("--gangs-move", help="Let gangs run on any block of their size.")] = False,
+    gangs_narrow: Annotated[bool, typer.Option("--gangs-narrow", help="And on any block of fewer GPUs.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Repeat with this many seeds.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here ('-': stdout).")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")] = None,
@@ -38,7 +39,7 @@ def simulate(
     try:
         loaded = load_workload(workload)
         loaded = loaded.resized(gpus) if gpus is not None else loaded
-        loaded = loaded.moving() if gangs_move else loaded
+        loaded = loaded.narrowing() if gangs_narrow else loaded.moving() if gangs_move else loaded
         names = list(dict.fromkeys(policy or POLICIES))
         for name in names:
             policy_named(name)

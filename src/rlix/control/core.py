@@ -11,7 +11,7 @@ from rlix.control.job import GANG_GAP_S, Job
 from rlix.control.lease_log import LeaseLog
 from rlix.control.ports import Clock, Nodes, Timer
 from rlix.control.rollouts import Rollouts
-from rlix.control.settings import POLICIES, Settings
+from rlix.control.settings import Settings
 from rlix.control.uncollected import uncollected
 from rlix.control.watch import Watch
 from rlix.control.writer import EventStore, Writer
@@ -43,7 +43,7 @@ from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.cycles import find_cycle
 from rlix.scheduler.image import image
-from rlix.scheduler.policies import Policy
+from rlix.scheduler.policies import POLICIES, Policy
 from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
 
@@ -401,6 +401,8 @@ class Core:
             rollout.bundles,
             rollout.demand,
             rollout.waited_s,
+            rollout.held_s,
+            rollout.served_gpu_s,
             used_gpu_s=job.usage.gpu_s(now),
             age_s=job.usage.age_s(now),
             gang_devices=rollout.gang_devices,

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.protocol.errors import SpecError
-from rlix.scheduler.policies import Policy, proportional, rlix
+from rlix.scheduler.policies import POLICIES
 
 DEFAULT_VIRTUAL_GPUS = 8
-POLICIES: dict[str, Policy] = {"rlix": rlix, "proportional": proportional}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,8 @@ class Settings:
 
     `ray_address` is where Ray is: an address, "auto" (whichever runs on this machine), "local" (always a new one) or,
     where it is empty, with the daemon of this `home`. That one ends when it has had nothing to do for `idle_s`.
-    `virtual_gpus` is how many virtual GPUs a machine without real ones gets. `policy` is one of `POLICIES`.
+    `virtual_gpus` is how many virtual GPUs a machine without real ones gets. `policy` is one of
+    `rlix.scheduler.policies.POLICIES`.
 
     A rollout that has not given a bundle back within `shrink_deadline_s` loses its processes, one that has not noted a
     bundle within `grow_timeout_s` loses the bundle. A gang that is given back while somebody still locks its devices

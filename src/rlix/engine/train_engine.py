@@ -323,8 +323,8 @@ class TrainEngine(Engine):
         """Write all that training resumes from; the folder appears complete or not at all.
 
         The state may be on the devices or wait in host memory. With `asynchronous`, on the devices only, it is copied
-        to host memory and written in the background: training, and moves off the devices, may go on at once. A save that
-        starts while another is being written waits for that one.
+        to host memory and written in the background: training, and moves off the devices, may go on at once. A save
+        that starts while another is being written waits for that one.
         """
         if asynchronous or self._residency is not Residency.HOST:
             self._check_resident()

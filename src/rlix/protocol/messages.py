@@ -61,7 +61,8 @@ class Cluster:
     """A named worker set of a pipeline and the devices it may use, in rank order.
 
     An `elastic` one runs rollouts: it reports demand, and its bundles come and go. Any other asks for gangs.
-    `alternatives`: further sets of devices, on any of which the cluster's gang can run as well; of other sizes too.
+    `alternatives`: further sets of devices, on any of which the cluster's gang can run just as well; on fewer devices
+    it takes longer in proportion.
     """
 
     name: str

@@ -11,8 +11,9 @@ def find_cycle(requests: Mapping[int, GangRequest], leases: Mapping[int, LeaseSt
     """Says how request `last` closes a circle of hold and wait, link by link; "" when it does not.
 
     A request is granted its devices once every gang there has ended and every request in front of it there has been
-    granted; behind another request, and only there, it may move to an alternative. Whoever made a request keeps the
-    epochs in its `holding` until it is granted. Rollouts give way, so they block nobody.
+    granted. Its alternatives count only while it stands behind another request, as otherwise it may wait at home.
+    Whoever made a request keeps the epochs in its `holding` until it is granted. Rollouts give way, so they block
+    nobody.
     """
     asked = requests.get(last)
     if asked is None or not any(request.holding for request in requests.values()):

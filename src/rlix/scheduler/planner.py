@@ -3,8 +3,7 @@
 1. Gangs, by strict priority, then first come first served. A request is granted when all its devices are free or run
    rollouts, which then shrink. A request that does not fit keeps its devices away from every later request (no
    overtaking, hence no starvation among gangs), while rollouts go on there: nothing is stopped before the gang fits.
-   Who would have to queue behind a waiting request goes to one of its alternatives instead, if nobody works there: to
-   move costs less than a second gang's time, but not less than a rollout that is stopped for it.
+   A gang that may run elsewhere, or on fewer devices, does so where that costs less (see `GangChoice`).
 2. Rollouts divide what remains, as the policy says.
 """
 
@@ -13,6 +12,7 @@ from operator import attrgetter
 
 from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
+from rlix.scheduler.gang_choice import GangChoice
 from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
 from rlix.scheduler.policies.base import Holding, Policy, Pool
 from rlix.scheduler.policies.proportional import proportional
@@ -69,12 +69,12 @@ def _grant_gangs(
     grants: list[GangGrant] = []
     reserved: set[int] = set()
     imminent: set[int] = set()
-    demanding = {(r.pipeline_id, r.cluster) for r in snapshot.rollouts if r.demand.trajectories}
+    choice = GangChoice(snapshot, free, running, reserved)
     for request in sorted(snapshot.requests, key=lambda r: (r.phase, r.id)):
         choices = [devices for devices in request.choices if pool_ids.issuperset(devices)]
         if not choices:
             continue  # names a device that left the pool: it cannot run, so it must not block others either
-        devices = _chosen(choices, reserved, free, running, demanding)
+        devices = choice.chosen(request, choices)
         if devices is None:
             if reserved.isdisjoint(choices[0]) and working.isdisjoint(choices[0]):
                 imminent.update(choices[0])
@@ -91,25 +91,6 @@ def _grant_gangs(
         working.update(devices)
         grants.append(GangGrant(request.id, devices))
     return grants, reserved, imminent
-
-
-def _chosen(
-    choices: list[tuple[int, ...]],
-    reserved: set[int],
-    free: set[int],
-    running: dict[int, Lease],
-    demanding: set[tuple[str, str]],
-) -> tuple[int, ...] | None:
-    """The devices to grant, if any: the first choice, or for who would be second in its queue an idle other one."""
-
-    def idle(device: int) -> bool:
-        lease = running.get(device)
-        return device in free if lease is None else (lease.pipeline_id, lease.cluster) not in demanding
-
-    first, *others = choices
-    if reserved.isdisjoint(first):
-        return first if all(device in free or device in running for device in first) else None
-    return next((devices for devices in others if reserved.isdisjoint(devices) and all(map(idle, devices))), None)
 
 
 def _pool(

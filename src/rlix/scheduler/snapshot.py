@@ -1,7 +1,7 @@
 """What the planner sees: one frozen picture of the pool. Only admitted pipelines appear in it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rlix.protocol.messages import Demand, Device, LeaseStatus, Process
@@ -22,7 +22,8 @@ class GangRequest:
     """A cluster waits for exactly these devices, or all of one of the alternatives.
 
     `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
-    `key`, `holder`, `holding` and `longest_s` are the client's: see `GangRequested`.
+    `key`, `holder`, `holding` and `longest_s` are the client's: see `GangRequested`. `work_gpu_s` are the GPU-seconds
+    that this phase of the cluster took the last time, as far as is remembered; 0: not known.
     """
 
     id: int
@@ -35,6 +36,7 @@ class GangRequest:
     holder: Process | None = None
     holding: tuple[int, ...] = ()
     longest_s: float | None = None
+    work_gpu_s: float = field(default=0.0, compare=False)
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:
@@ -46,7 +48,9 @@ class RolloutState:
     """A rollout cluster: where its replicas may sit and what it still has to do.
 
     `bundles[k]` are the device ids of replica k; bundles of one rollout are disjoint and equally large.
-    `waited_s` is 0 while the rollout holds a bundle or needs none; otherwise the seconds since it has demand and none.
+    `waited_s`: seconds since the rollout has demand and no bundle; 0 while it holds one or needs none. `held_s`:
+    seconds since it has demand and a bundle, else 0. `served_gpu_s`: GPU-seconds of bundles granted to it while it had
+    demand, from a start that makes it comparable to other rollouts with demand (see `Account`).
     `used_gpu_s` are the GPU-seconds its pipeline has had under leases, `age_s` the seconds since it was admitted: what
     the control plane measures, while `demand` is what the job says.
     `gang_devices` are those the pipeline's other clusters will ask for once the rollout is over; `gang_expected`: any
@@ -58,6 +62,8 @@ class RolloutState:
     bundles: tuple[tuple[int, ...], ...]
     demand: Demand
     waited_s: float = 0.0
+    held_s: float = 0.0
+    served_gpu_s: float = 0.0
     used_gpu_s: float = 0.0
     age_s: float = 0.0
     gang_devices: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """What the control plane knows, as a fold over its events. `State.apply` is the only thing that changes it."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import singledispatchmethod
 from types import MappingProxyType
 
@@ -26,26 +26,26 @@ from rlix.protocol.events import (
     PipelineRegistered,
     PipelineUnregistered,
 )
-from rlix.protocol.messages import Cluster, Demand, Device, Lease, LeaseState, LeaseStatus, Process, Registration
+from rlix.protocol.messages import (
+    Cluster,
+    Demand,
+    Device,
+    Lease,
+    LeaseState,
+    LeaseStatus,
+    Process,
+    Registration,
+    ReleaseReason,
+)
 from rlix.protocol.types import Phase
-from rlix.scheduler.snapshot import Bundles, GangRequest, RolloutState, Snapshot
+from rlix.scheduler.account import REMEMBERED_S, Account
+from rlix.scheduler.snapshot import Bundles, GangRequest, Snapshot
 
 ClusterKey = tuple[str, str]  # (pipeline_id, cluster)
 
 
 class StateError(RlixError):
     """An event contradicts what is known. The state is unchanged."""
-
-
-@dataclass(slots=True)
-class _Rollout:
-    """A rollout cluster that has reported demand or holds bundles. `leases` are those not draining."""
-
-    bundles: Bundles
-    demand: Demand
-    leases: set[int]
-    gang_devices: tuple[int, ...]
-    waits_since: float | None = None  # when it was left without a bundle
 
 
 class State:
@@ -63,12 +63,14 @@ class State:
         self._holders: dict[ClusterKey, dict[int, Process]] = {}
         self._requests: dict[int, GangRequest] = {}
         self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
-        self._rollouts: dict[ClusterKey, _Rollout] = {}
+        self._rollouts: dict[ClusterKey, Account] = {}
         self._leases: dict[int, LeaseStatus] = {}
         self._leases_of: dict[str, set[int]] = {}  # pipeline -> epochs
         self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
         self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
         self._answered: dict[int, GangRequest] = {}  # the request that a pending lease answers
+        self._gang_since: dict[int, float] = {}  # epoch -> when the gang became active
+        self._gang_work: dict[tuple[str, str, Phase], float] = {}  # GPU-seconds that it took last time
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
         self._last_epoch = 0
         self._last_request = 0
@@ -160,18 +162,7 @@ class State:
         `now`: seconds of the clock that the events' times were read from. What pipelines have used, and since when, is
         not known here; whoever measures it puts it in.
         """
-        rollouts = tuple(
-            RolloutState(
-                key[0],
-                key[1],
-                rollout.bundles,
-                rollout.demand,
-                0.0 if rollout.waits_since is None else now - rollout.waits_since,
-                gang_devices=rollout.gang_devices,
-            )
-            for key, rollout in self._rollouts.items()
-            if key[0] in self._admitted
-        )
+        rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
         requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
         return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()))
 
@@ -242,8 +233,8 @@ class State:
         self._admitted.add(event.pipeline_id)
         for key, rollout in self._rollouts.items():
             if key[0] == event.pipeline_id:
-                rollout.waits_since = None  # what it waited for before admission does not count
-                self._note_waiting(rollout)
+                rollout.admit(self._now)
+                rollout.join(self._planned_for(), self._now)
         return ()
 
     @_apply.register
@@ -284,6 +275,7 @@ class State:
         for of_cluster in (self._rollouts, self._last_on, self._holders):
             for key in [key for key in of_cluster if key[0] == pipeline_id]:
                 del of_cluster[key]
+        self._gang_work = {key: work for key, work in self._gang_work.items() if key[0] != pipeline_id}
         return ()
 
     @_apply.register
@@ -315,6 +307,7 @@ class State:
             event.holder,
             event.holding,
             event.longest_s,
+            self._gang_work.get((event.pipeline_id, event.cluster, event.phase), 0.0),
         )
         return ()
 
@@ -331,8 +324,9 @@ class State:
         if event.demand.trajectories < 0 or event.demand.tokens < 0:
             raise StateError(f"demand of pipeline {event.pipeline_id!r} is negative: {event.demand}")
         rollout = self._rollout(event.pipeline_id, cluster)
-        rollout.demand = event.demand
-        self._note_waiting(rollout)
+        if event.demand.trajectories and not rollout.demand.trajectories:
+            rollout.join(self._planned_for(), self._now, REMEMBERED_S)
+        rollout.report(event.demand, self._now)
         return ()
 
     @_apply.register
@@ -396,8 +390,9 @@ class State:
             on[device] = lease.epoch
         if lease.phase is Phase.ROLLOUT and status.state in (LeaseState.ACTIVE, LeaseState.PENDING):
             rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
-            rollout.leases.add(lease.epoch)
-            self._note_waiting(rollout)
+            rollout.grant(lease.epoch, self._now)
+        elif status.state is LeaseState.ACTIVE:
+            self._gang_since[lease.epoch] = self._now
 
     def _check_gang(self, lease: Lease, request_id: int | None) -> None:
         request = None if request_id is None else self._requests.get(request_id)
@@ -465,7 +460,10 @@ class State:
 
     @_apply.register
     def _(self, event: LeaseReleased) -> tuple[Lease, ...]:
-        self._status(event.epoch)
+        lease = self._status(event.epoch).lease
+        if event.reason is ReleaseReason.RELEASED and event.epoch in self._gang_since:
+            took_s = self._now - self._gang_since[event.epoch]
+            self._gang_work[lease.pipeline_id, lease.cluster, lease.phase] = took_s * len(lease.devices)
         return self._activate(self._remove(event.epoch))
 
     # -- helpers -------------------------------------------------------------------------------------------------
@@ -491,6 +489,7 @@ class State:
         """Forget the lease; returns the devices it held."""
         status = self._leases.pop(epoch)
         self._answered.pop(epoch, None)
+        self._gang_since.pop(epoch, None)
         lease = status.lease
         self._leases_of[lease.pipeline_id].discard(epoch)
         if not self._leases_of[lease.pipeline_id]:
@@ -514,29 +513,27 @@ class State:
                 del self._successor[device]
                 self._holder[device] = epoch
             self._leases[epoch] = replace(status, state=LeaseState.ACTIVE)
+            if status.lease.phase is not Phase.ROLLOUT:
+                self._gang_since[epoch] = self._now
             active.append(status.lease)
         return tuple(active)
 
-    def _rollout(self, pipeline_id: str, cluster: Cluster) -> _Rollout:
+    def _rollout(self, pipeline_id: str, cluster: Cluster) -> Account:
         key = (pipeline_id, cluster.name)
         rollout = self._rollouts.get(key)
         if rollout is None:
             bundles = Bundles(cluster.bundles)
             bundles = self._bundles.setdefault(bundles, bundles)
-            rollout = _Rollout(bundles, Demand(0), set(), self._gang_devices(pipeline_id))
-            self._rollouts[key] = rollout
+            rollout = self._rollouts[key] = Account(bundles, self._gang_devices(pipeline_id))
+            rollout.join(self._planned_for(), self._now)
         return rollout
 
     def _leave_rollout(self, lease: Lease) -> None:
         rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
-        rollout.leases.discard(lease.epoch)
-        self._note_waiting(rollout)
+        rollout.leave(lease.epoch, self._now)
 
-    def _note_waiting(self, rollout: _Rollout) -> None:
-        if rollout.leases or not rollout.demand.trajectories:
-            rollout.waits_since = None
-        elif rollout.waits_since is None:
-            rollout.waits_since = self._now
+    def _planned_for(self) -> Iterator[Account]:
+        return (rollout for key, rollout in self._rollouts.items() if key[0] in self._admitted)
 
     def _registration(self, pipeline_id: str) -> Registration:
         if pipeline_id not in self._registrations:

@@ -1,6 +1,7 @@
 """The jobs of one run, drawn from a workload by seed: the same ones for every policy."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -115,7 +116,7 @@ def _arrivals(
 def _clusters(spec: JobSpec, gpus: int, taken: dict[tuple[int, int], int]) -> tuple[Cluster, ...]:
     """The rollout spans its declared part of the pool; gangs sit on aligned blocks, each size taking them in turn.
 
-    Gangs that may move name all other blocks of their size, from the nearest on.
+    Gangs that may move name all other blocks of their size, from the nearest on, and then smaller ones if they may.
     """
     width = spec.rollout.gpus or gpus
     place = _block(width, gpus, "spread", taken, 0)
@@ -124,14 +125,24 @@ def _clusters(spec: JobSpec, gpus: int, taken: dict[tuple[int, int], int]) -> tu
     sizes.setdefault(ClusterName.ACTOR_TRAIN, next(iter(sizes.values())))
     block = {size: _block(size, gpus, spec.gang_placement, taken, 1) for size in sorted(set(sizes.values()))}
     for name, size in sorted(sizes.items()):
-        others = _other_blocks(block[size], gpus) if spec.gangs_move else ()
+        others = _other_blocks(block[size], size, gpus) if spec.gangs_move else ()
+        for less in _halves(size, spec.gangs_least or size):
+            others += _other_blocks(block[size], less, gpus)
         clusters.append(Cluster(name, 1, block[size], others))
     return tuple(clusters)
 
 
-def _other_blocks(block: tuple[int, ...], gpus: int) -> tuple[tuple[int, ...], ...]:
-    starts = [start for start in range(0, gpus - len(block) + 1, len(block)) if start != block[0]]
-    return tuple(tuple(range(s, s + len(block))) for s in sorted(starts, key=lambda s: abs(s - block[0])))
+def _halves(size: int, least: int) -> Iterator[int]:
+    while size % 2 == 0 and size // 2 >= least:
+        size //= 2
+        yield size
+
+
+def _other_blocks(block: tuple[int, ...], size: int, gpus: int) -> tuple[tuple[int, ...], ...]:
+    """The aligned blocks of `size` GPUs but for `block` itself, from the nearest on."""
+    starts = sorted(range(0, gpus - size + 1, size), key=lambda s: abs(s - block[0]))
+    blocks = (tuple(range(s, s + size)) for s in starts)
+    return tuple(other for other in blocks if other != block)
 
 
 def _block(size: int, gpus: int, placement: str, taken: dict[tuple[int, int], int], kind: int) -> tuple[int, ...]:

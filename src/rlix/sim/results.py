@@ -6,13 +6,11 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from rlix.protocol.errors import SpecError
+from rlix.scheduler.policies import POLICIES as SELECTABLE
 from rlix.scheduler.policies.base import Policy
 from rlix.scheduler.policies.exclusive import exclusive
-from rlix.scheduler.policies.proportional import Proportional
-from rlix.scheduler.policies.rlix import rlix
 from rlix.scheduler.policies.slots import slots
 from rlix.scheduler.policies.static import Partitioned, static
-from rlix.scheduler.policies.timeslice import timeslice
 from rlix.sim.bounds import Bounds, bounds
 from rlix.sim.engine import Simulation
 from rlix.sim.jobs import Job, draw_jobs
@@ -20,14 +18,8 @@ from rlix.sim.ledger import Use
 from rlix.sim.trace import Trace
 from rlix.sim.workload import Workload
 
-POLICIES: dict[str, Policy] = {
-    "rlix": rlix,
-    "proportional": Proportional(margin=0.0),  # the published rule has no memory of what it just did
-    "static": static,
-    "slots": slots,
-    "exclusive": exclusive,
-    "timeslice": timeslice,
-}
+POLICIES: dict[str, Policy] = {**SELECTABLE, "static": static, "slots": slots, "exclusive": exclusive}
+"""Those that a user may select, by the same names, and baselines that cut the pool into parts and admit to them."""
 
 
 @dataclass(frozen=True, slots=True)

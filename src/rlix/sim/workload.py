@@ -113,6 +113,7 @@ class JobSpec(_Model):
     gangs: tuple[GangSpec, ...] = Field(min_length=1)
     gang_placement: Literal["spread", "same"] = "spread"  # blocks in turn, or everyone on the first
     gangs_move: bool = False  # every aligned block of a gang's size is as good as the first
+    gangs_least: Count | None = None  # a gang may run on half its devices, a quarter, ... down to so many
     initialization_s: NonNegative = 10.0
     arrives_s: NonNegative | None = None
     departs_after_s: Positive | None = None  # the user stops it this long after arrival
@@ -147,6 +148,12 @@ class Workload(_Model):
         """The same jobs, were all their gangs able to run on any aligned block of their size."""
         jobs = tuple(job.model_copy(update={"gangs_move": True}) for job in self.jobs)
         return self.model_copy(update={"name": f"{self.name}-moving", "jobs": jobs})
+
+    def narrowing(self) -> "Workload":
+        """The same jobs, were all their gangs able to run on any aligned block of their size or a fraction of it."""
+        update = {"gangs_move": True, "gangs_least": 1}
+        jobs = tuple(job.model_copy(update=update) for job in self.jobs)
+        return self.model_copy(update={"name": f"{self.name}-narrowing", "jobs": jobs})
 
     def resized(self, gpus: int) -> "Workload":
         """The same jobs on another number of GPUs; raises SpecError when they cannot run there."""

@@ -9,7 +9,8 @@ within reach. Restricted as it is, this is progressive filling: a rollout that f
 - No seat beyond the number of trajectories: such a seat is worth nothing and is the first to be given up. That makes
   all seats of a rollout without demand worth nothing: it keeps them until somebody can use them.
 - Held seats stay. One is taken only for a seat worth more than `1 + margin` times as much: equal rollouts never swap.
-- When there are more rollouts than bundles, one that waited `patience_s` takes the bundle held longest.
+- When there are more rollouts than bundles, one that waited `patience_s` takes the bundle held longest,
+  from a rollout that has run for that long as well.
 """
 
 import heapq
@@ -33,6 +34,7 @@ class Proportional:
 
 
 proportional = Proportional()
+published = Proportional(margin=0.0)  # the published rule has no memory of what it just did
 
 
 @dataclass(slots=True)
@@ -274,6 +276,11 @@ class _Division:
                 victim = self._only_holder(devices)
                 if victim is None or victim == i or victim in came_from:
                     continue
+                if not self.trajectories[victim]:
+                    moves = self._path(mover, bundle, came_from)  # it needs no other place
+                    if moves is not None:
+                        return self._move(moves)
+                    continue
                 came_from[victim] = (mover, bundle)
                 frontier.append(victim)
                 target = self._free_bundle(victim)
@@ -323,7 +330,10 @@ class _Division:
         for bundle, devices in enumerate(self.rollouts[i].bundles):
             if any(d not in self.owner and d not in self.free for d in devices):
                 continue
-            epochs = [self.owner[d].epoch for d in devices if d in self.owner]
+            seats = [self.owner[d] for d in devices if d in self.owner]
+            if any(self.rollouts[seat.rollout].held_s < self.policy.patience_s for seat in seats):
+                continue
+            epochs = [seat.epoch for seat in seats]
             if min(epochs, default=0) > 0 and (best is None or (max(epochs), bundle) < best):
                 best = (max(epochs), bundle)
         return None if best is None else best[1]

@@ -7,20 +7,25 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
 
 1. Everybody's first bundle comes before anybody's second. Further ones go where they are worth most, which is optimal
    for concave curves (Fox 1966): wide only where GPUs would idle.
-2. Equals are served in this order. First those that had less than `guard` of an equal share so far, poorest first
-   (max-min fairness: nobody does much worse than with a fixed part). Then those about to end whose gang's devices are
-   busy with gangs: the next gang follows at once, and no rollout is started in between only to be stopped. Then the
+2. Equals are served in this order (`Queueing`). First who has waited `starving_s` for a first bundle, then who is owed
+   service (rule 4), then those whose job had less than `guard` of an equal share so far, poorest first (max-min
+   fairness). Then those about to end whose gang's devices are busy with gangs: the next gang follows at once. Then the
    job with the least left to do (SRPT, Schrage 1968; for concave speed-up: Berg et al., heSRPT, 2020), weighted by the
-   square of the work ahead of its gang's devices: the longest queue ends last and must not run dry (Graham 1969).
+   square of the work ahead of its gang's devices: the longest queue ends last and must not run dry (Graham 1969). Who
+   does not say what is left counts as average. Last come those that were given more than their part.
 3. A held bundle moves only if what that adds, over the time it may last, is more than the GPU-seconds a switch costs.
    Without demand a bundle is worth nothing to its rollout, which keeps it warm until anybody has a use for it. A tail's
    last bundles are worth little, so tails are narrowed first.
-4. Nobody with demand stays without a bundle for long: after `patience_s` it may take somebody's second one, after
-   `starving_s` anyone's.
-5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout.
-6. No bundle is loaded where a gang will take it back before it has decoded `payback` times as long as it took to load:
-   where a rollout whose job trains there is about to end, where a job is between two gangs, where a gang waits for
-   nothing but rollouts to drain. A first bundle waits at most `patience_s` for that reason.
+4. What jobs say decides within bounds; beyond them what they were given decides, as measured. A rollout is owed service
+   when it had less than the mean by half a margin, and owes when it had more: a turn of `turn_loads` loads, so that
+   taking turns costs at most a twentieth, and `slack` of all that its job used, which keeps equals within a tenth. It
+   may then claim what it can use well, up to an equal share, from whoever had more than the mean; and of who owes,
+   everybody who had less may. Nobody with demand waits long: after
+   `patience_s` it may take anybody's second bundle, after `starving_s` the only one of who has had a turn.
+5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout. Devices that a
+   gang will take are used last, soonest last of all.
+6. No bundle is loaded where a job is between two gangs, or where a gang waits for nothing but rollouts to drain. Where
+   a gang is merely foreseen, bundles are loaded all the same: the devices would idle, and forecasts err.
 """
 
 import heapq
@@ -31,29 +36,38 @@ from dataclasses import dataclass
 
 from rlix.scheduler.plan import Expand
 from rlix.scheduler.policies.base import Pool
-from rlix.scheduler.snapshot import RolloutState, bundle_at
+from rlix.scheduler.policies.queueing import Order, Queueing
+from rlix.scheduler.snapshot import bundle_at
 
 _SOME_KNEE, _SOME_LOAD_S = 64.0, 6.0  # for a job that has not learnt its own yet
 _ANYTHING = 1e-9  # GPUs: above the nothing that an unused bundle is worth
+_A_GPU_WELL_USED = 0.5  # GPUs: what a bundle must be worth to be claimed for fairness alone
+_FIRST = 2.0  # GPUs: a first bundle, to who holds it: more than any other is worth to anybody
+_BUT_A_FIRST = 1.5  # GPUs: any bundle that is not somebody's first
 
-Order = tuple[float, ...]
 Offer = tuple[float, float, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Rlix:
-    """`payback`: seconds that a bundle decodes, or GPU-seconds that a switch must win, per second that a load takes.
-
-    `dwell_s`: how long a change is trusted to last; `near_s`: how far ahead the end of a rollout is foreseen.
+    """`payback`: GPU-seconds that a switch must win per second that a load takes: the load itself, and about as much
+    for the drain and for rebuilding contexts. `dwell_s`: how long a change is trusted to last; `near_s`: how far ahead
+    the end of a rollout is foreseen. Both, and `patience_s` and `starving_s`, were chosen by simulation, on other seeds
+    than are reported; results are flat about them. `slope`: how much a decode step grows per knee of batch by reading
+    key-value caches, over the weights' own time: `kv_us * knee / token_ms` = 0.38 of the simulator's 7B model. It only
+    shapes the curve below the knee; a job says nothing of it.
     """
 
-    payback: float = 4.0
+    payback: float = 2.0
     dwell_s: float = 30.0
     near_s: float = 60.0
     guard: float = 0.8
     slope: float = 0.35
     patience_s: float = 20.0
     starving_s: float = 600.0
+    turn_s: float = 120.0
+    turn_loads: float = 20.0
+    slack: float = 0.1
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
         return _Division(pool, self).run()
@@ -104,8 +118,18 @@ class _Division:
                 self.at[device] = seat
         self.most = [min(r.demand.trajectories, len(r.bundles)) for r in self.rollouts]
         self.spare = any(c > m and s for c, m, s in zip(self.count, self.most, self.seats, strict=True))
+        self.width = [len(r.bundles[0]) if r.bundles else 1 for r in self.rollouts]
         self.batch = [r.demand.trajectories / (r.demand.knee or _SOME_KNEE) for r in self.rollouts]
-        self.order = _Queueing(pool, policy, sum(1 for most in self.most if most)).orders()
+        self.queueing = Queueing(
+            pool,
+            starving_s=policy.starving_s,
+            turn_s=policy.turn_s,
+            turn_loads=policy.turn_loads,
+            near_s=policy.near_s,
+            guard=policy.guard,
+            slack=policy.slack,
+        )
+        self.order = self.queueing.orders()
         self.shared: dict[int, _Placement] = {}  # by identity of the bundles
         self.placements: list[_Placement | None] = [None] * len(self.rollouts)
         self.due_s = self._gangs_due()
@@ -160,10 +184,23 @@ class _Division:
         gain = self.gain(i, count)
         if gain <= 0.0:
             return None
-        return (-math.inf if count == 0 else -round(10 * gain)), self.order[i], i
+        if count == 0:
+            return -math.inf, self.order[i], i
+        if self.queueing.owed[i] and self._may_claim(i, gain):
+            gain = max(gain, 1.0)
+        elif self.queueing.owing[i]:
+            gain = min(gain, _A_GPU_WELL_USED)
+        return -round(10 * gain), self.order[i], i
+
+    def _may_claim(self, i: int, gain: float) -> bool:
+        """Whether i may have one more bundle for fairness: it makes good use of it and has less than its share."""
+        have = self.count[i] * self.width[i]
+        return gain >= _A_GPU_WELL_USED and have < self.queueing.equal_share
 
     def _serve(self, i: int) -> bool:
         bundle = self._free_bundle(i)
+        if bundle is None:
+            bundle = self._owed_bundle(i)
         if bundle is None:
             bundle = self._cheap_bundle(i)
         if bundle is None:
@@ -206,29 +243,40 @@ class _Division:
         for device in self.rollouts[i].gang_devices:
             if device in self.free:
                 number = placement.bundle_at.get(device)
-                if number is not None and self.free.issuperset(bundles[number]) and self._lasts(i, bundles[number]):
+                if number is not None and self.free.issuperset(bundles[number]) and self._lasts(bundles[number]):
                     return number
         while placement.free and not self.free.issuperset(bundles[placement.free[-1]]):
             placement.free.pop()
-        if placement.free and self._lasts(i, bundles[placement.free[-1]]):
+        if placement.free and self._lasts(bundles[placement.free[-1]]):
             return placement.free[-1]
         return None
 
-    def _lasts(self, i: int, devices: tuple[int, ...]) -> bool:
-        """Rule 6: no gang takes the devices before rollout i's load has paid for itself."""
-        if not self.due_s or self.due_s.keys().isdisjoint(devices):
+    def _lasts(self, devices: tuple[int, ...]) -> bool:
+        """Rule 6: no gang is about to take the devices."""
+        due_s = self.due_s
+        if not due_s or due_s.keys().isdisjoint(devices):
             return True
-        soonest_s = min(self.due_s.get(device, math.inf) for device in devices)
-        if soonest_s <= 0.0:
-            return False
-        rollout = self.rollouts[i]
-        if self.count[i] == 0 and rollout.waited_s >= self.policy.patience_s:
-            return True
-        return soonest_s >= self.policy.payback * rollout.demand.load_s
+        return all(due_s.get(device, math.inf) > 0.0 for device in devices)
 
     def _offer(self, j: int) -> Offer:
         """What rollout j's last bundle is worth to it; among equals, those that had most go first."""
-        return self.gain(j, self.count[j] - 1), -_share(self.rollouts[j]), self.count[j], j
+        return self._worth(j, self.count[j]), self.queueing.lag[j], self.count[j], j
+
+    def _worth(self, j: int, count: int) -> float:
+        """What bundle number `count` is worth to rollout j, which holds it, in GPUs."""
+        return _FIRST if count == 1 and self.most[j] else self.gain(j, count - 1)
+
+    def _owed_bundle(self, i: int) -> int | None:
+        """Rule 4: a bundle of somebody who was given a turn more than i, holds more than i, and keeps one."""
+        debtors = self.queueing.debtors(i)
+        if not debtors or not self.count[i] or not self._may_claim(i, self.gain(i, self.count[i])):
+            return None
+        for j in debtors:
+            if self.count[j] > 1 and self.count[j] * self.width[j] > self.count[i] * self.width[i]:
+                for bundle in self._bundles_over(i, j):
+                    if self._loss(i, bundle) < _BUT_A_FIRST:
+                        return bundle
+        return None
 
     def _cheap_bundle(self, i: int) -> int | None:
         """A held bundle whose holders lose less than `limit` by it, from the cheapest offer up."""
@@ -273,7 +321,7 @@ class _Division:
         if first and waited_s >= self.policy.starving_s:
             return math.inf
         if first and waited_s >= self.policy.patience_s:
-            return 1.0
+            return _BUT_A_FIRST
         ends_s = demand.floor_s + demand.work_s / (self.count[i] + 1)  # 0: not known
         switch_gpu_s = self.policy.payback * (demand.load_s or _SOME_LOAD_S)
         paying = self.gain(i, self.count[i]) - switch_gpu_s / min(self.policy.dwell_s, ends_s or math.inf)
@@ -290,16 +338,16 @@ class _Division:
     def _loss(self, i: int, bundle: int) -> float:
         """What those who sit on it lose, per bundle of i's size; infinite when a device is out of reach."""
         devices = self.rollouts[i].bundles[bundle]
-        if not self._lasts(i, devices):
+        if not self._lasts(devices):
             return math.inf
         only = self.at.get(devices[0])
         if only is not None and only.devices == devices:  # the usual case: one bundle for another
-            return math.inf if only.rollout == i or only.new else self.gain(only.rollout, self.count[only.rollout] - 1)
+            return math.inf if only.new else self._loss_of(i, only.rollout, 1)
         lost: dict[_Seat, None] = {}
         for device in devices:
             seat = self.at.get(device)
             if seat is not None:
-                if seat.rollout == i or seat.new:
+                if seat.new:
                     return math.inf
                 lost[seat] = None
             elif device not in self.free:
@@ -308,50 +356,17 @@ class _Division:
         for seat in lost:
             j = seat.rollout
             taken[j] += 1
-            loss += len(seat.devices) * self.gain(j, self.count[j] - taken[j])
+            loss += len(seat.devices) * self._loss_of(i, j, taken[j])
         return loss / len(devices)
 
-
-class _Queueing:
-    """Rule 2: the order of rollouts whose next bundle is worth the same, as sortable tuples."""
-
-    def __init__(self, pool: Pool, policy: Rlix, demanding: int) -> None:
-        self.pool, self.policy = pool, policy
-        self.equal_share = len(pool.free | pool.owner.keys()) / max(1, demanding)
-        self.ahead_gpu_s: dict[tuple[int, ...], float] = {}  # per set of gang devices
-        for rollout in pool.rollouts:
-            ahead = self.ahead_gpu_s.get(rollout.gang_devices, 0.0)
-            self.ahead_gpu_s[rollout.gang_devices] = ahead + rollout.demand.left_gpu_s
-        self.pressure = self._pressures()
-        self.busy = {devices: not all(map(self._in_reach, devices)) for devices in self.ahead_gpu_s}
-
-    def orders(self) -> list[Order]:
-        return [self._order(rollout) for rollout in self.pool.rollouts]
-
-    def _order(self, rollout: RolloutState) -> Order:
-        demand = rollout.demand
-        share = _share(rollout)
-        if rollout.age_s and share < self.policy.guard * self.equal_share:
-            return 0.0, share, 0.0
-        ends_s = demand.floor_s + demand.work_s
-        near = 0.0 < ends_s < self.policy.near_s and self.busy[rollout.gang_devices]
-        return (1.0 if near else 2.0), demand.left_gpu_s / self.pressure[rollout.gang_devices] ** 2, 0.0
-
-    def _pressures(self) -> dict[tuple[int, ...], float]:
-        """Work ahead of each set's most wanted device, as a share of the pool's most wanted one, at least 0.1."""
-        per_device: dict[int, float] = {}
-        for devices, ahead in self.ahead_gpu_s.items():
-            for device in devices:
-                per_device[device] = per_device.get(device, 0.0) + ahead
-        most = max(per_device.values(), default=0.0) or 1.0
-        return {
-            devices: max(0.1, max((per_device[d] for d in devices), default=0.0) / most) for devices in self.ahead_gpu_s
-        }
-
-    def _in_reach(self, device: int) -> bool:
-        return device in self.pool.free or device in self.pool.owner
-
-
-def _share(rollout: RolloutState) -> float:
-    """GPUs used on average since the job was admitted."""
-    return rollout.used_gpu_s / max(rollout.age_s, 1.0)
+    def _loss_of(self, i: int, j: int, number: int) -> float:
+        """What rollout j loses when its `number`-th last bundle goes to i; infinite when that may not be."""
+        count, queueing = self.count[j] - number + 1, self.queueing
+        if j == i:
+            return math.inf
+        if count == 1 and self.most[j]:
+            return _FIRST if self.rollouts[j].held_s >= queueing.turn_s[i] else math.inf
+        within = (count - 1) * self.width[j] <= queueing.equal_share
+        if within and self.count[i] and queueing.owes(i, j):
+            return math.inf  # it has been given less than i, and no more than its share
+        return self.gain(j, count - 1)

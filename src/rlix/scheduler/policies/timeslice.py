@@ -9,13 +9,13 @@ from rlix.scheduler.policies.base import Pool
 
 @dataclass(frozen=True, slots=True)
 class Timeslice:
-    """`quantum_gpu_s`: GPU-seconds a job uses before it is somebody else's turn."""
+    """`quantum_gpu_s`: GPU-seconds a rollout is given before it is somebody else's turn."""
 
     quantum_gpu_s: float = 3600.0
 
     def divide(self, pool: Pool) -> Sequence[Expand]:
         def turn(index: int) -> tuple[int, int]:
-            return int(pool.rollouts[index].used_gpu_s // self.quantum_gpu_s), index
+            return int(pool.rollouts[index].served_gpu_s // self.quantum_gpu_s), index
 
         order = sorted((i for i, r in enumerate(pool.rollouts) if r.demand.trajectories), key=turn)
         rank = {index: place for place, index in enumerate(order)}

@@ -1,0 +1,77 @@
+"""Where and how wide a gang runs: prices by hand. Loads take 2 s, so a stopped bundle costs 8 GPU-seconds."""
+
+import pytest
+
+from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
+from rlix.protocol.types import Phase
+from rlix.scheduler.commit import decide
+from rlix.scheduler.planner import plan
+from rlix.scheduler.policies.rlix import rlix
+from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+from rlix.scheduler.state import State
+from rlix.scheduler.validate import check
+from tests.scheduler.world import INFER, TRAIN, World, devices
+
+HOME, HALF, ALONE = (0, 1, 2, 3), (0, 1), (7,)
+
+
+def granted(work_gpu_s: float, jobs: int, *, gang_at_home: bool = False, load_s: float = 2.0) -> tuple[int, ...] | None:
+    """On 8 GPUs, all but the last of which rollouts of so many jobs hold; the gang's own job is one more."""
+    request = GangRequest(1, "me", TRAIN, Phase.ACTOR_TRAINING, HOME, (HALF, ALONE), work_gpu_s)
+    leases = [Lease(n + 1, f"p{n % jobs}", INFER, Phase.ROLLOUT, (n,), n) for n in range(7)]
+    if gang_at_home:
+        leases[0] = Lease(1, "p0", TRAIN, Phase.ACTOR_TRAINING, (0,))
+    bundles = tuple((n,) for n in range(8))
+    rollouts = tuple(RolloutState(f"p{n}", INFER, bundles, Demand(99, load_s=load_s)) for n in range(jobs))
+    statuses = tuple(LeaseStatus(lease, LeaseState.ACTIVE) for lease in leases)
+    snapshot = Snapshot(devices(8), (request,), rollouts, statuses)
+    decided = plan(snapshot, rlix)
+    check(snapshot, decided)
+    return decided.grants[0].devices if decided.grants else None
+
+
+@pytest.mark.parametrize(
+    ("work_gpu_s", "jobs", "expected"),
+    [
+        (0.0, 1, HOME),  # length not known: at home
+        (400.0, 1, HOME),  # share 4: 4 * 100 + 4 * 8 = 432 against 4 * 200 + 2 * 8, and 4 * 400
+        (4.0, 7, ALONE),  # share 1: 1 + 32 against 2 + 16, and 4
+        (40.0, 7, HOME),  # 10 + 32 against 20 + 16: 36 is not below 0.85 * 42 = 35.7, nor is 40
+        (20.0, 7, ALONE),  # 5 + 32 against 10 + 16, and 20
+    ],
+)
+def test_the_cheapest_choice_is_granted(work_gpu_s: float, jobs: int, expected: tuple[int, ...]) -> None:
+    assert granted(work_gpu_s, jobs) == expected
+
+
+def test_a_gang_waits_at_home_or_runs_on_less_whichever_ends_it_sooner() -> None:
+    """At home somebody trains. Waiting is guessed at half a run: 1.5 * 10 * 1 + 8 * 3 (three bundles to stop)."""
+    assert granted(40.0, 7, gang_at_home=True) is None  # 15 + 24 = 39 against 40 alone; HALF is not to be had
+    assert granted(20.0, 7, gang_at_home=True) == ALONE
+
+
+def test_a_job_cannot_make_itself_unstoppable_by_what_it_says_of_its_loads() -> None:
+    assert granted(4000.0, 1, load_s=1e9) == granted(4000.0, 1, load_s=60.0) == HOME
+
+
+def test_the_state_learns_how_long_a_gang_is() -> None:
+    world = World(4)
+    world.register("a", [0, 1, 2, 3], [0, 1, 2, 3], alternatives=[(0, 1)])
+    world.request("a")
+    world.cycle()
+    world.now = 30.0
+    world.release_gangs()
+    world.request("a")
+    world.request("a", Phase.OLD_LOG_PROBS)
+    assert [request.work_gpu_s for request in world.snapshot().requests] == [120.0, 0.0]
+
+
+def test_deciding_changes_no_state_and_numbers_grants_from_the_next_epoch() -> None:
+    world = World(2)
+    world.register("a", [0, 1])
+    world.demand("a", 9)
+    before = world.snapshot()
+    events = decide(before, world.state, rlix)
+    assert world.snapshot() == before
+    assert [event.lease.epoch for event in events] == [1, 2]  # type: ignore[union-attr]
+    assert decide(Snapshot(devices(2)), State(), rlix) == ()
