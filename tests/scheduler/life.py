@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DrainStarted,
     Event,
     GangRequested,
     LeaseGranted,
     LeaseReleased,
     PipelineAdmitted,
+    PipelineEnding,
     PipelineRegistered,
     PipelineUnregistered,
-    ShrinkStarted,
 )
 from rlix.protocol.messages import Cluster, Demand, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
@@ -60,7 +61,7 @@ class Life:
     def arrive(self, name: str, size: int = 1, gang: int = 1) -> bool:
         """A job that may use the whole pool; False when a policy that cuts parts has none left."""
         pool = tuple(range(self.gpus - self.gpus % size))
-        clusters = (Cluster(INFER, size, pool), Cluster(TRAIN, 1, pool[:gang]))
+        clusters = (Cluster(INFER, size, pool, elastic=True), Cluster(TRAIN, 1, pool[:gang]))
         registration = Registration(name, "ns", clusters)
         if isinstance(self.policy, Partitioned):
             taken = {device for r in self.state.registrations.values() for c in r.clusters for device in c.devices}
@@ -86,6 +87,9 @@ class Life:
         self.apply(GangRequested(request_id, name, TRAIN, Phase.ACTOR_TRAINING))
 
     def leave(self, name: str) -> None:
+        self.apply(PipelineEnding(name, "done"))
+        for status in self.state.leases_of(name):
+            self.apply(LeaseReleased(status.lease.epoch, ReleaseReason.UNREGISTERED))
         self.apply(PipelineUnregistered(name, "done"))
         self._demands.pop(name, None)
         self._waits.pop(name, None)
@@ -121,7 +125,7 @@ class Life:
         """One plan; returns how many events carried it out."""
         events = decide(self.snapshot(), self.state, self.policy)
         for event in events:
-            if isinstance(event, ShrinkStarted):
+            if isinstance(event, DrainStarted):
                 self._drained[event.epoch] = self.now + DRAIN_S
             elif isinstance(event, LeaseGranted) and event.request_id is not None:
                 self._gang_s[event.lease.epoch] = self._gang_s.pop(-event.request_id)

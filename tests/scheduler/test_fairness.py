@@ -117,7 +117,7 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -17,7 +17,7 @@ HOME, HALF, ALONE = (0, 1, 2, 3), (0, 1), (7,)
 
 def granted(work_gpu_s: float, jobs: int, *, gang_at_home: bool = False, load_s: float = 2.0) -> tuple[int, ...] | None:
     """On 8 GPUs, all but the last of which rollouts of so many jobs hold; the gang's own job is one more."""
-    request = GangRequest(1, "me", TRAIN, Phase.ACTOR_TRAINING, HOME, (HALF, ALONE), work_gpu_s)
+    request = GangRequest(1, "me", TRAIN, Phase.ACTOR_TRAINING, HOME, (HALF, ALONE), work_gpu_s=work_gpu_s)
     leases = [Lease(n + 1, f"p{n % jobs}", INFER, Phase.ROLLOUT, (n,), n) for n in range(7)]
     if gang_at_home:
         leases[0] = Lease(1, "p0", TRAIN, Phase.ACTOR_TRAINING, (0,))
