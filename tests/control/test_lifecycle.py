@@ -67,13 +67,19 @@ def test_ray_is_started_on_loopback_and_ended_without_a_trace(tmp_path: Path) ->
 
 
 TWO_NODES = """
-import json, ray, rlix
+import json, time, ray, rlix
 from ray.cluster_utils import Cluster
+from rlix.protocol.types import Phase
+
+def until(true, what):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, what
 
 virtual = {"rlix_virtual": 1}
 small = {"include_dashboard": False, "object_store_memory": 100_000_000}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2, "resources": virtual, **small})
-cluster.add_node(num_cpus=1, num_gpus=3, resources=virtual, object_store_memory=100_000_000)
+other = cluster.add_node(num_cpus=1, num_gpus=3, resources=virtual, object_store_memory=100_000_000)
 cluster.wait_for_nodes()
 try:
     try:
@@ -90,11 +96,25 @@ try:
             cluster_device_mappings={"actor_infer": [1, 2]}))
     except rlix.protocol.errors.SpecError as error:
         spread = str(error)
+    ray.get(orchestrator.register_pipeline.remote(
+        pipeline_id=job, ray_namespace="n", cluster_tp_configs={"left": 1, "right": 1},
+        cluster_device_mappings={"left": [0], "right": [4]}))
+    ray.get(orchestrator.admit_pipeline.remote(job))
+    client = rlix.JobClient(job)
+    stays, goes = (client.acquire(name, Phase.ACTOR_TRAINING, 20) for name in ("left", "right"))
+    cluster.remove_node(other)
+    ids = lambda: [d.id for d in ray.get(orchestrator.devices.remote())]
+    until(lambda: ids() == [0, 1], "the node never left")
+    until(lambda: [s.lease.epoch for s in client.leases()] == [stays.epoch], "the lease there never ended")
+    lost = str(client.lease_log()[-1].reason)
+    cluster.add_node(num_cpus=1, num_gpus=2, resources=virtual, object_store_memory=100_000_000)
+    until(lambda: ids() == [0, 1, 5, 6], "the new node never came")
+    client.release(stays)
     rlix.shutdown()
-    alive = ray.is_initialized() and len(ray.nodes())
+    alive = ray.is_initialized() and sum(node["Alive"] for node in ray.nodes())
     print(json.dumps({
         "devices": [[d.id, d.index, d.kind, d.node_id == head] for d in devices], "spread": spread, "alive": alive,
-        "missing": missing, "actors": ray.util.list_named_actors(all_namespaces=True),
+        "missing": missing, "lost": lost, "actors": ray.util.list_named_actors(all_namespaces=True),
     }))
 finally:
     ray.shutdown()
@@ -103,7 +123,7 @@ finally:
 
 
 @pytest.mark.slow
-def test_nodes_may_differ_and_an_attached_ray_outlives_the_control_plane(tmp_path: Path) -> None:
+def test_nodes_differ_come_and_go_and_an_attached_ray_outlives_the_control_plane(tmp_path: Path) -> None:
     got = run(TWO_NODES, tmp_path, **LOCAL)
     assert got["devices"] == [
         [0, 0, "cpu", True],
@@ -115,6 +135,7 @@ def test_nodes_may_differ_and_an_attached_ray_outlives_the_control_plane(tmp_pat
     assert "spread over 2 nodes although 2 devices fit in one" in got["spread"]
     assert "no control plane in this Ray cluster" in got["missing"]
     assert got["alive"] == 2
+    assert got["lost"] == "node lost"
     assert got["actors"] == []
 
 
