@@ -35,9 +35,9 @@ class Command:
         self.mark = mark or uuid.uuid4().hex
         name = uuid.uuid4().hex
         self.stdout, self.stderr = folder / f"{name}.out", folder / f"{name}.err"
-        environment = {**os.environ, MARK: self.mark, "RLIX_HOME": str(folder / "home"), **variables}
-        for unwanted in {"RLIX_VIRTUAL_GPUS", "RAY_ADDRESS"} - variables.keys():
-            environment.pop(unwanted, None)
+        environment = {**os.environ, MARK: self.mark, "RLIX_HOME": str(folder / "home")}
+        environment.pop("RAY_ADDRESS", None)
+        environment |= {"RLIX_VIRTUAL_GPUS": "2", **variables}
         with self.stdout.open("w") as out, self.stderr.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlix.cli", *arguments],
