@@ -170,6 +170,19 @@ def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
     assert world.machine.killed == [me]
 
 
+def test_where_nobody_is_named_whoever_took_the_lease_is_its_holder() -> None:
+    world = World(clusters=(TRAIN, CRITIC, INFER))
+    world.gang("ft_1", holder=process(5), longest_s=5.0)
+    world.run(6.0)
+    assert world.machine.killed == [process(5)]
+    me, other = process(6), process(7)
+    world.gang("ft_2", holder=me)
+    bundle = world.roll("ft_2", 1)[-1]
+    world.core.watch.beat("ft_2", other, frozenset({bundle.epoch}))
+    world.core.endings.end("ft_2", "enough", spare=me, done=lambda: None)
+    assert world.machine.killed == [process(5), other]
+
+
 def test_a_phase_that_takes_longer_than_it_declared_is_ended_and_others_go_on() -> None:
     world = World()
     world.core.name_holders("ft_1", TRAIN.name, [(0, process(7))])
@@ -265,10 +278,9 @@ def test_a_lease_that_its_own_asker_does_not_know_of_goes_back(tmp_path: Path) -
         world.core.watch.beat("ft_1", caller, frozenset())
         world.run(1.0)
     assert lease.epoch not in world.core.state.leases
-    assert second.outcome is not None
-    kept = world.held("ft_2")[0]
-    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.KILLED
-    assert kept.devices == lease.devices
+    assert second.outcome == world.held("ft_2")[0]
+    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
+    assert world.machine.killed == []
 
 
 def test_what_a_dead_process_held_or_waited_for_is_taken_and_a_silent_one_is_given_up() -> None:

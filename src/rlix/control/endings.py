@@ -88,7 +88,16 @@ class Endings:
         if lease.phase is Phase.ROLLOUT and job is not None and not job.ending:
             core.clock.call_later(job.failed(core.clock.time()), core.changed)
             core.rollouts.ended(lease)
-        self._kill_holders(lease, self.named_holders(lease), partial(self._seen_after_death, lease, why, reason))
+        self._kill_holders(lease, self.holders(lease), partial(self._seen_after_death, lease, why, reason))
+
+    def holders(self, lease: Lease) -> tuple[Process, ...]:
+        """The processes that keep bytes under the lease: those named, or else those that took it."""
+        if named := self.named_holders(lease):
+            return named
+        if lease.holder is not None:
+            return (lease.holder,)
+        job = self._core.jobs.get(lease.pipeline_id)
+        return tuple(p for p, caller in job.callers.items() if lease.epoch in caller.held) if job else ()
 
     def named_holders(self, lease: Lease) -> tuple[Process, ...]:
         """The processes that were named to keep bytes under the lease."""
@@ -150,7 +159,7 @@ class Endings:
             return
         self._taking.add(lease.epoch)
         done = partial(self._seen_after_death, lease, _first(status.reason), ReleaseReason.KILLED)
-        self._kill_holders(lease, self.named_holders(lease), done)
+        self._kill_holders(lease, self.holders(lease), done)
 
     def give_up(self, device_id: int) -> tuple[Lease, ...]:
         """A person says that a quarantined device is free: ends the leases that keep it. Returns them."""
@@ -201,12 +210,12 @@ class Endings:
         ]
         # The program goes first: it would start its workers again.
         core.nodes.kill(
-            programs, lambda _: core.nodes.kill(workers, lambda _: self._end_leases(pipeline_id, why, done))
+            programs, lambda _: core.nodes.kill(workers, lambda _: self._end_leases(pipeline_id, why, spare, done))
         )
         for cluster in registration.clusters:
             core.rollouts.wake(pipeline_id, cluster.name)
 
-    def _end_leases(self, pipeline_id: str, why: str, done: Callable[[], None]) -> None:
+    def _end_leases(self, pipeline_id: str, why: str, spare: Process | None, done: Callable[[], None]) -> None:
         leases = [s.lease for s in self._core.state.leases_of(pipeline_id) if s.lease.epoch not in self._taking]
         left = len(leases)
 
@@ -219,7 +228,8 @@ class Endings:
 
         self._taking.update(lease.epoch for lease in leases)
         for lease in leases:
-            self._kill_holders(lease, (), partial(one_done, lease))
+            unnamed = () if self.named_holders(lease) else self.holders(lease)  # the others are dead by now
+            self._kill_holders(lease, [p for p in unnamed if p != spare], partial(one_done, lease))
         if not leases:
             self._forget_if_empty(pipeline_id)
             done()

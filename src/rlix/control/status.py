@@ -34,9 +34,6 @@ def status_of(core: Core) -> ControlStatus:
         journal_length=len(core.writer),
         waiting=tuple(waiting.values()),
         granted_at=dict(core.granted_at),
-        holders={
-            lease.epoch: core.endings.named_holders(lease) or ((lease.holder,) if lease.holder else ())
-            for lease in held
-        },
+        holders={lease.epoch: core.endings.holders(lease) for lease in held},
         trouble=core.writer.trouble,
     )

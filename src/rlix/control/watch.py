@@ -40,7 +40,8 @@ class Watch:
             if lease.holder != process or status.state is not LeaseState.ACTIVE or lease.epoch in held:
                 caller.unheld.pop(lease.epoch, None)
             elif now - caller.unheld.setdefault(lease.epoch, now) > _UNKNOWN_FOR_S:
-                self._core.endings.take(lease, f"process {process.pid}, which asked for it, does not know of it")
+                logger.warning("process %d does not know of lease %d, which it asked for", process.pid, lease.epoch)
+                self._core.endings.given_back(lease)
 
     def _tick(self) -> None:
         core = self._core
