@@ -2,33 +2,32 @@
 
     python benchmarks/grant_latency.py [--count 300] [--gpus 8] [--json FILE]
 
-Three cases, each in milliseconds and as a multiple of an empty round trip to a Ray actor measured in the same run:
-`idle` (the devices are free), `preempt` (every device runs another job's rollout, whose coordinator gives it back at
-once, so that what is measured is the control plane's own part), and both through `JobClient`, as pipelines call it.
+Two cases, each in milliseconds and as a multiple of an empty round trip to a Ray actor measured in the same run:
+`idle` (the devices are free) and `preempt` (every device runs another job's rollout, which gives it back at once, so
+that what is measured is the control plane's own part), both by a bare call and through `JobClient`, as jobs ask.
 """
 
 import argparse
-import asyncio
 import json
 import platform
 import sys
 import tempfile
+import threading
 import time
+import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from rlix import JobClient, Phase, init, shutdown
+from rlix.control.core import Asked
+from rlix.control.rollout_lease import Taken
 from rlix.control.settings import Settings
-from rlix.protocol.messages import Lease
-from rlix.protocol.types import (
-    NAMESPACE,
-    SCHEDULER_ACTOR_NAME,
-    coordinator_actor_name,
-    pipeline_namespace,
-)
+from rlix.protocol.messages import GangAnswer, Lease
+from rlix.protocol.types import NAMESPACE, SCHEDULER_ACTOR_NAME, pipeline_namespace
 
 WARM_UP = 20
 TIMEOUT_S = 60.0
@@ -40,33 +39,27 @@ class Echo:
 
 
 class GivesBackAtOnce:
-    """A coordinator without workers."""
+    """A rollout without workers, in a process of its own as rollouts are: it gives a bundle back when it is told."""
 
-    def __init__(self) -> None:
-        self._bundles = 0
-        self._changed = asyncio.Condition()
+    def __init__(self, pipeline_id: str) -> None:
+        client = JobClient(pipeline_id)
+        self._rollout = client.rollout("actor_infer", 1_000_000)
+        self._giving = ThreadPoolExecutor(4)  # as pipelines do
+        self._changed = threading.Condition()
+        threading.Thread(target=self._follow, name="bundles", daemon=True).start()
 
-    async def grow_rollout(self, leases: tuple[Lease, ...]) -> None:
-        await self._change(len(leases))
-
-    async def shrink_rollout(self, leases: tuple[Lease, ...], deadline_s: float) -> None:
-        await self._change(-len(leases))
-
-    async def bundles_lost(self, leases: tuple[Lease, ...]) -> None:
-        await self._change(-len(leases))
-
-    async def closed(self) -> None:
-        await asyncio.Event().wait()
-
-    async def holds(self, bundles: int) -> None:
+    def holds(self, bundles: int) -> None:
         """Returns once the rollout runs on so many bundles."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._bundles == bundles)
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._rollout.leases) == bundles, TIMEOUT_S):
+                raise TimeoutError(f"{len(self._rollout.leases)} bundles after {TIMEOUT_S:g} s, not {bundles}")
 
-    async def _change(self, by: int) -> None:
-        async with self._changed:
-            self._bundles += by
-            self._changed.notify_all()
+    def _follow(self) -> None:
+        for change in self._rollout.changes():
+            if isinstance(change, Taken):
+                self._giving.submit(self._rollout.give_back, change.lease)
+            with self._changed:
+                self._changed.notify_all()
 
 
 def new_job(orchestrator: Any, cluster: str, gpus: int) -> str:
@@ -108,8 +101,12 @@ def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]
     client = JobClient(trainer)
 
     def direct() -> Lease:
-        lease: Lease = get(scheduler.request_gang.remote(trainer, "actor_train", Phase.ACTOR_TRAINING, TIMEOUT_S))
-        return lease
+        asked = Asked(key=uuid.uuid4().hex, timeout_s=TIMEOUT_S)
+        answer: GangAnswer = get(
+            scheduler.poll_gang.remote(trainer, "actor_train", Phase.ACTOR_TRAINING, asked, TIMEOUT_S)
+        )
+        assert answer.lease is not None
+        return answer.lease
 
     def through_client() -> Lease:
         return client.acquire("actor_train", Phase.ACTOR_TRAINING, TIMEOUT_S)
@@ -120,21 +117,16 @@ def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]
         "idle, JobClient": measure(count, through_client, client.release),
     }
     rollout = new_job(orchestrator, "actor_infer", gpus)
-    coordinator = (
-        ray.remote(num_cpus=0)(GivesBackAtOnce)
-        .options(name=coordinator_actor_name(rollout), namespace=pipeline_namespace(rollout), max_concurrency=100)
-        .remote()
-    )
-    get(coordinator.holds.remote(0))
-    JobClient(rollout).report_demand("actor_infer", 1_000_000)
-    get(coordinator.holds.remote(gpus))
+    follower = ray.remote(num_cpus=0)(GivesBackAtOnce).options(max_concurrency=4).remote(rollout)
+    get(follower.holds.remote(gpus))
 
     def give_back(lease: Lease) -> None:
         client.release(lease)
-        get(coordinator.holds.remote(gpus))
+        get(follower.holds.remote(gpus))
 
     results["preempt"] = measure(count, direct, give_back)
     results["preempt, JobClient"] = measure(count, through_client, give_back)
+    ray.kill(follower)  # before the control plane, which it would ask in vain
     for row in results.values():
         row["p50_round_trips"] = row["p50_ms"] / results["round trip"]["p50_ms"]
         row["p99_round_trips"] = row["p99_ms"] / results["round trip"]["p99_ms"]

@@ -25,7 +25,8 @@ ray.get(
 )
 ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id))
 
-# The coordinator is the actor the scheduler talks to; it creates the actor that trains.
+# The coordinator is the actor that people and their programs talk to. It creates the actor that trains, which asks for
+# devices, and whose end is the job's end.
 coordinator = (
     ray.remote(PipelineCoordinator)
     .options(name=coordinator_actor_name(pipeline_id), namespace=pipeline_namespace(pipeline_id))

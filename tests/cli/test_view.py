@@ -1,9 +1,12 @@
+import time
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
 from rlix.cli.text import count, device_list
-from rlix.cli.view import Snapshot, holdings, job_line, render, utilisation
-from rlix.protocol.messages import LeaseState
+from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
+from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Process
 from rlix.protocol.types import Phase
 from tests.cli.fakes import control, job_status, lease
 
@@ -49,6 +52,14 @@ def test_a_failed_job_is_shown_as_failed() -> None:
     assert "failed" in line_of(lines, "sort")
 
 
+def test_nodes_are_named_where_there_are_several() -> None:
+    status = control(devices=2)
+    there = replace(status.devices[1], node_id="other", node_ip="10.0.0.2")
+    two = replace(status, devices=(status.devices[0], there))
+    assert "10.0.0.2" in line_of(drawn(Snapshot((), two, 1.0, 0.0)), "1 (cpu)")
+    assert "127.0.0.1" not in line_of(drawn(Snapshot((), status, 1.0, 0.0)), "1 (cpu)")
+
+
 def test_a_large_pool_is_cut_and_fits_a_narrow_terminal() -> None:
     lines = drawn(Snapshot((job_status(),), control(devices=100), 1.0, 0.0), width=80)
     assert "and 76 more" in line_of(lines, "and 76 more")
@@ -85,3 +96,36 @@ def test_job_line_says_what_is_known_and_nothing_else() -> None:
         state="failed", phase="failed", error="Traceback\n  somewhere\n\x1b[36mValueError\x1b[39m: no\n"
     )
     assert job_line(failed, (), 3600.0) == "1:00:00 sort: failed, step 3/10, ValueError: no"
+
+
+def in_trouble() -> ControlStatus:
+    gang = lease(1, "ft_1", (1, 2), LeaseState.QUARANTINED, Phase.ACTOR_TRAINING)
+    gang = replace(gang, reason="it took too long; and device 2 is still locked by process 4711")
+    stuck = tuple(Process("node", pid, 1) for pid in (4711, 4712))
+    return replace(
+        control(gang, lease(2, "job_2", (3,))),
+        pipelines=(PipelineStatus("job_2", True, (), (), Demand(0), name="toy"),),
+        granted_at={1: 0.0},
+        holders={1: stuck, 2: tuple(Process("node", pid, 1) for pid in range(1, 6))},
+        trouble="cannot write to the journal: disk full; nothing is granted",
+    )
+
+
+def test_who_holds_a_device_and_since_when_and_what_is_wrong() -> None:
+    lines = drawn(Snapshot((job_status("sort", "ft_1"),), in_trouble(), 1.0, 0.0), width=160)
+    held = line_of(lines, "2 (cpu)")
+    since = time.strftime("%H:%M:%S", time.localtime(0.0))
+    for cell in ("sort", "actor training, quarantined", since, "4711 +1"):
+        assert cell in held
+    assert "1 +4" in line_of(lines, "3 (cpu)")
+    assert "toy" in line_of(lines, "3 (cpu)")  # a program that nobody launched
+    assert any("cannot write to the journal: disk full" in line for line in lines)
+
+
+def test_alarms_say_what_is_wrong_and_what_to_do() -> None:
+    assert alarms(control(lease(1, "ft_1", (0,)))) == ()
+    assert alarms(in_trouble()) == (
+        "cannot write to the journal: disk full; nothing is granted",
+        "devices 1–2 in quarantine, held by ft_1 (actor training, process 4711, 4712): it took too long; and device 2 "
+        "is still locked by process 4711; see `rlix free --help`",
+    )

@@ -50,6 +50,11 @@ def show_status() -> int:
         console.print(render(Snapshot(statuses, control, elapsed_s, utilisation(control), stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
             _say(console, f"{status.name} ({job.pipeline_id}): {status.state}, {job.run_dir or 'no run folder'}")
+        launched = {job.pipeline_id for job in jobs}
+        for pipeline in control.pipelines:
+            if pipeline.pipeline_id not in launched:
+                state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
+                _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
     return 0
 
 

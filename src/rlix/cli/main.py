@@ -177,4 +177,21 @@ def down() -> None:
     raise typer.Exit(code)
 
 
+@app.command()
+def free(
+    device: Annotated[int, typer.Argument(help="Id of a device that `rlix status` shows as quarantined.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Give a quarantined device back to the pool, on your word that nobody's memory is on it any more.
+
+    RLix looks at quarantined devices again by itself, and frees them when their locks are free. This is for the case
+    that a person knows better: a process that cannot be killed, a lock file on a machine that does not answer.
+    """
+    from rlix.cli.free import free_device
+
+    with one_message_per_mistake():
+        code = free_device(device, sure=yes, ask=typer.confirm)
+    raise typer.Exit(code)
+
+
 app.command()(simulate)

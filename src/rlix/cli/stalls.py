@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlix.cli.text import clock, device_list, words
+from rlix.cli.view import pipeline_names, process_list
 from rlix.protocol.messages import Cluster, ControlStatus, LeaseState, LeaseStatus, PipelineStatus
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Wait:
 
 
 def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ...]:
-    """Everything that pipelines wait for now. Jobs give pipelines their names; those of others go by their ids."""
-    names = {job.pipeline_id: job.name for job in jobs}
+    """Everything that pipelines wait for now. Those without a name go by their ids."""
+    names = pipeline_names(control) | {job.pipeline_id: job.name for job in jobs}
     found = []
     for pipeline in control.pipelines:
         for cluster in pipeline.clusters:
@@ -120,8 +121,8 @@ def _for(status: LeaseStatus) -> str:
 
 def _processes(control: ControlStatus, status: LeaseStatus) -> str:
     """Whose bytes are there, and why nobody gets the devices where that is so."""
-    pids = [str(process.pid) for process in control.holders.get(status.lease.epoch, ())]
-    named = f" (process {', '.join(pids[:4])}{', ...' if len(pids) > 4 else ''})" if pids else ""
+    pids = process_list(control, status)
+    named = f" (process {pids})" if pids else ""
     return f"{named}: {status.reason}" if status.state is LeaseState.QUARANTINED else named
 
 

@@ -1,5 +1,6 @@
 """What `rlix run` shows while jobs run: pure functions from status to text or to something Rich can draw."""
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,8 +81,37 @@ def plain(text: str) -> str:
     return Text.from_ansi(text.strip()).plain or "no message"
 
 
+def alarms(control: ControlStatus) -> tuple[str, ...]:
+    """What a person should look at: a journal that cannot be written, devices that nobody gets."""
+    found = [control.trouble] if control.trouble else []
+    for status in control.leases:
+        if status.state is LeaseState.QUARANTINED:
+            devices = status.lease.devices
+            what = f"device{'s' if len(devices) > 1 else ''} {device_list(tuple(sorted(devices)))} in quarantine"
+            found.append(f"{what}, held by {_kept_by(control, status)}: {status.reason}; see `rlix free --help`")
+    return tuple(found)
+
+
+def _kept_by(control: ControlStatus, status: LeaseStatus) -> str:
+    pids = process_list(control, status, limit=None)
+    name = pipeline_names(control).get(status.lease.pipeline_id, status.lease.pipeline_id)
+    return f"{name} ({words(status.lease.phase.name.lower())}{f', process {pids}' if pids else ''})"
+
+
+def pipeline_names(control: ControlStatus) -> dict[str, str]:
+    """What people call each pipeline, by its id."""
+    return {pipeline.pipeline_id: pipeline.name or pipeline.pipeline_id for pipeline in control.pipelines}
+
+
+def process_list(control: ControlStatus, status: LeaseStatus, limit: int | None = 3) -> str:
+    """ "4711, 4712 +6": whose bytes are under a lease; the first `limit` of them, and how many more."""
+    pids = [str(process.pid) for process in control.holders.get(status.lease.epoch, ())]
+    more = f" +{len(pids) - limit}" if limit is not None and len(pids) > limit else ""
+    return ", ".join(pids[:limit]) + more
+
+
 def render(snapshot: Snapshot) -> Group:
-    """The live view: a headline, the jobs, the devices."""
+    """The live view: a headline, the jobs, the devices, what is wrong, who waits long."""
     headline = Text.assemble(
         ("RLix ", "bold"),
         f"{clock(snapshot.elapsed_s)}   ",
@@ -89,6 +119,7 @@ def render(snapshot: Snapshot) -> Group:
         f" of {len(snapshot.control.devices)} devices in use, {100 * snapshot.mean_utilisation:.0f} % on average",
     )
     parts: list[Text | Table] = [headline, _job_table(snapshot), _device_table(snapshot)]
+    parts += [Text(alarm, style="bold red") for alarm in alarms(snapshot.control)]
     parts += [Text(stall, style="yellow") for stall in snapshot.stalls]
     if snapshot.notice:
         parts.append(Text(snapshot.notice, style="yellow"))
@@ -118,9 +149,12 @@ def _job_table(snapshot: Snapshot) -> Table:
 
 def _device_table(snapshot: Snapshot) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
-    for column in ("device", "node", "held by", "phase", "next"):
+    several_nodes = len({device.node_id for device in snapshot.control.devices}) > 1
+    nodes = ("node",) if several_nodes else ()
+    for column in ("device", *nodes, "held by", "phase", "since", "process", "next"):
         table.add_column(column, no_wrap=True)
-    names = {job.pipeline_id: (job.name, _style(index)) for index, job in enumerate(snapshot.jobs)}
+    names = {pipeline_id: (name, "") for pipeline_id, name in pipeline_names(snapshot.control).items()}
+    names |= {job.pipeline_id: (job.name, _style(index)) for index, job in enumerate(snapshot.jobs)}
     by_device: dict[int, list[LeaseStatus]] = defaultdict(list)
     for status in snapshot.control.leases:
         for held in status.lease.devices:
@@ -131,14 +165,16 @@ def _device_table(snapshot: Snapshot) -> Table:
         successor = next((s for s in statuses if s.state is LeaseState.PENDING), None)
         table.add_row(
             f"{device.id} ({device.kind})",
-            device.node_ip,
+            *((device.node_ip,) if several_nodes else ()),
             _job_name(holder, names),
             _phase(holder),
+            _since(snapshot.control, holder),
+            process_list(snapshot.control, holder, limit=1) if holder else "",
             Text.assemble(_job_name(successor, names), " ", _phase(successor)) if successor else "",
         )
     rest = len(snapshot.control.devices) - MAX_DEVICE_ROWS
     if rest > 0:
-        table.add_row(f"and {rest} more", "", "", "", "")
+        table.add_row(f"and {rest} more")
     return table
 
 
@@ -153,7 +189,14 @@ def _phase(status: LeaseStatus | None) -> Text:
     if status is None:
         return Text("")
     text = words(status.lease.phase.name.lower())
+    if status.state is LeaseState.QUARANTINED:
+        return Text(f"{text}, quarantined", style="bold red")
     return Text(f"{text}, giving way" if status.state is LeaseState.DRAINING else text)
+
+
+def _since(control: ControlStatus, status: LeaseStatus | None) -> str:
+    at = None if status is None else control.granted_at.get(status.lease.epoch)
+    return "" if at is None else time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def _style(index: int) -> str:

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from rlix.cli.stalls import Stalls
 from rlix.cli.text import clock
-from rlix.cli.view import Snapshot, holdings, job_line, render, utilisation
+from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
 from rlix.protocol.messages import ControlStatus
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class LogScreen:
         self._every_s = every_s
         self._printed: dict[str, tuple[str, tuple[int, str], float]] = {}
         self._notice = ""
-        self._stalls: tuple[str, ...] = ()
+        self._said: tuple[str, ...] = ()
 
     def show(self, snapshot: Snapshot) -> None:
         held = holdings(snapshot.control)
@@ -167,10 +167,11 @@ class LogScreen:
             if state != job.state or due:
                 self._line(job_line(job, held.get(job.pipeline_id, ()), snapshot.elapsed_s))
                 self._printed[job.name] = (job.state, (job.step, job.phase), snapshot.elapsed_s)
-        for stall in snapshot.stalls:
-            if stall not in self._stalls:
-                self._line(f"{clock(snapshot.elapsed_s)} {stall}")
-        self._stalls = snapshot.stalls
+        sentences = (*alarms(snapshot.control), *snapshot.stalls)
+        for sentence in sentences:
+            if sentence not in self._said:
+                self._line(f"{clock(snapshot.elapsed_s)} {sentence}")
+        self._said = sentences
         if snapshot.notice != self._notice:
             self._notice = snapshot.notice
             self._line(snapshot.notice)

@@ -98,7 +98,7 @@ def check_gang_request(registration: Registration, cluster: object, phase: objec
     Raises:
         SpecError: unknown cluster or phase, or a rollout asked for as a gang.
     """
-    where = f"request_gang({registration.pipeline_id!r})"
+    where = f"poll_gang({registration.pipeline_id!r})"
     if isinstance(phase, bool) or not isinstance(phase, int) or phase not in list(Phase):
         known = ", ".join(f"{p.name}={p.value}" for p in Phase)
         raise SpecError(f"{where}: unknown phase {phase!r}; phases are: {known}")
@@ -126,7 +126,7 @@ def check_rollout_cluster(registration: Registration, cluster: object) -> Cluste
     found = _registered(where, registration, cluster)
     if not found.elastic:
         raise SpecError(
-            f"{where}: cluster {found.name!r} is not elastic, so it calls request_gang; demand is reported for "
+            f"{where}: cluster {found.name!r} is not elastic, so it asks for gangs; demand is reported for "
             f"{_elastic_names(registration)}"
         )
     return found

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, StaleEpochError
-from rlix.protocol.messages import Demand, Lease, RolloutAnswer
+from rlix.protocol.messages import Demand, Lease, LeaseState, RolloutAnswer
+from rlix.protocol.types import Phase
 
 if TYPE_CHECKING:
     from rlix.control.client import JobClient
@@ -162,8 +163,29 @@ class RolloutLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is to be done any more; what is still held is given back."""
+        """Nothing is to be done any more; what is still held is given back.
+
+        So is what was granted a moment ago and what is on its way: once nobody asks, nobody would give it back.
+        """
+        given: set[int] = set()
         with contextlib.suppress(PipelineGoneError):
             self.report(0)
-            for lease in [*self.leases, *(self._held[e] for e in sorted(self._draining) if e in self._held)]:
-                self.give_back(lease)
+            while True:
+                with self._lock:
+                    held = [lease for _, lease in sorted(self._held.items())]
+                for lease in held:
+                    self.give_back(lease)
+                    given.add(lease.epoch)
+                if not self._more(given):
+                    return
+                self.poll(_STOP_POLL_S)
+
+    def _more(self, given: set[int]) -> bool:
+        """Whether the cluster has leases besides those that were given back and those that nobody can give back."""
+        return any(
+            status.lease.cluster == self.cluster
+            and status.lease.phase is Phase.ROLLOUT
+            and status.lease.epoch not in given
+            and status.state is not LeaseState.QUARANTINED
+            for status in self._client.leases()
+        )

@@ -241,7 +241,7 @@ class Scheduler:
         for name in ("timeout_s", "longest_s"):
             value = getattr(asked, name)
             if value is not None and not value > 0:
-                raise SpecError(f"request_gang({pipeline_id!r}): {name} must be positive or None, got {value!r}")
+                raise SpecError(f"poll_gang({pipeline_id!r}): {name} must be positive or None, got {value!r}")
         return core.request(pipeline_id, found, Phase(phase), asked)
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:

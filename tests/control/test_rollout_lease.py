@@ -1,0 +1,79 @@
+"""A rollout's lease against a control plane made by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from rlix.control.rollout_lease import Granted, RolloutLease, Taken
+from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus, RolloutAnswer
+from rlix.protocol.types import Phase
+
+
+def bundle(epoch: int) -> Lease:
+    return Lease(epoch, "ft_1", "infer", Phase.ROLLOUT, (epoch,), epoch)
+
+
+class Client:
+    """Holds what the control plane would: leases by epoch, of which some are pending until somebody polls."""
+
+    def __init__(self, *states: LeaseState) -> None:
+        self.state = dict(enumerate(states, 1))
+        self.demand = -1
+        self.heartbeat = SimpleNamespace(holds=lambda _: None, gave_back=lambda _: None)
+
+    def report_demand(self, _cluster: str, demand: Demand | int) -> None:
+        assert isinstance(demand, int)
+        self.demand = demand
+
+    def poll_rollout(
+        self, _cluster: str, held: tuple[int, ...], draining: tuple[int, ...], _wait_s: float
+    ) -> RolloutAnswer:
+        granted, taken = [], []
+        for epoch, state in list(self.state.items()):
+            if state is LeaseState.PENDING:
+                self.state[epoch] = LeaseState.ACTIVE  # its devices are free now: it is told at the next poll
+            elif state is LeaseState.ACTIVE and epoch not in held:
+                granted.append(bundle(epoch))
+            elif state is LeaseState.DRAINING and epoch not in held:
+                del self.state[epoch]
+            elif state is LeaseState.DRAINING and epoch not in draining:
+                taken.append(bundle(epoch))
+        return RolloutAnswer(tuple(granted), tuple(taken), (30.0,) * len(taken))
+
+    def release(self, lease: Lease) -> None:
+        del self.state[lease.epoch]
+
+    def leases(self) -> tuple[LeaseStatus, ...]:
+        return tuple(LeaseStatus(bundle(epoch), state) for epoch, state in self.state.items())
+
+
+def lease_of(client: Client) -> RolloutLease:
+    made: Any = client
+    return RolloutLease(made, "infer")
+
+
+def test_what_was_granted_or_is_on_its_way_at_the_end_is_given_back_too() -> None:
+    client = Client(LeaseState.ACTIVE)
+    with lease_of(client) as rollout:
+        assert rollout.poll() == [Granted(bundle(1))]
+        client.state |= {2: LeaseState.ACTIVE, 3: LeaseState.PENDING, 4: LeaseState.DRAINING}
+    assert client.state == {}
+    assert client.demand == 0
+
+
+def test_the_end_does_not_wait_for_a_quarantine() -> None:
+    client = Client(LeaseState.QUARANTINED, LeaseState.ACTIVE)
+    with lease_of(client) as rollout:
+        rollout.poll()
+    assert client.state == {1: LeaseState.QUARANTINED}
+
+
+def test_a_bundle_is_asked_back_once_and_no_longer_offered() -> None:
+    client = Client(LeaseState.ACTIVE)
+    rollout = lease_of(client)
+    rollout.poll()
+    client.state[1] = LeaseState.DRAINING
+    assert rollout.poll() == [Taken(bundle(1), 30.0)]
+    assert rollout.poll() == []
+    assert rollout.leases == ()
+    rollout.give_back(bundle(1))
+    assert client.state == {}
