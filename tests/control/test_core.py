@@ -341,3 +341,33 @@ def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(t
         world.run(60.0)  # the phase's longest duration goes on, too
         assert set(world.machine.killed) == {process(7)}
         assert again.outcome == world.held("ft_2")[0]
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_stopped_holder_is_ended_also_while_it_was_to_give_back(draining: bool) -> None:
+    world = World()
+    worker = process(7)
+    (bundle,) = (lease for lease in world.roll("ft_1", 9) if lease.devices == (0,))
+    world.core.name_holders("ft_1", INFER.name, [(0, worker)])
+    world.machine.lock(bundle, worker)
+    world.core.watch.start()
+    world.machine.states_[worker] = "stopped"
+    if draining:
+        world.ask("ft_2")
+        assert bundle in world.held("ft_1", LeaseState.DRAINING)
+    world.run(world.settings.stopped_s + 3.0)
+    assert world.machine.killed == [worker]
+    assert bundle.epoch not in world.core.state.leases
+
+
+def test_processes_are_looked_at_again_when_an_answer_is_lost() -> None:
+    world = World()
+    lease = world.gang("ft_1", holder=(asker := process(7)))
+    world.core.jobs["ft_1"].heard(asker, world.clock.time())
+    world.core.watch.start()
+    answer, world.machine.states = world.machine.states, lambda processes, done: None  # type: ignore[method-assign,assignment]
+    world.run(10.0)
+    world.machine.states = answer  # type: ignore[method-assign]
+    world.machine.states_[asker] = "dead"
+    world.run(70.0)
+    assert lease.epoch not in world.core.state.leases

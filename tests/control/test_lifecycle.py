@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from rlix.control.daemon import Idle
+from rlix.control.init import _is_ray
 
 pytestmark = pytest.mark.ray
 
@@ -223,3 +224,12 @@ def test_the_control_plane_loads_neither_torch_nor_transformers(tmp_path: Path) 
         "print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
     )
     assert run(program, tmp_path) == []
+
+
+def test_a_child_of_the_program_is_none_of_rays_though_its_command_line_names_a_folder_of_that_name() -> None:
+    command = [sys.executable, "-c", "input()", "/data/ray/files"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        try:
+            assert not _is_ray(psutil.Process(child.pid))
+        finally:
+            child.kill()

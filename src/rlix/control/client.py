@@ -138,7 +138,7 @@ class JobClient:
             StaleEpochError: it is not held any more.
         """
         self.heartbeat.gave_back(lease.epoch)
-        self._call("release", lease.epoch)
+        self._ask("release", lease.epoch)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ra
 _NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence it for longer than its callers wait
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
 _SCHEDULER_CALLS = 10_000  # that wait inside the scheduler at the same time; they cost it no thread
+_RAY = f"{Path(ray.__file__).parent}/"
 _THREADS = 16  # of the orchestrator and of the resource manager: calls that they carry out at the same time
 
 
@@ -248,7 +249,7 @@ def _started_by(raylets: set[str]) -> list[psutil.Process]:
 
 def _is_ray(process: psutil.Process) -> bool:
     try:
-        return any("/ray/" in part for part in process.cmdline())
+        return any(part.startswith(_RAY) for part in process.cmdline()[:3])  # an executable or a script
     except psutil.NoSuchProcess:
         return False
 

@@ -81,12 +81,14 @@ class Patient:
         """What the actor's method returns.
 
         Raises:
-            RlixError: the actor did not come back within `patience_s`.
+            RlixError: the actor did not come back within `patience_s`, or this process has left Ray.
             WaitTimeoutError: it is there and did not answer within `timeout_s`.
         """
         deadline = time.monotonic() + self._patience_s
         pause_s = _FIRST_PAUSE_S
         while True:
+            if not ray.is_initialized():  # else a call would start a Ray of its own
+                raise RlixError(f"{self._name} cannot be asked: this process has left Ray")
             try:
                 return get(
                     getattr(self._handle, method).remote(*args), what=f"{self._name}'s {method}", timeout_s=timeout_s

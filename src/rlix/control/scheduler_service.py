@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import ray
 
+from rlix.control import checks
 from rlix.control.core import Asked, Core
 from rlix.control.gang_queue import Ticket
 from rlix.control.job import Job
@@ -143,6 +142,7 @@ class Scheduler:
     ) -> Registration:
         """See `Orchestrator.register_pipeline`. Registering the same again changes nothing."""
         core = await self._core()
+        checks.text("register_pipeline", "name", name)
         if pipeline_id not in core.state.allocated:
             raise SpecError(
                 f"register_pipeline: unknown pipeline id {pipeline_id!r}; get one from allocate_pipeline_id first"
@@ -180,6 +180,8 @@ class Scheduler:
         """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks; it is not ended with the others."""
         core = await self._core()
         _registration(core, pipeline_id, "unregister_pipeline")
+        checks.text("unregister_pipeline", "reason", reason)
+        checks.process("unregister_pipeline", spare, optional=True)
         await _ended(core, pipeline_id, reason, spare)
 
     async def name_holders(self, pipeline_id: str, cluster: str, processes: Mapping[int, Process]) -> None:
@@ -189,12 +191,15 @@ class Scheduler:
         _job(core, pipeline_id, "name_holders")
         if cluster and cluster not in [c.name for c in core.state.registrations[pipeline_id].clusters]:
             raise SpecError(f"name_holders({pipeline_id!r}): cluster {cluster!r} is not registered")
+        checks.holders(f"name_holders({pipeline_id!r})", processes)
         core.name_holders(pipeline_id, cluster, tuple(processes.items()))
 
     async def beat(self, pipeline_id: str, process: Process, held: Sequence[int]) -> None:
         """A process that speaks for the pipeline lives, and knows that it holds these leases."""
         core = await self._core()
         _job(core, pipeline_id, "beat")
+        checks.process(f"beat({pipeline_id!r})", process)
+        checks.epochs(f"beat({pipeline_id!r})", held)
         core.watch.beat(pipeline_id, process, frozenset(held))
 
     # -- devices -----------------------------------------------------------------------------------------------------
@@ -213,6 +218,8 @@ class Scheduler:
         """
         core = await self._core()
         job = _job(core, pipeline_id, "poll_gang")
+        checks.asked(f"request_gang({pipeline_id!r})", asked)
+        checks.wait(f"poll_gang({pipeline_id!r})", wait_s)
         job.heard(asked.holder, core.clock.time())
         ticket = core.gangs.find(pipeline_id, asked.key) if asked.key else None
         if ticket is None:
@@ -238,10 +245,6 @@ class Scheduler:
     def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
         registration = core.state.registrations[pipeline_id]
         found = check_gang_request(registration, cluster, phase)
-        for name in ("timeout_s", "longest_s"):
-            value = getattr(asked, name)
-            if value is not None and not value > 0:
-                raise SpecError(f"poll_gang({pipeline_id!r}): {name} must be positive or None, got {value!r}")
         return core.request(pipeline_id, found, Phase(phase), asked)
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
@@ -251,16 +254,16 @@ class Scheduler:
         if ticket is not None:
             core.withdraw(ticket)
 
-    async def release(self, epoch: int) -> None:
+    async def release(self, pipeline_id: str, epoch: int) -> None:
         """Gives a lease back. The caller has released the devices' memory; returns when that was found to be so.
 
         Raises:
-            StaleEpochError: no such lease is held (any more).
+            StaleEpochError: the pipeline holds no such lease (any more).
         """
         core = await self._core()
         status = core.state.leases.get(epoch)
-        if status is None:
-            raise StaleEpochError(f"release: lease {epoch} is not held (any more)")
+        if status is None or status.lease.pipeline_id != pipeline_id:
+            raise StaleEpochError(f"release: lease {epoch} is not held by {pipeline_id!r} (any more)")
         core.endings.given_back(status.lease)
 
     async def poll_rollout(
@@ -276,6 +279,11 @@ class Scheduler:
         core = await self._core()
         job = _job(core, pipeline_id, "poll_rollout")
         check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
+        where = f"poll_rollout({pipeline_id!r})"
+        checks.process(where, process, optional=True)
+        checks.epochs(where, held)
+        checks.epochs(where, draining)
+        checks.wait(where, wait_s)
         job.heard(process, core.clock.time())
         known, given = frozenset(held), frozenset(draining)
         deadline = core.clock.time() + wait_s
@@ -301,8 +309,7 @@ class Scheduler:
         core = await self._core()
         job = _job(core, pipeline_id, "report_demand")
         check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
-        if not isinstance(demand, Demand) or not all(0 <= value < math.inf for value in astuple(demand)):
-            raise SpecError(f"report_demand({pipeline_id!r}): needs finite numbers from 0 up, got {demand!r}")
+        checks.demand(f"report_demand({pipeline_id!r})", demand)
         job.heard(None, core.clock.time())
         core.report(pipeline_id, cluster, demand)
 

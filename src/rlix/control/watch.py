@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _ASK_AFTER_S = 3.0  # of silence; callers beat once a second
+_ANSWER_S = 60.0  # for every node to say what its processes do; then they are asked again
 _UNKNOWN_FOR_S = 10.0  # that a lease may be unknown to the process that asked for it: an answer may be on its way
 
 
@@ -23,7 +24,7 @@ class Watch:
     def __init__(self, core: "Core") -> None:
         self._core = core
         self._stopped_at: dict[Process, float] = {}
-        self._asking = False
+        self._asked_at: float | None = None  # since when an answer is awaited
 
     def start(self) -> None:
         self._core.clock.call_later(_EVERY_S, self._tick)
@@ -52,12 +53,12 @@ class Watch:
         for pipeline_id, job in list(core.jobs.items()):
             if self._is_idle(pipeline_id, job, now):
                 core.endings.end(pipeline_id, f"nothing was heard of it for {now - job.heard_at:.0f} s", done=_nothing)
-        if self._asking:
+        if self._asked_at is not None and now - self._asked_at < _ANSWER_S:
             return  # a node is slow to answer
         asked = self._processes(now)
         self._stopped_at = {process: at for process, at in self._stopped_at.items() if process in asked}
         if asked:
-            self._asking = True
+            self._asked_at = now
             core.nodes.states(tuple(asked), self._seen)
 
     def _is_idle(self, pipeline_id: str, job: Job, now: float) -> bool:
@@ -79,7 +80,7 @@ class Watch:
         return asked
 
     def _seen(self, states: Mapping[Process, str]) -> None:
-        self._asking = False
+        self._asked_at = None
         core, now = self._core, self._core.clock.time()
         stopped = set()
         for process, state in states.items():
@@ -94,7 +95,7 @@ class Watch:
             if not job.ending:
                 self._judge_job(pipeline_id, job, dead, stopped, now)
         for status in list(core.state.leases.values()):
-            if status.state is LeaseState.ACTIVE:
+            if status.state in (LeaseState.ACTIVE, LeaseState.DRAINING):
                 for process in core.endings.named_holders(status.lease):
                     if process in stopped:
                         why = f"process {process.pid} ({process.name}) was stopped (SIGSTOP) and did not go on"

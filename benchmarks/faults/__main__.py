@@ -1,0 +1,191 @@
+"""Inject faults into a pool of working jobs, and see whether anything was granted twice, leaked, lost or doubled.
+
+    PYTHONPATH=src python -m benchmarks.faults [--count 200] [--seed 0] [--json FILE] [--only WORD] [--no-training]
+
+Light jobs (programs with workers that hold device locks) take most of the faults; a seventh go to two real training
+jobs, whose metrics must equal those of a run without faults. Exit status 1 when a goal is missed.
+"""
+
+import argparse
+import json
+import logging
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from benchmarks.faults import injectors, training
+from benchmarks.faults.calls import WRONG, harm_of, wrong_call
+from benchmarks.faults.campaign import Campaign, until
+from benchmarks.faults.light import LightJobs, Work
+from benchmarks.faults.pool import Pool, actor
+from benchmarks.faults.table import Fault, table
+from benchmarks.faults.watcher import Watcher
+from benchmarks.faults.worker import Witness
+from rlix.control.client import JobClient
+from rlix.node.device_lock import holder
+from rlix.protocol.types import (
+    ORCHESTRATOR_ACTOR_NAME,
+    RESOURCE_MANAGER_ACTOR_NAME,
+    SCHEDULER_ACTOR_NAME,
+    Phase,
+)
+
+SETTINGS = {
+    "shrink_deadline_s": 10.0,
+    "stopped_s": 2.0,
+    "silent_s": 6.0,
+    "idle_job_s": 600.0,
+    "abandon_after_s": 20.0,
+    "quarantine_retry_s": 1.0,
+}
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+ACTORS = {
+    "scheduler": SCHEDULER_ACTOR_NAME,
+    "orchestrator": ORCHESTRATOR_ACTOR_NAME,
+    "resource manager": RESOURCE_MANAGER_ACTOR_NAME,
+}
+Injector = Callable[[Campaign], Fault]
+
+
+def kinds() -> dict[str, tuple[int, Injector]]:
+    """Every injection into light jobs with its share of them."""
+    found: dict[str, tuple[int, Injector]] = {}
+    for label, name in ACTORS.items():
+        found[f"{label} killed"] = (12 if label == "scheduler" else 7, partial(injectors.control, label, name, KILL))
+        found[f"{label} stopped"] = (5 if label == "scheduler" else 4, partial(injectors.control, label, name, STOP))
+    for rollout in (True, False):
+        name = "replica" if rollout else "trainer"
+        found[f"{name} killed"] = (16, partial(injectors.member, rollout, KILL))
+        found[f"{name} stopped"] = (7, partial(injectors.member, rollout, STOP))
+    found["program killed"] = (12, partial(injectors.program, KILL))
+    found["program stopped"] = (6, partial(injectors.program, STOP))
+    found["stale epoch"] = (8, injectors.stale)
+    found["stranger"] = (6, injectors.standalone)
+    found["late heartbeat"] = (4, injectors.silent)
+    found["full disk"] = (4, injectors.full_disk)
+    found["node killed"] = (3, injectors.node)
+    return found
+
+
+def plan(count: int, rng: random.Random, only: str) -> list[tuple[str, Injector]]:
+    """`count` injections in random order: of each kind its share, and of nonsense calls the rest."""
+    shares = {name: kind for name, kind in kinds().items() if only in name}
+    total = sum(share for share, _ in shares.values()) + (len(WRONG) if only in "nonsense call" else 0)
+    chosen = [
+        (name, injector)
+        for name, (share, injector) in shares.items()
+        for _ in range(max(1, round(share * count / total)))
+    ]
+    rng.shuffle(chosen)
+    calls = rng.sample(sorted(WRONG), len(WRONG)) if only in "nonsense call" else []
+    chosen = chosen[:count]
+    while len(chosen) < count and calls:
+        chosen += [(f"nonsense call ({name})", partial(wrong_call, name)) for name in calls[: count - len(chosen)]]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def inject(run: Campaign, planned: list[tuple[str, Injector]]) -> None:
+    for number, (name, injector) in enumerate(planned):
+        try:
+            fault = injector(run)
+        except (TimeoutError, ray.exceptions.RayError, StopIteration) as error:
+            fault = Fault(name, None, survived=False, note=f"{type(error).__name__}: {error}")
+        run.faults.append(fault)
+        print(f"{number + 1:>4} {fault.line()}", flush=True)
+        time.sleep(run.rng.uniform(0.0, 0.3))
+
+
+def leaks(run: Campaign) -> list[str]:
+    """All jobs over: what is still held, registered or locked, and whether the whole pool is granted to one gang."""
+    found = []
+
+    def others() -> list[str]:
+        return [f"pipeline {p.pipeline_id} ({p.name})" for p in run.pool.status().pipelines if p.name != "probe"]
+
+    until(lambda: not others() and not run.pool.status().leases, 60)
+    found += others()
+    found += [f"lease {status}" for status in run.pool.status().leases]
+    devices = run.pool.status().devices
+    whole = JobClient(run.register("whole pool", {"all": [device.id for device in devices]}))
+    try:
+        whole.release(whole.acquire("all", Phase.INITIALIZATION, 30))
+    except TimeoutError as error:
+        found.append(f"the whole pool was not granted: {error}")
+    whole.unregister("the campaign is over")
+    locks = {device.id: holder(device.key, run.pool.locks) for device in devices}
+    return [*found, *(f"device {id_} is locked by {record}" for id_, record in locks.items() if record is not None)]
+
+
+def campaign(options: argparse.Namespace) -> tuple[list[Fault], dict[str, object]]:
+    rng = random.Random(options.seed)
+    trained: dict[str, object] = {}
+    with Pool(SETTINGS) as pool:
+        witness = Witness(pool.folder / "witness")
+        devices = pool.status().devices
+        watcher = Watcher(pool.journal(), pool.locks, devices, ray.get(actor(SCHEDULER_ACTOR_NAME).pool_id.remote()))
+        run = Campaign(pool, watcher, rng)
+        for_training = 0 if options.no_training else round(0.15 * options.count)
+        run.light = LightJobs(pool.folder, options.seed)
+        work: Work | None = None
+        try:
+            if not until(lambda: len(pool.status().pipelines) > len(run.light.processes), 60):  # type: ignore[union-attr]
+                raise TimeoutError("the light jobs did not start")
+            inject(run, plan(options.count - for_training, rng, options.only))
+        finally:
+            run.light.close()
+            work = run.light.work()
+            if options.keep:
+                shutil.copytree(pool.folder, options.keep, dirs_exist_ok=True)
+        if for_training:
+            trained = training.inject(run, for_training)
+        leaked = leaks(run)
+        watcher.close()
+        looks, double = watcher.looks, [*watcher.ledger.double, *watcher.violations]
+        seen = witness.violations()
+        harm = harm_of(run)
+    leaked += [f"process {p.pid} {p.cmdline()[:4]}" for p in pool.left()]
+    busy = [line for line in seen if '"busy"' in line]
+    return run.faults, {
+        "double grants": double + [line for line in seen if line not in busy],
+        "leaks": leaked,
+        "taken for a stranger's word": harm,
+        "wrong rounds": list(work.wrong),
+        "light work": asdict(work),
+        "grants refused by the lock": len(busy),
+        "looks at the locks": looks,
+        **trained,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="kinds whose name holds this word")
+    parser.add_argument("--no-training", action="store_true", help="light jobs only")
+    parser.add_argument("--keep", type=Path, help="copy logs and journal here")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    start = time.monotonic()
+    faults, found = campaign(options)
+    print(table(faults))
+    print(json.dumps(found, indent=2, default=str))
+    print(f"{time.monotonic() - start:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps({"faults": [asdict(f) for f in faults], **found}, default=str) + "\n")
+    goals = ("double grants", "leaks", "taken for a stranger's word", "wrong rounds", "wrong metrics")
+    return int(any(found.get(goal) for goal in goals) or not all(fault.survived for fault in faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What every injection uses: the pool, who watches it, a probe that asks for a device, and victims."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from benchmarks.faults.light import LightJobs
+from benchmarks.faults.pool import Pool, actor
+from benchmarks.faults.table import Fault
+from benchmarks.faults.watcher import Watcher
+from rlix.control.client import JobClient
+from rlix.node.process import state
+from rlix.protocol.events import Event, LeaseGranted, LeaseReleased
+from rlix.protocol.messages import Lease, Process
+from rlix.protocol.types import Phase, pipeline_namespace
+
+RECOVERY_S = 45.0
+_POLL_S = 0.01
+STOP_NAMES = {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped"}
+
+
+@dataclass
+class Campaign:
+    pool: Pool
+    watcher: Watcher
+    rng: random.Random
+    light: LightJobs | None = None
+    faults: list[Fault] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.probe_id = self.register("probe", {"probe": 1})
+        self.probe = JobClient(self.probe_id, poll_s=1.0)
+
+    def register(self, name: str, gangs: dict[str, Any]) -> str:
+        """A pipeline without a program."""
+        orchestrator = self.pool.orchestrator
+        pipeline_id = str(ray.get(orchestrator.allocate_pipeline_id.remote("probe"), timeout=60))
+        register = orchestrator.register_pipeline.remote(
+            pipeline_id=pipeline_id,
+            ray_namespace=pipeline_namespace(pipeline_id),
+            cluster_tp_configs=dict.fromkeys(gangs, 1),
+            cluster_device_mappings=gangs,
+            name=name,
+        )
+        ray.get(register, timeout=60)
+        ray.get(orchestrator.admit_pipeline.remote(pipeline_id), timeout=60)
+        return pipeline_id
+
+    def grants_since(self, at: float) -> float | None:
+        """When, in seconds after `at`, the pool has granted a device to somebody who asked just now."""
+        with contextlib.suppress(TimeoutError):
+            lease = self.probe.acquire("probe", Phase.INITIALIZATION, RECOVERY_S)
+            took = time.time() - at
+            self.probe.release(lease)
+            return took
+        return None
+
+    # -- victims
+
+    def holder_of(self, wanted: Callable[[Lease], bool], timeout_s: float = 30.0) -> tuple[Lease, Process]:
+        """Somebody who has bytes on a device now, under a lease of this kind."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            known = self.pool.status()
+            leases = [s.lease for s in known.leases if s.lease.epoch in self.watcher.active() and wanted(s.lease)]
+            self.rng.shuffle(leases)
+            for lease in leases:
+                processes = [p for p in known.holders.get(lease.epoch, ()) if p.pid != os.getpid()]
+                if processes and state(victim := self.rng.choice(processes)) == "running":
+                    return lease, victim
+            time.sleep(_POLL_S)
+        raise TimeoutError("nobody to be the victim")
+
+    def hit(self, kind: str, lease: Lease, victim: Process, number: signal.Signals) -> Fault:
+        """Kills or stops a process that holds a lease; recovered when the lease's devices are free for others."""
+        at = time.time()
+        os.kill(victim.pid, number)
+        ended = self.watcher.wait(at, lambda e: isinstance(e, LeaseReleased) and e.epoch == lease.epoch, RECOVERY_S)
+        noticed = 0.0
+        if number == signal.SIGSTOP and ended is not None:
+            noticed = self.noticed(at, lease.epoch, ended)
+        return Fault(
+            f"{kind} {STOP_NAMES[number]}",
+            ended,
+            noticed,
+            self.granted_to_next(at + (ended or 0.0), lease, at),
+            ended is not None,
+        )
+
+    def noticed(self, at: float, epoch: int, ended: float) -> float:
+        """When the control plane began to take a lease."""
+        found = [t - at for t, e in self.watcher.events_since(at) if getattr(e, "epoch", None) == epoch]
+        return min([*found, ended])
+
+    def granted_to_next(self, since: float, lease: Lease, at: float) -> float | None:
+        def wanted(event: Event) -> bool:
+            return isinstance(event, LeaseGranted) and bool(set(event.lease.devices) & set(lease.devices))
+
+        after = self.watcher.wait(since - 0.001, wanted, 1.0)
+        return None if after is None else since + after - at
+
+    # -- the control plane's own actors
+
+    def answers(self, name: str, before: Process, at: float) -> float | None:
+        """When, in seconds after `at`, another process answered under the actor's name."""
+        deadline = time.monotonic() + RECOVERY_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(GetTimeoutError, RayError, ValueError):
+                if ray.get(actor(name).process.remote(), timeout=0.5) != before:
+                    return time.time() - at
+            time.sleep(_POLL_S)
+        return None
+
+
+def until(done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+@contextlib.contextmanager
+def cleanup(action: Callable[[], object]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        action()

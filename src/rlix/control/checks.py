@@ -1,0 +1,78 @@
+"""Checks what callers of the scheduler service say, before any of it is kept.
+
+What is recorded must be readable by the control plane that comes after a restart, and what is kept beside it is looked
+at every second: one wrong type would stop either for everybody.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import astuple
+
+from rlix.control.core import Asked
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Demand, Process
+
+
+def process(where: str, value: object, *, optional: bool = False) -> None:
+    """Raises SpecError unless it names a process."""
+    if optional and value is None:
+        return
+    if not (
+        isinstance(value, Process)
+        and isinstance(value.node_id, str)
+        and _is_count(value.pid)
+        and _is_count(value.started)
+        and isinstance(value.name, str)
+    ):
+        raise SpecError(f"{where}: needs a Process (rlix.node.process.this_process), got {value!r}")
+
+
+def holders(where: str, value: object) -> None:
+    """Raises SpecError unless it gives a process for each of some ranks."""
+    if not isinstance(value, Mapping) or not all(_is_count(rank) for rank in value):
+        raise SpecError(f"{where}: needs the processes by rank, as {{0: Process(...)}}, got {value!r}")
+    for each in value.values():
+        process(where, each)
+
+
+def epochs(where: str, value: object) -> None:
+    """Raises SpecError unless they are leases' epochs."""
+    if not isinstance(value, Sequence | Set) or not all(_is_count(epoch) for epoch in value):
+        raise SpecError(f"{where}: needs the epochs of leases, got {value!r}")
+
+
+def wait(where: str, value: object) -> None:
+    """Raises SpecError unless it is a number of seconds."""
+    if not _is_seconds(value):
+        raise SpecError(f"{where}: wait_s must be a number of seconds from 0 up, got {value!r}")
+
+
+def text(where: str, name: str, value: object) -> None:
+    """Raises SpecError unless it is a text."""
+    if not isinstance(value, str):
+        raise SpecError(f"{where}: {name} must be a text, got {value!r}")
+
+
+def asked(where: str, value: object) -> None:
+    """Raises SpecError unless a gang may be asked for so."""
+    if not isinstance(value, Asked):
+        raise SpecError(f"{where}: needs an Asked, got {value!r}")
+    text(where, "key", value.key)
+    process(where, value.holder, optional=True)
+    epochs(where, value.holding)
+    for name, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
+        if limit is not None and not (_is_seconds(limit) and limit > 0):
+            raise SpecError(f"{where}: {name} must be positive or None, got {limit!r}")
+
+
+def demand(where: str, value: object) -> None:
+    """Raises SpecError unless it is a demand, of finite numbers from 0 up."""
+    if not isinstance(value, Demand) or not all(_is_seconds(part) for part in astuple(value)):
+        raise SpecError(f"{where}: needs finite numbers from 0 up, got {value!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

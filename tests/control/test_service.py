@@ -1,0 +1,104 @@
+"""The scheduler service without Ray: calls that make no sense are refused before anything is kept of them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rlix.control.core import Asked
+from rlix.control.journal import decode, encode
+from rlix.control.rpc import Patient
+from rlix.control.scheduler_service import Scheduler
+from rlix.control.writer import Forgetful
+from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
+from rlix.protocol.events import Event
+from rlix.protocol.messages import Demand, Process
+from rlix.protocol.types import Phase
+from tests.control.world import INFER, TRAIN, World, process
+
+GANG = Phase.ACTOR_TRAINING
+Call = Callable[[Scheduler], Coroutine[Any, Any, object]]
+
+
+class Kept(Forgetful):
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def append(self, events: Any) -> None:
+        self.events += events
+
+
+def service_of(world: World) -> Scheduler:
+    service = Scheduler(world.settings, "pool")
+    service._started = world.core
+    return service
+
+
+def asking(**asked: Any) -> Call:
+    return lambda service: service.poll_gang("ft_1", TRAIN.name, GANG, Asked(**asked), 0.0)
+
+
+def rolling(process_: Any = None, held: Any = (), draining: Any = (), wait_s: Any = 0.0) -> Call:
+    return lambda service: service.poll_rollout("ft_1", INFER.name, process_, held, draining, wait_s)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda service: service.poll_gang("ft_1", TRAIN.name, GANG, "please", 0.0),
+        lambda service: service.poll_gang("ft_1", TRAIN.name, GANG, Asked(), "long"),
+        asking(key=7),
+        asking(holder="me"),
+        asking(holder=Process("node", True, 1)),
+        asking(holder=Process("node", 7, "then")),  # type: ignore[arg-type]
+        asking(holding=("x",)),
+        asking(holding=7),
+        asking(timeout_s="soon"),
+        asking(timeout_s=float("nan")),
+        asking(longest_s=-1.0),
+        rolling("me"),
+        rolling(held=("x",)),
+        rolling(draining=7),
+        rolling(wait_s=float("nan")),
+        lambda service: service.beat("ft_1", "me", ()),
+        lambda service: service.beat("ft_1", process(7), "all"),
+        lambda service: service.name_holders("ft_1", "", {0: "me"}),
+        lambda service: service.name_holders("ft_1", "", {"x": process(7)}),
+        lambda service: service.name_holders("ft_1", "", [process(7)]),
+        lambda service: service.report_demand("ft_1", INFER.name, Demand("3")),
+        lambda service: service.report_demand("ft_1", INFER.name, "lots"),
+        lambda service: service.unregister_pipeline("ft_1", 3),
+        lambda service: service.unregister_pipeline("ft_1", "", "me"),
+        lambda service: service.register_pipeline("ft_1", "ns", {}, {}, name=3),
+    ],
+)
+def test_nonsense_is_refused_and_leaves_nothing(call: Call) -> None:
+    journal = Kept()
+    world = World(journal=journal)
+    before = len(journal.events)
+    with pytest.raises(SpecError):
+        asyncio.run(call(service_of(world)))
+    world.run(5.0)
+    assert journal.events[before:] == []
+    assert [decode(*encode(event)) for event in journal.events] == journal.events
+    assert world.core.state.requests == {}
+    assert not any(job.callers for job in world.core.jobs.values())
+
+
+def test_nobody_gives_back_what_another_job_holds() -> None:
+    world = World()
+    lease = world.gang("ft_1")
+    world.machine.lock(lease, process(7))
+    with pytest.raises(StaleEpochError, match=f"lease {lease.epoch} is not held by 'ft_2'"):
+        asyncio.run(service_of(world).release("ft_2", lease.epoch))
+    world.run(5.0)
+    assert world.held("ft_1") == (lease,)
+    assert world.machine.killed == []
+
+
+def test_who_has_left_ray_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call would start a Ray of its own, behind the program's back."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(RlixError, match="this process has left Ray"):
+        Patient(object, "the scheduler").ask("beat", timeout_s=1.0)
