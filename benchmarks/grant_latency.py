@@ -31,6 +31,7 @@ from rlix.protocol.types import NAMESPACE, SCHEDULER_ACTOR_NAME, pipeline_namesp
 
 WARM_UP = 20
 TIMEOUT_S = 60.0
+POLL_S = 5.0
 
 
 class Echo:
@@ -44,7 +45,7 @@ class GivesBackAtOnce:
     def __init__(self, pipeline_id: str) -> None:
         client = JobClient(pipeline_id)
         self._rollout = client.rollout("actor_infer", 1_000_000)
-        self._giving = ThreadPoolExecutor(4)  # as pipelines do
+        self._giving = ThreadPoolExecutor(1)  # as pipelines do: all that is free by now in one call
         self._changed = threading.Condition()
         threading.Thread(target=self._follow, name="bundles", daemon=True).start()
 
@@ -55,9 +56,10 @@ class GivesBackAtOnce:
                 raise TimeoutError(f"{len(self._rollout.leases)} bundles after {TIMEOUT_S:g} s, not {bundles}")
 
     def _follow(self) -> None:
-        for change in self._rollout.changes():
-            if isinstance(change, Taken):
-                self._giving.submit(self._rollout.give_back, change.lease)
+        while True:
+            taken = [change.lease for change in self._rollout.poll(POLL_S) if isinstance(change, Taken)]
+            if taken:
+                self._giving.submit(self._rollout.give_back, *taken)
             with self._changed:
                 self._changed.notify_all()
 

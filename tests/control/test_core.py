@@ -107,7 +107,7 @@ def test_what_cannot_be_killed_is_quarantined_tried_again_and_given_up_by_a_pers
 def test_a_quarantine_ends_by_itself_and_sends_who_waited_for_the_device_back_to_its_place() -> None:
     world = World()
     world.core.name_holders("ft_1", INFER.name, [(n, process(10 + n)) for n in range(4)])
-    bundles = world.roll("ft_1", 9)
+    bundles = world.roll("ft_1", 1000)
     for bundle in bundles:
         world.machine.lock(bundle, process(10 + bundle.devices[0]))
     world.machine.immortal.add(process(10))
@@ -255,6 +255,27 @@ def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(
         assert world.core.state.next_epoch == before.next_epoch
 
 
+def test_a_lease_that_is_not_in_the_journal_is_nobodys_yet(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db") as journal:
+        world = World(journal=journal)
+        lease = world.gang("ft_1")
+        second = world.ask("ft_2")
+        append = journal.append
+
+        def refuse(events: object) -> None:
+            raise JournalError("cannot write to the journal: disk full")
+
+        # The grant itself is what cannot be written: planning had begun when the disk became full.
+        world.core.endings.given_back(lease)
+        journal.append = refuse  # type: ignore[method-assign, assignment]
+        world.run(0.5)
+        assert world.held("ft_2") != ()
+        assert second.outcome is None
+        journal.append = append  # type: ignore[method-assign]
+        world.run(2.0)
+        assert second.outcome == world.held("ft_2")[0]
+
+
 def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_numbers() -> None:
     world = World()
     lease = world.gang("ft_1")
@@ -264,6 +285,7 @@ def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_n
     assert isinstance(waiting.outcome, PipelineGoneError)
     assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.NODE_LOST
     assert world.core.state.next_device_id == 4
+    assert isinstance(world.ask("ft_2").outcome, PipelineGoneError)  # asked for when it was gone already
     world.core.found(DEVICES)
     assert world.gang("ft_2").devices == (0, 1)
 
@@ -347,7 +369,7 @@ def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(t
 def test_a_stopped_holder_is_ended_also_while_it_was_to_give_back(draining: bool) -> None:
     world = World()
     worker = process(7)
-    (bundle,) = (lease for lease in world.roll("ft_1", 9) if lease.devices == (0,))
+    (bundle,) = (lease for lease in world.roll("ft_1", 1000) if lease.devices == (0,))
     world.core.name_holders("ft_1", INFER.name, [(0, worker)])
     world.machine.lock(bundle, worker)
     world.core.watch.start()

@@ -111,3 +111,11 @@ def test_a_script_of_another_process_leaves_nothing_behind(
         code = script.wait(60)
     assert code == {"returns": 0, "raises": 1, "is killed": -9}[end]
     assert "other script" not in [p.name for p in ask(ray_session.status.remote()).pipelines if not p.ending]
+
+
+def test_a_thread_that_should_read_a_rollouts_changes_may_not_wait_for_a_gang(program: Program) -> None:
+    with program.rollout(demand=100) as rollout:
+        while not rollout.devices:
+            rollout.poll(5.0)
+        with pytest.raises(DeadlockError, match="while nobody reads the changes of actor_infer, which holds devices"):
+            program.phase(Phase.ACTOR_TRAINING).__enter__()

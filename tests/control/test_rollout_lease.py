@@ -39,8 +39,9 @@ class Client:
                 taken.append(bundle(epoch))
         return RolloutAnswer(tuple(granted), tuple(taken), (30.0,) * len(taken))
 
-    def release(self, lease: Lease) -> None:
-        del self.state[lease.epoch]
+    def release(self, *leases: Lease) -> None:
+        for lease in leases:
+            del self.state[lease.epoch]
 
     def leases(self) -> tuple[LeaseStatus, ...]:
         return tuple(LeaseStatus(bundle(epoch), state) for epoch, state in self.state.items())

@@ -131,14 +131,15 @@ class JobClient:
                 self._ask("withdraw_gang", key)
             raise
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back, once its devices' memory is released. Who still locks a device a little later is ended.
+    def release(self, *leases: Lease) -> None:
+        """Gives leases back, once their devices' memory is released. Who still locks one a little later is ended.
 
         Raises:
-            StaleEpochError: it is not held any more.
+            StaleEpochError: one is not held any more; the others were given back.
         """
-        self.heartbeat.gave_back(lease.epoch)
-        self._ask("release", lease.epoch)
+        for lease in leases:
+            self.heartbeat.gave_back(lease.epoch)
+        self._ask("release", [lease.epoch for lease in leases])
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 

@@ -109,9 +109,10 @@ class Core:
         self.endings = Endings(self)
         self.rollouts = Rollouts(self)
         self.watch = Watch(self)
-        self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self.changed)
+        self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self._written)
         self._policy: Policy = POLICIES[settings.policy] if policy is None else policy
         self._decide, self._stopwatch = decide, stopwatch
+        self._unwritten: list[Lease] = []  # active, but not in the journal: nobody knows of them yet
         self._turn_s = 0.0  # what the last turn of planning took
         self._turn: Timer | None = None
         self._turn_at = 0.0
@@ -147,8 +148,21 @@ class Core:
                 applied += 1
         finally:
             self.writer.append(events[:applied])
-        for lease in active:
-            self._hand_out(lease)
+        self._unwritten += active
+        if not self.writer.trouble:
+            self._hand_out_written()
+
+    def _written(self) -> None:
+        """The journal can be written again: what became active meanwhile is told now."""
+        self._hand_out_written()
+        self.changed()
+
+    def _hand_out_written(self) -> None:
+        leases, self._unwritten = self._unwritten, []
+        for lease in leases:
+            status = self.state.leases.get(lease.epoch)
+            if status is not None and status.state is LeaseState.ACTIVE:
+                self._hand_out(lease)
 
     def recover(self, events: Iterable[tuple[float, Event]]) -> int:
         """Folds what an earlier control plane of this pool has recorded, with its times; returns how much it was.
@@ -274,6 +288,9 @@ class Core:
             request_id, pipeline_id, cluster.name, phase, asked.key, asked.holder, asked.holding, asked.longest_s
         )
         self.record(event)
+        if not self._can_run(ticket):
+            self.withdraw(ticket, PipelineGoneError(_left(ticket)))
+            return ticket
         circle = find_cycle(self.state.requests, self.state.leases, request_id)
         if circle:
             self.withdraw(ticket, DeadlockError(f"pipeline {pipeline_id!r}: {circle}"))
@@ -313,14 +330,14 @@ class Core:
         self.record(DevicesDiscovered(devices))
         here = {device.id for device in devices}
         for ticket in self.gangs.waiting():
-            if not any(here.issuperset(choice) for choice in ticket.cluster.choices):
-                text = (
-                    f"{ticket.pipeline_id}/{ticket.cluster.name} waits for devices that left the pool with their node"
-                )
-                self.withdraw(ticket, PipelineGoneError(f"{text}: {list(ticket.cluster.devices)}"))
+            if not self._can_run(ticket):
+                self.withdraw(ticket, PipelineGoneError(_left(ticket)))
         for status in list(self.state.leases.values()):
             if not here.issuperset(status.lease.devices):
                 self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
+
+    def _can_run(self, ticket: Ticket) -> bool:
+        return any(all(self.state.device(d) is not None for d in choice) for choice in ticket.cluster.choices)
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
         if ticket.outcome is not None:
@@ -408,3 +425,8 @@ class Core:
             gang_devices=rollout.gang_devices,
             gang_expected=expected,
         )
+
+
+def _left(ticket: Ticket) -> str:
+    devices = list(ticket.cluster.devices)
+    return f"{ticket.pipeline_id}/{ticket.cluster.name} asks for devices that left the pool with their node: {devices}"

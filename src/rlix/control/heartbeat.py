@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import PipelineGoneError, RlixError
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,11 @@ class Heartbeat:
         """One beat; False when nobody wants to hear more."""
         try:
             self._beat(self.held)
-        except RlixError as error:
+        except PipelineGoneError as error:
             logger.info("%s: the control plane takes no beat any more: %s", self._name, error)
             return False
+        except RlixError as error:  # it is away, or slow: it will want to know later, too
+            logger.warning("%s: a beat was not heard: %s", self._name, error)
         return True
 
 

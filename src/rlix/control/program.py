@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import ray
 
+from rlix.control.announcement import find_or_start_daemon
 from rlix.control.client import JobClient
 from rlix.control.init import init
 from rlix.control.rollout_lease import RolloutLease
 from rlix.control.rpc import get
+from rlix.control.settings import Settings
 from rlix.node.device_lock import DeviceLocks
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import DeadlockError, RlixError, SpecError
 from rlix.protocol.messages import Demand, Lease, Process
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
 
@@ -33,7 +35,8 @@ def attach(
 ) -> "Program":
     """Makes this process a job of the pool; it stops being one when it ends, or at `close`.
 
-    Starts the control plane where there is none, as `rlix.init()` does.
+    The control plane is that of RAY_ADDRESS, or the shared one of RLIX_HOME, which is started where there is none and
+    ends a while after its last job.
 
     Args:
         name: what people see.
@@ -58,6 +61,9 @@ def attach(
     unknown = sorted((tensor_parallel or {}).keys() - sizes.keys())
     if unknown:
         raise SpecError(f"rlix.attach({name!r}): tensor_parallel names {unknown}, which are no clusters of the job")
+    settings = Settings.from_env()
+    if not ray.is_initialized() and not settings.ray_address:
+        find_or_start_daemon(settings.home, None)  # which other scripts find, too
     orchestrator = init()
     pipeline_id = str(
         get(orchestrator.allocate_pipeline_id.remote("job"), what="a pipeline id", timeout_s=_CALL_TIMEOUT_S)
@@ -110,6 +116,7 @@ class Program:
         self.pipeline_id = client.pipeline_id
         self.registration = client.registration()
         self._locks = LeaseLocks(client)
+        self._rollouts: weakref.WeakSet[RolloutLease] = weakref.WeakSet()
         client.join(name)
         for cluster in self.registration.clusters:
             ranks = range(len(cluster.bundles)) if cluster.elastic else range(1)
@@ -131,9 +138,18 @@ class Program:
         """Holds a gang's devices, and their locks, for the duration of the block.
 
         At its end this process must have no byte on them any more. `cluster` may be left out when there is one gang.
-        Raises what `JobClient.acquire` raises, and DeviceBusyError when somebody outside the pool uses a device.
+        Raises what `JobClient.acquire` raises (DeadlockError also when nobody would read a rollout's changes
+        meanwhile), and DeviceBusyError when somebody outside the pool uses a device.
         """
         name = cluster or self._only(elastic=False)
+        for rollout in self._rollouts:
+            devices = [device for lease in rollout.unread_here() for device in lease.devices]
+            if devices:
+                raise DeadlockError(
+                    f"{self.name}: this thread would wait for {name} while nobody reads the changes of "
+                    f"{rollout.cluster}, which holds devices {devices}: give them back first, or read "
+                    "rollout.changes() in a thread of its own"
+                )
         with self.client.phase(name, phase, timeout_s, longest_s=longest_s, stop=stop) as lease:
             self._locks.take(lease)
             try:
@@ -145,6 +161,7 @@ class Program:
         """The bundles of an elastic cluster, as they come and go; `cluster` may be left out when there is one."""
         name = cluster or self._only(elastic=True)
         rollout = RolloutLease(self.client, name, self._locks)
+        self._rollouts.add(rollout)
         rollout.report(demand)
         return rollout
 

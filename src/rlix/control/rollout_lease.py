@@ -73,6 +73,7 @@ class RolloutLease:
         self._held: dict[int, Lease] = {}
         self._draining: set[int] = set()  # asked back
         self._giving: set[int] = set()  # being given back right now
+        self._reader: int | None = None  # the thread that is in `changes`
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -88,13 +89,18 @@ class RolloutLease:
     def changes(self, stop: threading.Event | None = None) -> Iterator[Change]:
         """What happens to the bundles, as it happens; ends when `stop` is set or the pipeline ends."""
         wait_s = _POLL_S if stop is None else _STOP_POLL_S
-        while stop is None or not stop.is_set():
-            try:
-                changes = self.poll(wait_s)
-            except PipelineGoneError as error:
-                logger.info("the rollout of %s ends: %s", self.cluster, error)
-                return
-            yield from changes
+        self._reader = threading.get_ident()
+        try:
+            while stop is None or not stop.is_set():
+                yield from self.poll(wait_s)
+        except PipelineGoneError as error:
+            logger.info("the rollout of %s ends: %s", self.cluster, error)
+        finally:
+            self._reader = None
+
+    def unread_here(self) -> tuple[Lease, ...]:
+        """The bundles that nobody would be asked to give back while this thread waits for something."""
+        return () if self._reader not in (None, threading.get_ident()) else self.leases
 
     def poll(self, wait_s: float = 0.0) -> list[Change]:
         """What has happened since the last call, waiting up to `wait_s` seconds for something to happen."""
@@ -109,20 +115,23 @@ class RolloutLease:
         """What is still to do; zero: nothing, and bundles go to whoever can use them."""
         self._client.report_demand(self.cluster, demand)
 
-    def give_back(self, lease: Lease) -> None:
-        """The devices' memory is free. Also for a lease that nobody asked back."""
-        if self._locks is not None:
-            self._locks.drop(lease)
+    def give_back(self, *leases: Lease) -> None:
+        """The devices' memory is free. Also for leases that nobody asked back."""
+        for lease in leases:
+            if self._locks is not None:
+                self._locks.drop(lease)
+        epochs = {lease.epoch for lease in leases}
         with self._lock:
-            self._giving.add(lease.epoch)
+            self._giving |= epochs
         try:
-            self._client.release(lease)
-        except StaleEpochError:
-            logger.info("lease %d of %s had ended already", lease.epoch, self.cluster)
+            self._client.release(*leases)
+        except StaleEpochError as error:
+            logger.info("%s had ended already: %s", self.cluster, error)
         with self._lock:
-            self._held.pop(lease.epoch, None)
-            self._draining.discard(lease.epoch)
-            self._giving.discard(lease.epoch)
+            for epoch in epochs:
+                self._held.pop(epoch, None)
+            self._draining -= epochs
+            self._giving -= epochs
 
     def _usable(self, change: Change) -> bool:
         """Takes the locks of a new bundle; one that somebody else uses goes back."""
@@ -173,9 +182,9 @@ class RolloutLease:
             while True:
                 with self._lock:
                     held = [lease for _, lease in sorted(self._held.items())]
-                for lease in held:
-                    self.give_back(lease)
-                    given.add(lease.epoch)
+                if held:
+                    self.give_back(*held)
+                given.update(lease.epoch for lease in held)
                 if not self._more(given):
                     return
                 self.poll(_STOP_POLL_S)

@@ -254,17 +254,23 @@ class Scheduler:
         if ticket is not None:
             core.withdraw(ticket)
 
-    async def release(self, pipeline_id: str, epoch: int) -> None:
-        """Gives a lease back. The caller has released the devices' memory; returns when that was found to be so.
+    async def release(self, pipeline_id: str, epochs: Sequence[int]) -> None:
+        """Gives leases back. The caller has released the devices' memory; on this node that is looked at at once.
 
         Raises:
-            StaleEpochError: the pipeline holds no such lease (any more).
+            StaleEpochError: the pipeline holds some of them not (any more); the others were given back.
         """
         core = await self._core()
-        status = core.state.leases.get(epoch)
-        if status is None or status.lease.pipeline_id != pipeline_id:
-            raise StaleEpochError(f"release: lease {epoch} is not held by {pipeline_id!r} (any more)")
-        core.endings.given_back(status.lease)
+        gone = []
+        for epoch in epochs:
+            status = core.state.leases.get(epoch)
+            if status is None or status.lease.pipeline_id != pipeline_id:
+                gone.append(epoch)
+            else:
+                core.endings.given_back(status.lease)
+        if gone:
+            names = ", ".join(map(str, gone))
+            raise StaleEpochError(f"release: lease {names} is not held by {pipeline_id!r} (any more)")
 
     async def poll_rollout(
         self,

@@ -1,6 +1,7 @@
 """Between a rollout's lease and the rollout manager: bundles in as they come, and back when their memory is free."""
 
 import logging
+import queue
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,6 @@ from rlix.protocol.messages import Demand, Fence, Lease, LeaseStatus, Process
 
 logger = logging.getLogger(__name__)
 
-_GIVE_BACK_THREADS = 4
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -25,7 +25,8 @@ class BundleFeed:
         self._client = client
         self._rollout = client.rollout(cluster)
         self._stop = threading.Event()
-        self._giving = ThreadPoolExecutor(_GIVE_BACK_THREADS, "give-back")
+        self._giving = ThreadPoolExecutor(1, "give-back")
+        self._freed: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     # ---- for the manager -------------------------------------------------------------------------------------
@@ -76,11 +77,18 @@ class BundleFeed:
 
     def _acknowledged(self, lease: Lease, ack: "Future[None]") -> None:
         if ack.exception() is None:
-            self._giving.submit(self._give_back, lease)
+            self._freed.put(lease)
+            self._giving.submit(self._give_back)
         # Else the job is ending, and with it its replicas: their death frees the device.
 
-    def _give_back(self, lease: Lease) -> None:
+    def _give_back(self) -> None:
+        """All that is free by now, in one call."""
+        leases = []
+        while not self._freed.empty():
+            leases.append(self._freed.get())
+        if not leases:
+            return
         try:
-            self._rollout.give_back(lease)
+            self._rollout.give_back(*leases)
         except RlixError as error:
-            logger.warning("lease %d was not given back: %s", lease.epoch, error)
+            logger.warning("leases %s were not given back: %s", [lease.epoch for lease in leases], error)

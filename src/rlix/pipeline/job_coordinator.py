@@ -63,21 +63,12 @@ class JobCoordinator(PipelineCoordinator):
         assert self._final is not None
         return self._final
 
-    async def closed(self) -> None:
-        """Return when the job has ended.
-
-        The control plane asks as soon as it finds the coordinator: should the launcher have died before it could start
-        the job, it starts now.
-        """
-        await self.start()
-        await super().closed()
-
     async def _see_to_the_end(self, pipeline: Any) -> None:
         if self._stop_wanted:
             await self.stop()
         self._final = await self._run(pipeline)
         self._ended.set()
-        await super().closed()
+        await self.closed()
         ray.kill(pipeline)
         await asyncio.sleep(REMEMBERED_S)
         logger.info("%s has been over for %.0f s: its coordinator ends", self._final.name, REMEMBERED_S)
