@@ -1,7 +1,8 @@
 """A plain script as a job of the pool: no pipeline, no job file. Start several, and they take turns on its GPUs.
 
-python -m rlix.control.daemon 4 &         # a pool for everybody; of 4 virtual GPUs where there are no real ones
-python examples/attach.py left & python examples/attach.py right
+    RLIX_VIRTUAL_GPUS=4 python examples/attach.py left & python examples/attach.py right
+
+The first one starts the pool that both share, of four virtual GPUs where there are no real ones.
 """
 
 import sys

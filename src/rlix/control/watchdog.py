@@ -6,9 +6,10 @@ import threading
 import time
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayError
 
-from rlix.node.process import kill, state, this_process
+from rlix.node.process import describe, kill, state, this_process
 from rlix.protocol.messages import Process
 from rlix.protocol.types import NAMESPACE
 
@@ -30,22 +31,23 @@ def watch_over(names: tuple[str, ...]) -> None:
 
 
 def _watch(names: tuple[str, ...]) -> None:
-    known: dict[str, Process] = {}
     while True:
         time.sleep(_EVERY_S)
         for name in names:
             try:
-                actor = ray.get_actor(name, NAMESPACE)
-                known[name] = ray.get(actor.process.remote(), timeout=_ANSWER_S)
+                ray.get(ray.get_actor(name, NAMESPACE).process.remote(), timeout=_ANSWER_S)
             except GetTimeoutError:
-                _look(name, known.get(name))
+                _look(name)
             except (ValueError, RayError) as error:
                 logger.debug("%s is away: %s", name, error)
 
 
-def _look(name: str, process: Process | None) -> None:
-    if process is not None and state(process) == "stopped":
-        logger.error(
-            "%s, process %d, is stopped and does not answer: killing it, to be started again", name, process.pid
-        )
-        kill([process], _KILL_TIMEOUT_S)
+def _look(name: str) -> None:
+    """Ray knows the process of an actor also when it has never answered."""
+    actors = [actor for actor in ray_state.actors().values() if (actor["Name"], actor["State"]) == (name, "ALIVE")]
+    for process in (describe(actor["Pid"]) for actor in actors):
+        if process is not None and state(process) == "stopped":
+            logger.error(
+                "%s (process %d) is stopped and does not answer: it is killed, to start again", name, process.pid
+            )
+            kill([process], _KILL_TIMEOUT_S)
