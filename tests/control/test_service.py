@@ -91,7 +91,7 @@ def test_nobody_gives_back_what_another_job_holds() -> None:
     lease = world.gang("ft_1")
     world.machine.lock(lease, process(7))
     with pytest.raises(StaleEpochError, match=f"lease {lease.epoch} is not held by 'ft_2'"):
-        asyncio.run(service_of(world).release("ft_2", lease.epoch))
+        asyncio.run(service_of(world).release("ft_2", [lease.epoch]))
     world.run(5.0)
     assert world.held("ft_1") == (lease,)
     assert world.machine.killed == []

@@ -88,7 +88,9 @@ class Endings:
         if lease.phase is Phase.ROLLOUT and job is not None and not job.ending:
             core.clock.call_later(job.failed(core.clock.time()), core.changed)
             core.rollouts.ended(lease)
-        self._kill_holders(lease, self.holders(lease), partial(self._seen_after_death, lease, why, reason))
+        # Whoever asked for devices of a node that left may be on another one, and has no byte there any more.
+        holders = self.named_holders(lease) if reason is ReleaseReason.NODE_LOST else self.holders(lease)
+        self._kill_holders(lease, holders, partial(self._seen_after_death, lease, why, reason))
 
     def holders(self, lease: Lease) -> tuple[Process, ...]:
         """The processes that keep bytes under the lease: those named, or else those that took it."""

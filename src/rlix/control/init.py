@@ -18,6 +18,7 @@ from rlix.control.resource_manager import ResourceManager
 from rlix.control.rpc import get
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
+from rlix.node.process import this_process
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import (
     NAMESPACE,
@@ -92,7 +93,8 @@ def shutdown() -> None:
         return
     with contextlib.suppress(ValueError, RayError, WaitTimeoutError):
         scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
-        get(scheduler.close.remote(), what="closing the scheduler", timeout_s=STOP_TIMEOUT_S)
+        me = this_process(ray.get_runtime_context().get_node_id())
+        get(scheduler.close.remote(me), what="closing the scheduler", timeout_s=STOP_TIMEOUT_S)
     ours = [
         actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE
     ]

@@ -107,13 +107,13 @@ class Scheduler:
         core.found(numbered(core.state.devices, devices, core.state.next_device_id))
         return len(devices)
 
-    async def close(self) -> None:
-        """Ends every pipeline, then stops planning and closes the journal."""
+    async def close(self, spare: Process | None = None) -> None:
+        """Ends every pipeline, then stops planning and closes the journal. `spare`: the process that says so."""
         self._closed = True
         core, self._started = self._started, None
         if core is None:
             return
-        ended = [asyncio.ensure_future(_ended(core, job, "the control plane shuts down", None)) for job in core.jobs]
+        ended = [asyncio.ensure_future(_ended(core, job, "the control plane shuts down", spare)) for job in core.jobs]
         if ended:
             await asyncio.wait(ended, timeout=_CLOSE_TIMEOUT_S)
         core.close()
