@@ -29,6 +29,7 @@ from rlix.protocol.types import (
 
 STEPS, CHECKPOINT_EVERY, BY_ITSELF = 16, 2, 4
 _FIRST_STEP_S, _FINISH_S = 120.0, 300.0
+BUDGET_S = 240.0  # after which no further round begins
 _TIMED = ("time", "_s")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -158,7 +159,8 @@ def inject(run: Campaign, count: int) -> dict[str, object]:
     resumes = redone = rounds = 0
     resumed_s: list[float] = []
     left = count
-    while left > 0:
+    deadline = time.monotonic() + BUDGET_S
+    while left > 0 and time.monotonic() < deadline:
         training = Training(run, folder / f"round-{rounds}")
         rounds += 1
         try:
