@@ -25,7 +25,7 @@ import ray
 from benchmarks.faults import injectors, training
 from benchmarks.faults.calls import WRONG, harm_of, wrong_call
 from benchmarks.faults.campaign import Campaign, until
-from benchmarks.faults.light import LightJobs, Work, work_of
+from benchmarks.faults.light import JOBS, LightJobs, work_of
 from benchmarks.faults.pool import Pool, actor
 from benchmarks.faults.table import Fault, table
 from benchmarks.faults.watcher import Watcher
@@ -137,23 +137,22 @@ def campaign(options: argparse.Namespace) -> tuple[list[Fault], dict[str, object
         watcher = Watcher(pool.journal(), pool.locks, devices, ray.get(actor(SCHEDULER_ACTOR_NAME).pool_id.remote()))
         run = Campaign(pool, watcher, rng)
         for_training = 0 if options.no_training else round(TRAINING_SHARE * options.count)
-        run.light = LightJobs(pool.folder, options.seed)
-        work: Work | None = None
-        try:
-            if not until(lambda: len(pool.status().pipelines) > len(run.light.processes), 60):  # type: ignore[union-attr]
-                raise TimeoutError("the light jobs did not start")
-            inject(run, plan(options.count - for_training, rng, options.only))
-        finally:
-            run.light.close()
-            work = work_of(pool.folder)
-            if options.keep:
-                shutil.copytree(pool.folder, options.keep, dirs_exist_ok=True)
         if for_training:
             try:
                 trained = training.inject(run, for_training)
             except Exception as error:  # noqa: BLE001 - what has been measured is still shown
                 traceback.print_exc()
                 trained = {"wrong metrics": [f"the training part failed: {error!r}"]}
+        run.light = LightJobs(pool.folder, options.seed)
+        try:
+            if not until(lambda: len(pool.status().pipelines) > len(JOBS), 60):
+                raise TimeoutError("the light jobs did not start")
+            inject(run, plan(options.count - len(run.faults), rng, options.only))
+        finally:
+            run.light.close()
+            work = work_of(pool.folder)
+            if options.keep:
+                shutil.copytree(pool.folder, options.keep, dirs_exist_ok=True)
         leaked = leaks(run)
         watcher.close()
         looks, double = watcher.looks, [*watcher.ledger.double, *watcher.violations]
