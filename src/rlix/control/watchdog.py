@@ -4,11 +4,13 @@ import logging
 import os
 import threading
 import time
+from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayError
 
-from rlix.node.process import kill, state, this_process
+from rlix.node.process import describe, kill, state, this_process
 from rlix.protocol.messages import Process
 from rlix.protocol.types import NAMESPACE
 
@@ -36,11 +38,17 @@ def _watch(names: tuple[str, ...]) -> None:
         for name in names:
             try:
                 actor = ray.get_actor(name, NAMESPACE)
-                known[name] = ray.get(actor.process.remote(), timeout=_ANSWER_S)
-            except GetTimeoutError:
-                _look(name, known.get(name))
+                try:
+                    known[name] = ray.get(actor.process.remote(), timeout=_ANSWER_S)
+                except GetTimeoutError:
+                    _look(name, known.get(name) or _recorded(actor))
             except (ValueError, RayError) as error:
                 logger.debug("%s is away: %s", name, error)
+
+
+def _recorded(actor: Any) -> Process | None:
+    """The actor's process by what Ray knows of it: it may have been stopped before it ever answered us."""
+    return describe(int((ray_state.actors(actor._actor_id.hex()) or {}).get("Pid", 0)))
 
 
 def _look(name: str, process: Process | None) -> None:
