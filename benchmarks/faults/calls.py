@@ -52,10 +52,10 @@ WRONG: dict[str, Call] = {
     ),
     "demand: words inside": lambda s, p, run: s.report_demand.remote(_crew(run), "roll", Demand("3")),  # type: ignore[arg-type]
     "withdraw: key is a list": lambda s, p, _: s.withdraw_gang.remote(p, ["x"]),
-    "release: never granted": lambda s, p, _: s.release.remote(p, 10**9),
+    "release: never granted": lambda s, p, _: s.release.remote(p, [10**9]),
     "release: a word": lambda s, p, _: s.release.remote(p, "x"),
     "release: nothing": lambda s, p, _: s.release.remote(p, None),
-    "release: of another job": lambda s, p, run: s.release.remote(p, _others(run)),
+    "release: of another job": lambda s, p, run: s.release.remote(p, [_others(run)]),
     "release: twice": lambda s, p, run: _twice(s, p, run),  # noqa: PLW0108 - it is defined below
     "register: unknown id": lambda s, p, _: s.register_pipeline.remote("ft_999", "ns", {}, {}),
     "register: otherwise": lambda s, p, _: s.register_pipeline.remote(p, "ns", {"a": 1}, {"a": [0]}),
@@ -113,4 +113,4 @@ def _others(run: Campaign) -> int:
 def _twice(scheduler: Any, pipeline_id: str, run: Campaign) -> Any:
     lease = run.probe.acquire("probe", GANG, 30)
     run.probe.release(lease)
-    return scheduler.release.remote(pipeline_id, lease.epoch)
+    return scheduler.release.remote(pipeline_id, [lease.epoch])

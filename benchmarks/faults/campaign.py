@@ -24,6 +24,7 @@ from rlix.protocol.types import Phase, pipeline_namespace
 
 RECOVERY_S = 45.0
 _POLL_S = 0.01
+_CHOOSING_S = 5.0
 STOP_NAMES = {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped"}
 
 
@@ -83,7 +84,11 @@ class Campaign:
         """Kills or stops a process that holds a lease; recovered when the lease's devices are free for others."""
         at = time.time()
         os.kill(victim.pid, number)
-        ended = self.watcher.wait(at, lambda e: isinstance(e, LeaseReleased) and e.epoch == lease.epoch, RECOVERY_S)
+        earliest = at - _CHOOSING_S  # it may have ended by itself in the moment since it was chosen
+        ended = self.watcher.wait(
+            earliest, lambda e: isinstance(e, LeaseReleased) and e.epoch == lease.epoch, RECOVERY_S
+        )
+        ended = None if ended is None else max(0.0, ended - _CHOOSING_S)
         noticed = 0.0
         if number == signal.SIGSTOP and ended is not None:
             noticed = self.noticed(at, lease.epoch, ended)

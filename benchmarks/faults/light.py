@@ -60,29 +60,30 @@ class LightJobs:
                 if not process.is_alive():
                     self._start(name)
 
-    def work(self) -> Work:
-        """Each finished round must hold each of its trajectories exactly once."""
-        steps = trajectories = redone = redone_steps = 0
-        wrong: list[str] = []
-        for name in JOBS:
-            expected, seen = 0, []
-            for line in _lines(self._folder / f"{name}.ledger"):
-                kind, number, *rest = line.split()
-                if kind == "restart":
-                    redone += len(seen)
-                    seen = []
-                    expected = max(expected, int(number))
-                elif kind == "trajectory":
-                    seen.append((int(number), int(rest[0])))
-                else:
-                    if sorted(seen) != [(int(number), i) for i in range(int(rest[0]))] or int(number) != expected:
-                        wrong.append(f"{name}, round {number} (expected {expected}): {rest[0]} wanted, {sorted(seen)}")
-                    steps, trajectories, seen = steps + 1, trajectories + len(seen), []
-                    expected = int(number) + 1
-            lost = [line.split()[0] for line in _lines(self._folder / f"{name}.lost")]
-            redone += lost.count("trajectory")
-            redone_steps += lost.count("step")
-        return Work(steps, trajectories, redone, redone_steps, tuple(wrong))
+
+def work_of(folder: Path) -> Work:
+    """Each finished round must hold each of its trajectories exactly once."""
+    steps = trajectories = redone = redone_steps = 0
+    wrong: list[str] = []
+    for name in JOBS:
+        expected, seen = 0, []
+        for line in _lines(folder / f"{name}.ledger"):
+            kind, number, *rest = line.split()
+            if kind == "restart":
+                redone += len(seen)
+                seen = []
+                expected = max(expected, int(number))
+            elif kind == "trajectory":
+                seen.append((int(number), int(rest[0])))
+            else:
+                if sorted(seen) != [(int(number), i) for i in range(int(rest[0]))] or int(number) != expected:
+                    wrong.append(f"{name}, round {number} (expected {expected}): {rest[0]} wanted, {sorted(seen)}")
+                steps, trajectories, seen = steps + 1, trajectories + len(seen), []
+                expected = int(number) + 1
+        lost = [line.split()[0] for line in _lines(folder / f"{name}.lost")]
+        redone += lost.count("trajectory")
+        redone_steps += lost.count("step")
+    return Work(steps, trajectories, redone, redone_steps, tuple(wrong))
 
 
 def _lines(path: Path) -> list[str]:

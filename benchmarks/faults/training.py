@@ -27,8 +27,10 @@ from rlix.protocol.types import (
     Phase,
 )
 
-STEPS, CHECKPOINT_EVERY, BY_ITSELF = 16, 2, 4
+STEPS, CHECKPOINT_EVERY = 16, 2
+BY_ITSELF = 3  # every how many faults one ends a job
 _FIRST_STEP_S, _FINISH_S = 120.0, 300.0
+BUDGET_S = 240.0  # after which no further round begins
 _TIMED = ("time", "_s")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -158,7 +160,8 @@ def inject(run: Campaign, count: int) -> dict[str, object]:
     resumes = redone = rounds = 0
     resumed_s: list[float] = []
     left = count
-    while left > 0:
+    deadline = time.monotonic() + BUDGET_S
+    while left > 0 and time.monotonic() < deadline:
         training = Training(run, folder / f"round-{rounds}")
         rounds += 1
         try:
@@ -198,11 +201,9 @@ def _round(training: Training, left: int, resumed_s: list[float]) -> int:
         partial(training.actor, "ray::PipelineActor", "pipeline", STOP),
         partial(training.actor, "ray::JobCoordinator", "coordinator", KILL),
     ]
-    endings = list(ending)
-    run.rng.shuffle(endings)
     while done < left and len(training.running) == 2:
-        ends = done % BY_ITSELF == BY_ITSELF - 1 and bool(endings)
-        injector = endings.pop() if ends else run.rng.choice(mild)
+        ends = done % BY_ITSELF == BY_ITSELF - 1
+        injector = ending[len(resumed_s) % len(ending)] if ends else run.rng.choice(mild)
         try:
             fault = injector(run)
         except (TimeoutError, RlixError) as error:

@@ -82,3 +82,11 @@ def test_a_stopped_scheduler_is_started_again(make_job: MakeJob) -> None:
     with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=60) as lease:
         assert lease.devices == (3,)
     assert process_of(SCHEDULER_ACTOR_NAME) != before
+
+
+def test_a_watchdog_that_has_just_started_ends_what_was_stopped_before(ray_session: Any) -> None:
+    watcher, stopped = process_of(RESOURCE_MANAGER_ACTOR_NAME), process_of(ORCHESTRATOR_ACTOR_NAME)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    os.kill(watcher.pid, signal.SIGKILL)
+    assert until_another(ORCHESTRATOR_ACTOR_NAME, stopped) < 60
+    assert process_of(RESOURCE_MANAGER_ACTOR_NAME) != watcher

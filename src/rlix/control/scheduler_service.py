@@ -258,8 +258,10 @@ class Scheduler:
         """Gives leases back. The caller has released the devices' memory; on this node that is looked at at once.
 
         Raises:
+            SpecError: these are no epochs.
             StaleEpochError: the pipeline holds some of them not (any more); the others were given back.
         """
+        checks.epochs(f"release({pipeline_id!r})", epochs)
         core = await self._core()
         gone = []
         for epoch in epochs:

@@ -1,0 +1,57 @@
+"""The judges of the fault campaign find what they are there for."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.light import JOBS, work_of
+from benchmarks.faults.table import Fault, quantile
+from benchmarks.faults.watcher import Ledger
+from rlix.protocol.events import DrainStarted, LeaseGranted, LeaseReleased
+from rlix.protocol.messages import Lease, ReleaseReason
+from rlix.protocol.types import Phase
+
+
+def granted(epoch: int, *devices: int) -> LeaseGranted:
+    return LeaseGranted(Lease(epoch, "ft_1", "actor_train", Phase.ACTOR_TRAINING, devices))
+
+
+def test_a_device_passes_on_only_from_a_lease_that_drains() -> None:
+    ledger = Ledger()
+    for event in (granted(1, 0), granted(2, 1), DrainStarted(1), granted(3, 0)):
+        ledger.apply(event)
+    assert ledger.holder == {0: 1, 1: 2}
+    ledger.apply(LeaseReleased(1, ReleaseReason.SHRUNK))
+    assert ledger.holder == {0: 3, 1: 2}
+    assert ledger.double == []
+    ledger.apply(granted(4, 1))
+    assert ledger.double == ["device 1: lease 4 beside 2 and None"]
+
+
+def test_an_epoch_that_does_not_grow_is_found() -> None:
+    ledger = Ledger()
+    for event in (granted(7, 0), LeaseReleased(7, ReleaseReason.RELEASED), granted(7, 0)):
+        ledger.apply(event)
+    assert ledger.double == ["epoch 7 after 7"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong", "redone"),
+    [
+        (["restart 0", "trajectory 0 0", "trajectory 0 1", "step 0 2"], 0, 0),
+        (["restart 0", "trajectory 0 1", "restart 0", "trajectory 0 0", "trajectory 0 1", "step 0 2"], 0, 1),
+        (["restart 0", "trajectory 0 1", "step 0 2"], 1, 0),
+        (["restart 0", "trajectory 0 0", "trajectory 0 0", "trajectory 0 1", "step 0 2"], 1, 0),
+        (["restart 0", "trajectory 0 0", "step 0 1", "trajectory 2 0", "step 2 1"], 1, 0),
+    ],
+)
+def test_lost_doubled_and_missing_rounds_are_found(tmp_path: Path, lines: list[str], wrong: int, redone: int) -> None:
+    (tmp_path / f"{next(iter(JOBS))}.ledger").write_text("\n".join(lines))
+    work = work_of(tmp_path)
+    assert (len(work.wrong), work.redone_trajectories) == (wrong, redone)
+
+
+def test_recovery_counts_from_when_it_was_noticed() -> None:
+    assert Fault("stopped", 3.0, 2.5).bare_s == 0.5
+    assert quantile([5.0, 1.0, 3.0], 0.5) == 3.0
+    assert quantile([float(i) for i in range(1, 201)], 0.99) == 198.0
