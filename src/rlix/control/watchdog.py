@@ -32,16 +32,15 @@ def watch_over(names: tuple[str, ...]) -> None:
 
 
 def _watch(names: tuple[str, ...]) -> None:
-    known: dict[str, Process] = {}
     while True:
         time.sleep(_EVERY_S)
         for name in names:
             try:
                 actor = ray.get_actor(name, NAMESPACE)
                 try:
-                    known[name] = ray.get(actor.process.remote(), timeout=_ANSWER_S)
+                    ray.get(actor.process.remote(), timeout=_ANSWER_S)
                 except GetTimeoutError:
-                    _look(name, known.get(name) or _recorded(actor))
+                    _look(name, _recorded(actor))
             except (ValueError, RayError) as error:
                 logger.debug("%s is away: %s", name, error)
 
