@@ -165,5 +165,6 @@ class RolloutLease:
         """Nothing is to be done any more; what is still held is given back."""
         with contextlib.suppress(PipelineGoneError):
             self.report(0)
+            self.poll()  # takes up what was granted just before: nobody else would give it back
             for lease in [*self.leases, *(self._held[e] for e in sorted(self._draining) if e in self._held)]:
                 self.give_back(lease)
