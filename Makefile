@@ -61,6 +61,7 @@ test: lint
 
 bench: $(VENV)/.stamp-test
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done
+	@echo "== benchmarks/faults"; $(BIN)/python -m benchmarks.faults
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,7 +47,7 @@ def test_jobs_outlive_their_driver_and_are_watched_and_stopped_by_others(termina
     assert started, first.output()
     second = terminals.start("run", "right.yaml", "--no-live")
     second.wait_for(r"right: running, step [1-9]")
-    joined = f"joined the control plane of process {started[1]} (8 virtual GPUs, 1 job runs there)"
+    joined = f"joined the control plane of process {started[1]} (2 virtual GPUs, 1 job runs there)"
     assert joined in second.output()
 
     first.send(signal.SIGHUP)  # the terminal is gone, which ends nothing
