@@ -112,10 +112,11 @@ class World:
         return [status for status in self.state.leases.values() if status.state is state]
 
     def held(self) -> dict[str, list[int]]:
-        """Rollout devices by pipeline, draining leases left out."""
+        """Rollout devices by pipeline; leases on their way out, and quarantined ones, serve nobody and are left out."""
         held: dict[str, list[int]] = {}
         for status in self.state.leases.values():
-            if status.lease.phase is Phase.ROLLOUT and status.state is not LeaseState.DRAINING:
+            serves = status.state in (LeaseState.PENDING, LeaseState.ACTIVE)
+            if status.lease.phase is Phase.ROLLOUT and serves:
                 held.setdefault(status.lease.pipeline_id, []).extend(status.lease.devices)
         return {name: sorted(ids) for name, ids in held.items()}
 
