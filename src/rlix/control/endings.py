@@ -193,13 +193,10 @@ class Endings:
         if pipeline_id not in core.state.ending:
             level = logging.INFO if spare is not None else logging.WARNING  # by its own word, or by somebody else's
             logger.log(level, "pipeline %s ends: %s", pipeline_id, why or "unregistered")
-            text = f"pipeline {pipeline_id!r} was unregistered while it waited"
             for ticket in core.gangs.of_pipeline(pipeline_id):
-                waiting = ticket.outcome is None
-                if waiting:
-                    core.withdraw(
-                        ticket, PipelineGoneError(f"{text} for {ticket.cluster.name!r}: {why or 'unregistered'}")
-                    )
+                if ticket.outcome is None:
+                    text = f"pipeline {pipeline_id!r} was unregistered while it waited for {ticket.cluster.name!r}"
+                    core.withdraw(ticket, PipelineGoneError(f"{text}: {why or 'unregistered'}"))
             core.record(PipelineEnding(pipeline_id, why))
         job.ending = True
         registration = core.state.registrations[pipeline_id]

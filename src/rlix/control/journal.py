@@ -104,7 +104,7 @@ class Journal:
             with self._as_journal_error("open", "move the file away to start afresh"):
                 self._db = self._open(pool)
                 self._length = int(self._db.execute("SELECT COUNT(*) FROM events").fetchone()[0])
-        except BaseException:
+        except BaseException:  # raised again: the next attempt needs the lock
             self._lock.close()
             raise
 
@@ -180,7 +180,7 @@ class Journal:
         try:
             yield
             self._db.execute("COMMIT")
-        except BaseException:
+        except BaseException:  # raised again: whatever it was, all or nothing is written
             if self._db.in_transaction:  # SQLite has ended it already where the disk was full
                 self._db.execute("ROLLBACK")
             raise

@@ -7,19 +7,19 @@ from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineSt
 def status_of(core: Core) -> ControlStatus:
     """Everything that a terminal view shows."""
     state, now, wall = core.state, core.clock.time(), core.wall()
-    waiting = {
-        ticket.request_id: Waiting(
+    waiting = tuple(
+        Waiting(
             ticket.pipeline_id, ticket.cluster.name, ticket.phase, wall - (now - ticket.asked_at), core.behind(ticket)
         )
         for ticket in core.gangs.waiting()
-    }
+    )
     demands = {pipeline_id: demand for (pipeline_id, _), demand in state.demands.items()}
     pipelines = tuple(
         PipelineStatus(
             pipeline_id=pipeline_id,
             admitted=pipeline_id in state.admitted,
             clusters=registration.clusters,
-            waiting=tuple(w.cluster for w in waiting.values() if w.pipeline_id == pipeline_id),
+            waiting=tuple(w.cluster for w in waiting if w.pipeline_id == pipeline_id),
             demand=demands.get(pipeline_id, Demand(0)),
             name=registration.name,
             ending=state.ending.get(pipeline_id, ""),
@@ -32,7 +32,7 @@ def status_of(core: Core) -> ControlStatus:
         pipelines=pipelines,
         leases=tuple(state.leases.values()),
         journal_length=len(core.writer),
-        waiting=tuple(waiting.values()),
+        waiting=waiting,
         granted_at=dict(core.granted_at),
         holders={lease.epoch: core.endings.holders(lease) for lease in held},
         trouble=core.writer.trouble,

@@ -294,22 +294,26 @@ class State:
         if event.phase.preemptible:
             raise StateError(f"{event.phase.name} asks for no gang; report demand for cluster {event.cluster!r}")
         self._last_request = event.request_id
-        first = self._expected_on(event.pipeline_id, cluster)
+        self._requests[event.request_id] = self._placed(event, cluster)
+        return ()
+
+    def _placed(self, asked: GangRequested, cluster: Cluster) -> GangRequest:
+        """The request with the devices on which it may be granted, the expected ones first."""
+        first = self._expected_on(asked.pipeline_id, cluster)
         others = tuple(devices for devices in cluster.choices if devices != first)
-        self._requests[event.request_id] = GangRequest(
-            event.request_id,
-            event.pipeline_id,
-            event.cluster,
-            event.phase,
+        return GangRequest(
+            asked.request_id,
+            asked.pipeline_id,
+            asked.cluster,
+            asked.phase,
             first,
             others,
-            event.key,
-            event.holder,
-            event.holding,
-            event.longest_s,
-            self._gang_work.get((event.pipeline_id, event.cluster, event.phase), 0.0),
+            asked.key,
+            asked.holder,
+            asked.holding,
+            asked.longest_s,
+            self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
         )
-        return ()
 
     @_apply.register
     def _(self, event: GangCancelled) -> tuple[Lease, ...]:
@@ -362,19 +366,16 @@ class State:
         cluster = self._cluster(lease.pipeline_id, lease.cluster)
         self._last_epoch = max(self._last_epoch, lease.epoch)
         if event.request_id is not None:
-            first = self._expected_on(lease.pipeline_id, cluster)
-            others = tuple(devices for devices in cluster.choices if devices != first)
-            self._answered[lease.epoch] = GangRequest(
+            asked = GangRequested(
                 event.request_id,
                 lease.pipeline_id,
                 lease.cluster,
                 lease.phase,
-                first,
-                others,
                 lease.key,
                 lease.holder,
                 longest_s=lease.longest_s,
             )
+            self._answered[lease.epoch] = self._placed(asked, cluster)
         elif cluster.alternatives and lease.phase is not Phase.ROLLOUT:
             self._moved(lease)
         self._keep(status)
