@@ -72,6 +72,7 @@ class GangRequested:
     holder: Process | None = None
     holding: tuple[int, ...] = ()
     longest_s: float | None = None
+    first: tuple[int, ...] = ()  # in a compacted journal: the devices it waits for, which depend on when it asked
 
 
 @dataclass(frozen=True, slots=True)

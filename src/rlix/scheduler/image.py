@@ -43,6 +43,7 @@ def _events(state: State) -> Iterator[Event]:
             request.holder,
             request.holding,
             request.longest_s,
+            request.devices,
         )
     for epoch, status in state.leases.items():
         answered = state.answered_by(epoch)

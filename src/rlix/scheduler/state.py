@@ -299,7 +299,7 @@ class State:
 
     def _placed(self, asked: GangRequested, cluster: Cluster) -> GangRequest:
         """The request with the devices on which it may be granted, the expected ones first."""
-        first = self._expected_on(asked.pipeline_id, cluster)
+        first = asked.first or self._expected_on(asked.pipeline_id, cluster)
         others = tuple(devices for devices in cluster.choices if devices != first)
         return GangRequest(
             asked.request_id,
