@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sharing import measure
-from rlix.pipeline.spec import JobSpec, load_job
+from rlix.pipeline.spec.job import JobSpec, load_job
 
 
 def agentic_job(name: str, steps: int, scale: float, seed: int) -> JobSpec:

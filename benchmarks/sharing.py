@@ -36,7 +36,7 @@ def measure(specs: list[str], split: bool) -> dict[str, Any]:
 
 def shortened(folder: Path, steps: int) -> list[str]:
     """The shipped jobs with another number of steps."""
-    from rlix.pipeline.spec import load_job
+    from rlix.pipeline.spec.job import load_job
 
     paths = []
     for name in JOBS:

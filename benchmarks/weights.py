@@ -5,8 +5,8 @@
 One Ray actor holds the trainer's weights, another one a replica's, on one node. Three things are timed for a model of
 few large tensors and one of many small ones, best of several runs each:
 
-- publish: pack into buckets and put into Ray's object store (`rlix.engine.weights.publish`)
-- pull: get the buckets and copy them into the replica's parameters (`rlix.engine.weights.apply`)
+- publish: pack into buckets and put into Ray's object store (`rlix.engine.weights.publication.publish`)
+- pull: get the buckets and copy them into the replica's parameters (`rlix.engine.weights.publication.apply`)
 - loop: the same by one `ray.put` and one `ray.get` per parameter, which is what buckets are to beat
 
 The memory copy is `destination.copy_(source)` of as many bytes, both touched before, in the process that publishes.
@@ -24,8 +24,8 @@ import ray
 import torch
 from ray._private import ray_constants
 
-from rlix.engine import weights
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.weights import publication
+from rlix.engine.weights.publication import PublishedWeights
 
 OBJECT_STORE_BYTES = 1_500_000_000
 MODELS = {"few large tensors": (8, 6_250_000), "many small tensors": (8000, 2048)}  # count, float32 elements of each
@@ -45,11 +45,11 @@ class Holder:
 
     def publish(self, version: int) -> tuple[PublishedWeights, float]:
         start = time.perf_counter()
-        published = weights.publish(weights.named_weights(self.model).items(), version)
+        published = publication.publish(publication.named_weights(self.model).items(), version)
         return published, time.perf_counter() - start
 
     def pull(self, published: PublishedWeights) -> float:
-        return weights.apply(self.model, published).seconds
+        return publication.apply(self.model, published).seconds
 
     def put_each(self) -> tuple[list[Any], float]:
         start = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlix.pipeline.spec import JobSpec, PretrainedModel, TinyModel
+from rlix.pipeline.spec.job import JobSpec, PretrainedModel, TinyModel
 
 TARGET = Path(__file__).with_name("job-spec.md")
 INTRODUCTION = """# Job spec reference

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.common import Row, qwen_config, seconds
-from rlix.engine.materialize import ModuleSpec, build_module
+from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.nn import HuggingFaceFsdp2TrainModule
 
 

@@ -8,8 +8,8 @@ from transformers import Qwen2ForCausalLM
 from benchmarks.gpu.common import Row, qwen_config, seconds
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
 from rlix.engine.executors.transformers import TransformersExecutor
+from rlix.engine.inference.requests import GenerationRequest
 from rlix.engine.model_source import ModelSource
-from rlix.engine.requests import GenerationRequest
 
 
 def measure(device: torch.device) -> list[Row]:

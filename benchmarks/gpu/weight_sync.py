@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.common import Row, seconds
-from rlix.engine import weights
-from rlix.engine.buckets import layout, pack_stream
-from rlix.engine.transfer import Rendezvous, Sender, open_store
-from rlix.engine.weight_sync import DEVICE_BUCKET_BYTES
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.weights import publication
+from rlix.engine.weights.buckets import layout, pack_stream
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.sync import DEVICE_BUCKET_BYTES
+from rlix.engine.weights.transfer import Rendezvous, Sender, open_store
 
 WAIT_S = 60.0
 
@@ -39,9 +39,9 @@ def _compare(name: str, count: int, size: int, device: torch.device) -> list[Row
     nbytes = 4 * count * size
 
     def sync() -> None:
-        named = weights.named_weights(trainer)
-        published = weights.publish(named.items(), 0, put=lambda bucket: bucket.copy())
-        weights.apply(replica, published)
+        named = publication.named_weights(trainer)
+        published = publication.publish(named.items(), 0, put=lambda bucket: bucket.copy())
+        publication.apply(replica, published)
 
     @torch.no_grad()
     def loop() -> None:
@@ -78,7 +78,7 @@ def _send(trainer: nn.ParameterList, connection: Connection, device: torch.devic
     store = open_store("127.0.0.1", 0, WAIT_S, server=True)
     transport = "ipc" if device.type == "cuda" else "broadcast"
     meeting = Rendezvous("replica", "127.0.0.1", store.port, ((transport,),), WAIT_S)
-    named = weights.named_weights(trainer)
+    named = publication.named_weights(trainer)
     connection.send(PublishedWeights(0, layout(named.items(), DEVICE_BUCKET_BYTES), rendezvous=meeting))
     with Sender(meeting, device) as sender:
         for bucket in pack_stream(named.items(), DEVICE_BUCKET_BYTES, device):
@@ -104,5 +104,5 @@ def _other_process(count: int, size: int, device: torch.device) -> Iterator[Conn
 def _receive(connection: Connection, count: int, size: int, device: torch.device) -> None:
     replica = _model(count, size, 0.0, device).requires_grad_(False)
     while True:
-        weights.apply(replica, connection.recv())
+        publication.apply(replica, connection.recv())
         connection.send([float(replica[0][0]), float(replica[-1][-1])])

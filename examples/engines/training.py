@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlix
-from rlix.engine import weights
+from rlix.engine.weights import publication
 
 STEPS, BATCH, LENGTH = 20, 8, 16
 CONFIG = Qwen2Config(
@@ -49,7 +49,7 @@ with torch.device("meta"):
 trainer.build(tensor_parallel_size=2, seed=0)  # each device holds half of every parameter
 losses = [trainer.train_step(rlix.NeedParallel(ids))[0] for ids in batches()]
 
-trained = {entry.name: tensor for entry, tensor in weights.stream(trainer.publish())}
+trained = {entry.name: tensor for entry, tensor in publication.stream(trainer.publish())}
 loss_error = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 weight_error = max(float((trained[name] - value).abs().max()) for name, value in plain.state_dict().items())
 print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {STEPS} steps on {len(trainer.devices)} devices")

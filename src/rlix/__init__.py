@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rlix.control.client import JobClient
     from rlix.control.init import init, shutdown
     from rlix.control.program import attach
-    from rlix.engine.inference_engine import InferenceEngine
+    from rlix.engine.inference.engine import InferenceEngine
     from rlix.engine.parallel import NeedParallel
-    from rlix.engine.train_engine import TrainEngine
-    from rlix.pipeline.launch import launch
-    from rlix.pipeline.spec import JobSpec, load_job
+    from rlix.engine.train.engine import TrainEngine
+    from rlix.pipeline.jobs.launch import launch
+    from rlix.pipeline.spec.job import JobSpec, load_job
     from rlix.protocol.types import Phase
 
 try:
@@ -32,13 +32,13 @@ _LAZY = {
     "shutdown": "rlix.control.init",
     "JobClient": "rlix.control.client",
     "attach": "rlix.control.program",
-    "InferenceEngine": "rlix.engine.inference_engine",
+    "InferenceEngine": "rlix.engine.inference.engine",
     "NeedParallel": "rlix.engine.parallel",
-    "TrainEngine": "rlix.engine.train_engine",
+    "TrainEngine": "rlix.engine.train.engine",
     "device": "torch",
-    "JobSpec": "rlix.pipeline.spec",
-    "launch": "rlix.pipeline.launch",
-    "load_job": "rlix.pipeline.spec",
+    "JobSpec": "rlix.pipeline.spec.job",
+    "launch": "rlix.pipeline.jobs.launch",
+    "load_job": "rlix.pipeline.spec.job",
     "Phase": "rlix.protocol.types",
 }
 _MODULES = ("nn", "pipeline", "protocol")

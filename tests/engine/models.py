@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rlix.engine.weights import PublishedWeights, named_weights, publish, tied_names
+from rlix.engine.weights.publication import PublishedWeights, named_weights, publish, tied_names
 
 VOCABULARY = 97
 

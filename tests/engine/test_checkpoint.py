@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import rlix.nn
-from rlix.engine import checkpoint
-from rlix.engine.materialize import ModuleSpec, build_module, parameters_on_meta
+from rlix.engine.train import checkpoint
+from rlix.engine.train.materialize import ModuleSpec, build_module, parameters_on_meta
 from rlix.protocol.errors import WeightSyncError
 from tests.engine.models import qwen
 from tests.engine.training_models import Policy, batch

@@ -7,8 +7,8 @@ import torch
 
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
 from rlix.engine.executors.transformers import TransformersExecutor
+from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult, continued
 from rlix.engine.model_source import ModelSource
-from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult, continued
 from rlix.protocol.errors import NotResidentError, WeightSyncError
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 import rlix
 from rlix import InferenceEngine
-from rlix.engine.requests import GenerationRequest, continued
+from rlix.engine.inference.requests import GenerationRequest, continued
+from rlix.engine.inference.turns import Turn, TurnError
 from rlix.engine.residency import Residency
-from rlix.engine.turns import Turn, TurnError
-from rlix.engine.weights import PublishedWeights, named_weights, publish
+from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Fence
 from tests.engine.models import VOCABULARY, folder, greedy, model, qwen, tokenizer

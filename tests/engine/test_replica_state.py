@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.replica_state import ReplicaPhase, ReplicaState, ReplicaStateError
+from rlix.engine.inference.replica_state import ReplicaPhase, ReplicaState, ReplicaStateError
 from rlix.protocol.errors import NotResidentError, StaleEpochError
 
 

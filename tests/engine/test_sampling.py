@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.sampling import sample, uniform
+from rlix.engine.inference.sampling import sample, uniform
 
 MASK = 2**64 - 1
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from rlix.engine import checkpoint, weights
-from rlix.engine.materialize import Checkpoint, ModuleSpec, build_module
 from rlix.engine.parallel import NeedParallel
-from rlix.engine.train_adapters import exported, tensors_of
-from rlix.engine.train_engine import TrainEngine
+from rlix.engine.train import checkpoint
+from rlix.engine.train.adapters import exported, tensors_of
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.train.materialize import Checkpoint, ModuleSpec, build_module
+from rlix.engine.weights import publication
 from rlix.nn import BaseTrainModule
 from tests.engine import models
 from tests.engine.models import qwen
@@ -87,6 +88,6 @@ def test_sharded_adapters_publish_base_names(ray_session: Any) -> None:
             loss = engine.train_step(NeedParallel(batch(step)))["loss"]
             assert loss == pytest.approx(alone.train_step(batch(step))["loss"], rel=1e-5)
         target = Qwen2ForCausalLM(qwen())
-        weights.apply(target, engine.publish())
+        publication.apply(target, engine.publish())
     for name, tensor in tensors_of(exported(alone)):
         assert torch.allclose(target.state_dict()[name], tensor, atol=1e-5), name

@@ -8,11 +8,13 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from rlix.engine import placement, train_engine, weights
+from rlix.engine import placement
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
 from rlix.engine.residency import Residency
-from rlix.engine.train_engine import TrainEngine
+from rlix.engine.train import engine as train_engine
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights import publication
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind, Fence
 from tests.engine.models import qwen
@@ -87,8 +89,8 @@ def train(engine: TrainEngine, steps: range) -> list[float]:
     return [engine.train_step(NeedParallel(batch(step)))["loss"] for step in steps]
 
 
-def gathered(published: weights.PublishedWeights) -> dict[str, torch.Tensor]:
-    return {entry.name: tensor for entry, tensor in weights.stream(published)}
+def gathered(published: publication.PublishedWeights) -> dict[str, torch.Tensor]:
+    return {entry.name: tensor for entry, tensor in publication.stream(published)}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -105,7 +107,7 @@ def test_published_weights_are_the_same_from_every_layout_and_apply_exactly(engi
     expected = Qwen2ForCausalLM(qwen())
     published = engine.publish(version=41, bucket_bytes=2**16)
     target = Qwen2ForCausalLM(qwen())
-    report = weights.apply(target, published)
+    report = publication.apply(target, published)
     assert (report.version, engine.version, len(published.buckets) > 1) == (41, 41, True)
     assert engine.publish().version == 42
     for name, tensor in expected.state_dict().items():

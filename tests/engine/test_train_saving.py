@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rlix.engine.train_saving import SaveHandle
+from rlix.engine.train.saving import SaveHandle
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 
 

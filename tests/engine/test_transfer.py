@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlix.engine import transfer
-from rlix.engine.buckets import layout, pack_stream
 from rlix.engine.executors.base import ALL_PARTS, SOURCE_VERSION, ExecutorOptions
 from rlix.engine.executors.transformers import TransformersExecutor
+from rlix.engine.inference.requests import GenerationRequest
 from rlix.engine.model_source import ModelSource
-from rlix.engine.requests import GenerationRequest
-from rlix.engine.transfer import FAILED, Receiver, Rendezvous, Sender, TransferError, open_store
-from rlix.engine.weights import PublishedWeights, named_weights
+from rlix.engine.weights import transfer
+from rlix.engine.weights.buckets import layout, pack_stream
+from rlix.engine.weights.publication import PublishedWeights, named_weights
+from rlix.engine.weights.transfer import FAILED, Receiver, Rendezvous, Sender, TransferError, open_store
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WeightSyncError
 from tests.engine.models import folder, greedy, model
 

@@ -9,9 +9,9 @@ import ray
 import torch
 
 from rlix import InferenceEngine
-from rlix.engine.requests import GenerationRequest, continued
-from rlix.engine.train_engine import TrainEngine
-from rlix.engine.weights import PublishedWeights, named_weights, publish
+from rlix.engine.inference.requests import GenerationRequest, continued
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.node import process
 from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node

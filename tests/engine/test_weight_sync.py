@@ -7,12 +7,12 @@ import ray
 import torch
 
 from rlix import InferenceEngine
-from rlix.engine import train_engine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
-from rlix.engine.train_engine import TrainEngine
-from rlix.engine.weight_sync import choose
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.train import engine as train_engine
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.sync import choose
 from rlix.protocol.errors import NotResidentError, StaleEpochError, WaitTimeoutError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from tests.engine.models import folder, greedy, model, qwen

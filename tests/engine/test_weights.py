@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2ForCausalLM
 
-from rlix.engine import weights
-from rlix.engine.buckets import ALIGNMENT, Bytes, layout, pack, pack_stream
-from rlix.engine.weights import PublishedWeights, named_weights, publish, unpack
+from rlix.engine.weights.buckets import ALIGNMENT, Bytes, layout, pack, pack_stream
+from rlix.engine.weights.publication import PublishedWeights, apply, named_weights, publish, stream, tied_names, unpack
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
 
@@ -26,7 +25,7 @@ def stored(data: Bytes) -> Bytes:
 
 def publication(model: torch.nn.Module, version: int = 1, bucket_bytes: int = 4096) -> PublishedWeights:
     named = named_weights(model)
-    names = weights.tied_names(named)
+    names = tied_names(named)
     return publish(((n, named[n]) for n in names), version, bucket_bytes=bucket_bytes, aliases=names, put=stored)
 
 
@@ -86,7 +85,7 @@ def test_apply_makes_a_model_equal(tied: bool) -> None:
     target = Qwen2ForCausalLM(qwen(tie_word_embeddings=tied))
     identities = [p.data_ptr() for p in target.parameters()]
     published = publication(source, version=7)
-    report = weights.apply(target, published)
+    report = apply(target, published)
     assert report.version == 7
     assert report.bytes == published.manifest.nbytes
     assert all(
@@ -98,14 +97,14 @@ def test_apply_makes_a_model_equal(tied: bool) -> None:
 
 def test_apply_converts_between_floating_point_types_only() -> None:
     source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).bfloat16()
-    weights.apply(target, publication(source))
+    apply(target, publication(source))
     assert torch.equal(target.weight, source.weight.bfloat16())
     counter = torch.nn.Module()
     counter.register_buffer("count", torch.tensor(3))
     other = torch.nn.Module()
     other.register_buffer("count", torch.tensor(3.0))
     with pytest.raises(WeightSyncError, match="dtype of count: published int64, here float32"):
-        weights.apply(other, publication(counter))
+        apply(other, publication(counter))
 
 
 def test_every_disagreement_is_named_and_nothing_is_changed() -> None:
@@ -113,7 +112,7 @@ def test_every_disagreement_is_named_and_nothing_is_changed() -> None:
     target = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2), "c": torch.nn.Linear(2, 2, bias=False)})
     before = target.a.bias.clone()
     with pytest.raises(WeightSyncError) as caught:
-        weights.apply(target, publication(source, version=5))
+        apply(target, publication(source, version=5))
     message = str(caught.value)
     assert "weight version 5" in message
     assert "unknown here: b.weight" in message
@@ -131,7 +130,7 @@ def test_tied_and_untied_models_do_not_mix(trainer: bool, replica: bool, message
     source = Qwen2ForCausalLM(qwen(tie_word_embeddings=trainer))
     target = Qwen2ForCausalLM(qwen(tie_word_embeddings=replica))
     with pytest.raises(WeightSyncError, match=message):
-        weights.apply(target, publication(source))
+        apply(target, publication(source))
 
 
 def test_a_publication_is_cheap_to_send() -> None:
@@ -152,11 +151,11 @@ def test_through_rays_object_store() -> None:
     named = named_weights(source)
     published = publish(named.items(), 3, bucket_bytes=2**16)
     assert len(published.buckets) > 1
-    weights.apply(target, pickle.loads(pickle.dumps(published)))
+    apply(target, pickle.loads(pickle.dumps(published)))
     assert all(
         torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values(), strict=True)
     )
-    streamed = {entry.name: tensor for entry, tensor in weights.stream(published)}
+    streamed = {entry.name: tensor for entry, tensor in stream(published)}
     assert all(torch.equal(streamed[name], tensor) for name, tensor in named.items())
 
 
@@ -173,5 +172,5 @@ def test_a_bucket_that_does_not_come_is_a_bounded_wait() -> None:
     pending = never.remote()
     late = PublishedWeights(9, published.manifest, (pending,))
     with pytest.raises(WaitTimeoutError, match="bucket 0 of 1 of weight version 9"):
-        weights.apply(torch.nn.Linear(1, 1), late, timeout_s=0.05)
+        apply(torch.nn.Linear(1, 1), late, timeout_s=0.05)
     ray.cancel(pending)

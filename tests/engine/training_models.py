@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 import rlix.nn
-from rlix.engine.train_worker import TrainWorker
+from rlix.engine.train.worker import TrainWorker
 from tests.engine.models import qwen
 
 

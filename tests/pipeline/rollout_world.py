@@ -10,9 +10,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlix.engine.requests import GenerationRequest, GenerationResult
-from rlix.pipeline.rollout import RolloutManager
-from rlix.pipeline.router import Router, Sampling, Trajectory
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.router import Router, Sampling, Trajectory
 from rlix.protocol.errors import StaleEpochError
 from rlix.protocol.messages import Cluster, Demand, Fence, Lease, LeaseState, LeaseStatus, Process
 from rlix.protocol.types import Phase

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from rlix.pipeline.environments import Action, Instance, Transition
+from rlix.pipeline.sources.environments import Action, Instance, Transition
 
 
 class Sandbox:

@@ -23,7 +23,7 @@ from rlix.pipeline.algorithms import (
     truncated_importance_weights,
 )
 from rlix.pipeline.models import write_tiny_model
-from rlix.pipeline.spec import TinyModel
+from rlix.pipeline.spec.job import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 
 datasets = pytest.importorskip("datasets")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from rlix.pipeline.agentic import AgenticPipeline, collate_turns, environment_metrics, group_advantages, mean_of
 from rlix.pipeline.algorithms import group_relative_advantages
-from rlix.pipeline.environments.base import EnvironmentFailedError
-from rlix.pipeline.environments.episode import Answer, End, Episode, Turn
-from rlix.pipeline.environments.guard import Tally
-from rlix.pipeline.spec import JobSpec, load_job
+from rlix.pipeline.sources.environments.base import EnvironmentFailedError
+from rlix.pipeline.sources.environments.episode import Answer, End, Episode, Turn
+from rlix.pipeline.sources.environments.guard import Tally
+from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import Jobs, agent, closing_jobs, learnt, on_two_devices, rows
 
@@ -145,7 +145,7 @@ def lake() -> JobSpec:
         name="lake",
         environment={
             "name": None,
-            "factory": "rlix.pipeline.environments.gym:GymnasiumEnvironment",
+            "factory": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
             "options": {"id": "FrozenLake-v1", "is_slippery": False},
             "runner": "subprocess",
             "max_turns": 6,

@@ -17,11 +17,11 @@ from rlix.pipeline.algorithms import (
 )
 from rlix.pipeline.batch import align
 from rlix.pipeline.policy import PolicyBatch
-from rlix.pipeline.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached
-from rlix.pipeline.rewards import Reward
-from rlix.pipeline.router import Sampling, Trajectory
+from rlix.pipeline.rollout.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached
+from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Samples, digest
-from rlix.pipeline.spec_training import AlgorithmSpec, AsynchronousSpec
+from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.spec.training import AlgorithmSpec, AsynchronousSpec
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import agent, ahead, ppo, small
 

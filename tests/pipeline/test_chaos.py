@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlix.pipeline.run_folder import list_checkpoints
+from rlix.pipeline.jobs.run_folder import list_checkpoints
 from tests.pipeline.training_jobs import (
     Jobs,
     agent,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlix.pipeline.data import DataTask, column_problems, load_rows
-from rlix.pipeline.rewards import Reward
-from rlix.pipeline.spec import DataSpec, RewardSpec
+from rlix.pipeline.sources.data import DataTask, column_problems, load_rows
+from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.spec.job import DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.pipeline.rebalance import Estimates, StepLine, rollout_s
-from rlix.pipeline.router import Router
+from rlix.pipeline.rollout.rebalance import Estimates, StepLine, rollout_s
+from rlix.pipeline.rollout.router import Router
 from tests.pipeline.rollout_world import answer, trajectory
 
 

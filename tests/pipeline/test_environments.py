@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlix.pipeline.environments import Action, EnvironmentFailedError, Instance, Toolbox, ToolCall, Transition
-from rlix.pipeline.environments.base import EnvironmentFactory, Observation
-from rlix.pipeline.environments.episode import Answer, End, Episode, Outstanding, Room, play
-from rlix.pipeline.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Tally
-from rlix.pipeline.environments.latency import Lognormal
-from rlix.pipeline.environments.lookup import DigitLookup
-from rlix.pipeline.environments.tools import ToolError
+from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance, Toolbox, ToolCall, Transition
+from rlix.pipeline.sources.environments.base import EnvironmentFactory, Observation
+from rlix.pipeline.sources.environments.episode import Answer, End, Episode, Outstanding, Room, play
+from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Tally
+from rlix.pipeline.sources.environments.latency import Lognormal
+from rlix.pipeline.sources.environments.lookup import DigitLookup
+from rlix.pipeline.sources.environments.tools import ToolError
 from rlix.protocol.messages import Demand
 from tests.pipeline.virtual_time import run
 

@@ -8,10 +8,10 @@ import time
 import psutil
 import pytest
 
-from rlix.pipeline.environments import Action, EnvironmentFailedError, Instance, Transition
-from rlix.pipeline.environments.base import EnvironmentTimeoutError
-from rlix.pipeline.environments.guard import GuardedEnvironment, Limits, bounded
-from rlix.pipeline.environments.process import SubprocessRunner
+from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance, Transition
+from rlix.pipeline.sources.environments.base import EnvironmentTimeoutError
+from rlix.pipeline.sources.environments.guard import GuardedEnvironment, Limits, bounded
+from rlix.pipeline.sources.environments.process import SubprocessRunner
 
 SANDBOX = "tests.pipeline.sandboxes:Sandbox"
 INSTANCE = Instance("t", 0)
@@ -91,8 +91,8 @@ def test_a_factory_that_fails_says_why() -> None:
 
 _PARENT = f"""
 import asyncio
-from rlix.pipeline.environments import Action, Instance
-from rlix.pipeline.environments.process import SubprocessRunner
+from rlix.pipeline.sources.environments import Action, Instance
+from rlix.pipeline.sources.environments.process import SubprocessRunner
 
 async def main():
     runner = SubprocessRunner({SANDBOX!r}, {{"greeting": ""}}, max_processes=1)
@@ -124,7 +124,9 @@ def test_gymnasium_environments_speak_text() -> None:
     options = {"id": "FrozenLake-v1", "is_slippery": False}
 
     async def main() -> None:
-        runner = SubprocessRunner("rlix.pipeline.environments.gym:GymnasiumEnvironment", options, max_processes=1)
+        runner = SubprocessRunner(
+            "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment", options, max_processes=1
+        )
         lake = await runner.start(INSTANCE)
         assert await lake.reset(0) == "0>"
         steps = [await lake.step(act(text)) for text in "112212"]  # down, down, right, right, down, right
@@ -141,7 +143,7 @@ def test_gymnasium_environments_speak_text() -> None:
 
 def test_gymnasium_vectors_and_text_go_both_ways_in_process() -> None:
     pytest.importorskip("gymnasium")
-    from rlix.pipeline.environments.gym import GymnasiumEnvironment, in_thread
+    from rlix.pipeline.sources.environments.gym import GymnasiumEnvironment, in_thread
 
     async def main() -> None:
         cart = GymnasiumEnvironment(INSTANCE, id="CartPole-v1", suffix="\n")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import rlix
-from rlix.pipeline.launch import split_devices, wait_all
-from rlix.pipeline.run_folder import list_checkpoints
-from rlix.pipeline.spec import load_job
-from rlix.pipeline.spec_clusters import ClusterSpec
+from rlix.pipeline.jobs.launch import split_devices, wait_all
+from rlix.pipeline.jobs.run_folder import list_checkpoints
+from rlix.pipeline.spec.clusters import ClusterSpec
+from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, leases_left, rows, small
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlix.pipeline.models import local_model
-from rlix.pipeline.spec import TinyModel
+from rlix.pipeline.spec.job import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import SpecError
 

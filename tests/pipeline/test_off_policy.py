@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlix.pipeline.run_folder import list_checkpoints
-from rlix.pipeline.spec import JobSpec
+from rlix.pipeline.jobs.run_folder import list_checkpoints
+from rlix.pipeline.spec.job import JobSpec
 from tests.pipeline.training_jobs import Jobs, ahead, closing_jobs, on_two_devices, rows, small, still_runs
 
 pytestmark = pytest.mark.timeout(300)

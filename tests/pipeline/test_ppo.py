@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from rlix.engine.materialize import ModuleSpec, build_module
+from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.batch import collate
 from rlix.pipeline.critic import CriticBatch, CriticModule, critic_on_meta
 from rlix.pipeline.models import write_tiny_model
-from rlix.pipeline.spec import TinyModel
-from rlix.pipeline.spec_training import OptimizerSpec
+from rlix.pipeline.spec.job import TinyModel
+from rlix.pipeline.spec.training import OptimizerSpec
 
 
 def test_a_critic_takes_the_policys_trunk_and_learns_values(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.pipeline.rewards import Reward, as_reward, exact_match, import_object, number_match, token_match
+from rlix.pipeline.sources.rewards import Reward, as_reward, exact_match, import_object, number_match, token_match
 from rlix.protocol.errors import SpecError
 
 END = 2

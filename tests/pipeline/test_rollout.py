@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlix.pipeline.rollout import RolloutError
-from rlix.pipeline.router import ReplicaState
+from rlix.pipeline.rollout.rollout import RolloutError
+from rlix.pipeline.rollout.router import ReplicaState
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Demand
 from tests.pipeline.rollout_world import ActorDiedError, Weights, World, trajectory

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlix.engine.requests import GenerationRequest
-from rlix.pipeline.router import ReplicaState, Router, Trajectory
+from rlix.engine.inference.requests import GenerationRequest
+from rlix.pipeline.rollout.router import ReplicaState, Router, Trajectory
 from tests.pipeline.rollout_world import answer, trajectory
 
 SLOTS, CHUNK, REPLICAS = 4, 2, 3

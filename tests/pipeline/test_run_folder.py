@@ -11,11 +11,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from rlix.monitor.records import load_run
-from rlix.pipeline import base, run_folder
+from rlix.pipeline import base
 from rlix.pipeline.base import JobConfig, Pipeline
-from rlix.pipeline.launch import launch
-from rlix.pipeline.run_folder import RunFolder, Span, check_free, list_checkpoints
-from rlix.pipeline.spec import load_job
+from rlix.pipeline.jobs import run_folder
+from rlix.pipeline.jobs.launch import launch
+from rlix.pipeline.jobs.run_folder import RunFolder, Span, check_free, list_checkpoints
+from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
 
 SPAWNER = multiprocessing.get_context("spawn")

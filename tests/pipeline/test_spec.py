@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rlix.pipeline.spec import JobSpec, PretrainedModel, TinyModel, check_jobs, load_job, shipped_jobs
+from rlix.pipeline.spec.job import JobSpec, PretrainedModel, TinyModel, check_jobs, load_job, shipped_jobs
 from rlix.protocol.errors import SpecError
 
 VALID = """\

@@ -4,9 +4,9 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.pipeline.rewards import Reward
-from rlix.pipeline.spec import load_job
-from rlix.pipeline.tasks.digits import copy_digits, sort_digits
+from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.tasks.digits import copy_digits, sort_digits
+from rlix.pipeline.spec.job import load_job
 from rlix.pipeline.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer("0123456789>=")
@@ -43,7 +43,7 @@ def test_streams_differ_by_seed_step_task_and_purpose() -> None:
 
 def test_prompts_are_the_same_in_another_process() -> None:
     code = (
-        "from rlix.pipeline.tasks.base import random_stream;"
+        "from rlix.pipeline.sources.tasks.base import random_stream;"
         "print(''.join(random_stream('sort_digits', 'prompts', 7, 3).choices('0123456789', k=4)))"
     )
     others = subprocess.check_output([sys.executable, "-c", code], text=True, env={"PYTHONPATH": ":".join(sys.path)})

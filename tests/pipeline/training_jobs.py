@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from rlix.pipeline.launch import JobHandle, launch, wait_all
-from rlix.pipeline.spec import JobSpec, load_job
+from rlix.pipeline.jobs.launch import JobHandle, launch, wait_all
+from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import LeaseStatus
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_namespace

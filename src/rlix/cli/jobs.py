@@ -21,7 +21,7 @@ from rlix.control.announcement import Announcement, await_end, is_claimed, log_p
 from rlix.control.daemon import other_programs
 from rlix.control.init import shutdown
 from rlix.control.settings import Settings
-from rlix.pipeline.launch import JobHandle, find_jobs
+from rlix.pipeline.jobs.launch import JobHandle, find_jobs
 from rlix.protocol.errors import RlixError, SpecError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
-from rlix.pipeline.launch import JobHandle, find_jobs, launch, split_devices
-from rlix.pipeline.spec import JobSpec, check_jobs, load_job
+from rlix.pipeline.jobs.launch import JobHandle, find_jobs, launch, split_devices
+from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import DeviceKind
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlix.pipeline.base import Pipeline
-    from rlix.pipeline.coordinator import PipelineCoordinator
     from rlix.pipeline.full_finetune import FullFinetunePipeline
+    from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 
 _LAZY = {
     "Pipeline": "rlix.pipeline.base",
-    "PipelineCoordinator": "rlix.pipeline.coordinator",
+    "PipelineCoordinator": "rlix.pipeline.jobs.coordinator",
     "FullFinetunePipeline": "rlix.pipeline.full_finetune",
 }
 

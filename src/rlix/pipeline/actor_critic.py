@@ -8,13 +8,13 @@ from typing import cast
 import torch
 
 from rlix.engine.parallel import NeedParallel
-from rlix.engine.train_engine import TrainEngine
+from rlix.engine.train.engine import TrainEngine
 from rlix.pipeline.algorithms import gae, rewards_at_end, whiten
 from rlix.pipeline.batch import TokenBatch
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.full_finetune import FullFinetunePipeline, mean_metrics
 from rlix.pipeline.policy import PolicyBatch
-from rlix.pipeline.spec_training import CriticSpec
+from rlix.pipeline.spec.training import CriticSpec
 from rlix.protocol.types import ClusterName, Phase
 
 

@@ -13,25 +13,25 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.environments.base import (
+from rlix.pipeline.full_finetune import FullFinetunePipeline
+from rlix.pipeline.policy import PolicyBatch
+from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.samples import digest
+from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.sources.environments.base import (
     Demonstration,
     EnvironmentFactory,
     EnvironmentFailedError,
     Instance,
     Observation,
 )
-from rlix.pipeline.environments.episode import Answer, Episode, Outstanding, Room, play
-from rlix.pipeline.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
-from rlix.pipeline.environments.loop import LoopThread
-from rlix.pipeline.environments.process import SubprocessRunner
-from rlix.pipeline.full_finetune import FullFinetunePipeline
-from rlix.pipeline.policy import PolicyBatch
-from rlix.pipeline.rewards import import_object
-from rlix.pipeline.router import Sampling, Trajectory
-from rlix.pipeline.samples import digest
-from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.spec import EnvironmentSpec
-from rlix.pipeline.spec_checks import BUILT_IN_ENVIRONMENTS
+from rlix.pipeline.sources.environments.episode import Answer, Episode, Outstanding, Room, play
+from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
+from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.environments.process import SubprocessRunner
+from rlix.pipeline.sources.rewards import import_object
+from rlix.pipeline.spec.checks import BUILT_IN_ENVIRONMENTS
+from rlix.pipeline.spec.job import EnvironmentSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.algorithms import masked_mean, truncated_importance_weights
 from rlix.pipeline.base import JobConfig
 from rlix.pipeline.batch import align
 from rlix.pipeline.full_finetune import FullFinetunePipeline
 from rlix.pipeline.policy import PolicyBatch
-from rlix.pipeline.spec_training import AsynchronousSpec
+from rlix.pipeline.spec.training import AsynchronousSpec
 from rlix.protocol.errors import RlixError
 
 

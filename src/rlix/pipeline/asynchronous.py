@@ -5,11 +5,11 @@ from concurrent.futures import Future
 
 from rlix.pipeline.agentic import AgenticPipeline
 from rlix.pipeline.ahead import AheadPipeline
-from rlix.pipeline.environments.episode import Episode
 from rlix.pipeline.policy import PolicyBatch
-from rlix.pipeline.router import Trajectory
+from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Samples
-from rlix.pipeline.tasks import Prompt
+from rlix.pipeline.sources.environments.episode import Episode
+from rlix.pipeline.sources.tasks import Prompt
 
 
 class AsynchronousPipeline(AheadPipeline):

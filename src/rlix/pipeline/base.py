@@ -12,8 +12,8 @@ from typing import Protocol
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
-from rlix.pipeline.run_folder import RunFolder, Span
-from rlix.pipeline.spec import JobSpec
+from rlix.pipeline.jobs.run_folder import RunFolder, Span
+from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, Fence, Lease
 from rlix.protocol.types import Phase

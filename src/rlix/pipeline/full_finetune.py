@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlix.engine.inference_engine import InferenceEngine
+from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.parallel import NeedParallel
-from rlix.engine.train_engine import TrainEngine
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.algorithms import (
     group_relative_advantages,
     groups_with_spread,
@@ -23,14 +23,14 @@ from rlix.pipeline.algorithms import (
 )
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import TokenBatch, collate
-from rlix.pipeline.bundle_feed import BundleFeed
 from rlix.pipeline.policy import OptimizedModule, PolicyBatch, policy_on_meta
-from rlix.pipeline.rollout import RolloutManager
-from rlix.pipeline.router import Router, Sampling, Trajectory
+from rlix.pipeline.rollout.bundle_feed import BundleFeed
+from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.router import Router, Sampling, Trajectory
 from rlix.pipeline.samples import Samples
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.spec_training import OptimizerSpec
-from rlix.pipeline.tasks import Prompt
+from rlix.pipeline.sources.tasks import Prompt
+from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.types import ClusterName, Phase
 

@@ -13,7 +13,7 @@ from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
-    from rlix.pipeline.spec import TinyModel
+    from rlix.pipeline.spec.job import TinyModel
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from rlix.nn import HuggingFaceFsdp2TrainModule, returns
 from rlix.pipeline.algorithms import clipped_policy_loss, kl_estimate, token_log_probs
 from rlix.pipeline.algorithms.tensors import aggregate
 from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.spec_training import AlgorithmSpec, OptimizerSpec
+from rlix.pipeline.spec.training import AlgorithmSpec, OptimizerSpec
 
 
 class PolicyBatch(TokenBatch):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, tensor
 
-from rlix.pipeline.rewards import Reward
-from rlix.pipeline.router import Trajectory
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.sources.rewards import Reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.weights.publication import PublishedWeights
 from rlix.protocol.messages import Fence
 
 

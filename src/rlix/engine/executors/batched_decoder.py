@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Ints
 from rlix.engine.executors.slot_cache import SlotCache
-from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 
 _PADDING_LIMIT = 16  # positions a prompt may be padded by for free; beyond, at most to twice its length
 

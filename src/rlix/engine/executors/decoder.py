@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlix.engine.requests import GenerationRequest, GenerationResult
-from rlix.engine.sampling import sample
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.inference.sampling import sample
 
 Ints = npt.NDArray[np.int64]
 

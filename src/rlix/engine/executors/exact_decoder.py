@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Drawn, Ints
 from rlix.engine.executors.paged_cache import BLOCK, SCRATCH, PagedCache
-from rlix.engine.requests import GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 
 _FIRST_BLOCKS = 64
 _FULL_TILE_WINDOW = 32

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rlix.engine.executors.base import Executor, Part
-from rlix.engine.requests import GenerationChunk, GenerationRequest, GenerationResult
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.weights.publication import PublishedWeights
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)

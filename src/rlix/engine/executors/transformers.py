@@ -6,17 +6,17 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlix.engine import weights
 from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
 from rlix.engine.executors.batched_decoder import BatchedDecoder
 from rlix.engine.executors.decoder import Decoder, DecoderLimits
 from rlix.engine.executors.exact_decoder import ExactDecoder
 from rlix.engine.executors.loop import LoopExecutor
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.model_source import ModelSource
-from rlix.engine.requests import GenerationRequest, GenerationResult
 from rlix.engine.residency import Residency, ResidentSet
-from rlix.engine.transfer import TransferError
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.weights import publication
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.transfer import TransferError
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError
 
 _VIRTUAL_KV_BYTES = 2**30
@@ -158,7 +158,7 @@ class TransformersExecutor(LoopExecutor):
     def _apply(self, published: PublishedWeights) -> int:
         assert self._model is not None
         try:
-            report = weights.apply(self._model, published)
+            report = publication.apply(self._model, published)
         except (WaitTimeoutError, TransferError) as error:  # some tensors may be new and some old
             self._fail(error)
             self._rows.clear()

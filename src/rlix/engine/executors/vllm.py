@@ -15,13 +15,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rlix.engine import weights
 from rlix.engine.executors import vllm_worker
 from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
 from rlix.engine.executors.loop import LoopExecutor
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.model_source import ModelSource
-from rlix.engine.requests import GenerationRequest, GenerationResult
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.weights import publication
+from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.scratch import Scratch
 from rlix.protocol.errors import NotResidentError
 from rlix.protocol.messages import DeviceKind, Fence
@@ -227,7 +227,7 @@ class VllmExecutor(LoopExecutor):
         for progress in self._running.values():  # these tokens are the old weights'
             self._catch_up(progress)
         self._defined = False
-        self._rpc("rlix_reload", weights.pulled(published))
+        self._rpc("rlix_reload", publication.pulled(published))
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM kept a prefix cache computed with the old weights")
         self._version, self._defined = published.version, True
@@ -253,7 +253,7 @@ class VllmExecutor(LoopExecutor):
         if self._expected is None:
             with torch.device("meta"):
                 self._expected = AutoModelForCausalLM.from_config(self._config)
-        weights.check(self._expected, published)
+        publication.check(self._expected, published)
 
     def _build(self, *, dummy: bool) -> None:
         self._folder = (

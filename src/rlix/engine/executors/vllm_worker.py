@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from rlix.engine import weights
-from rlix.engine.weights import PublishedWeights
+from rlix.engine.weights import publication
+from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.messages import Fence
@@ -58,7 +58,7 @@ class ReplicaWorker:
 
         What the trainer sends directly each tensor-parallel worker receives whole, and keeps its part of.
         """
-        arriving = weights.stream(published.received_by(worker=self.rank), device=self.device)
+        arriving = publication.stream(published.received_by(worker=self.rank), device=self.device)
         named = ((entry.name, tensor) for entry, tensor in arriving)
         self.model_runner.reload_weights(weights_iterator=named)
 

@@ -1,0 +1,1 @@
+"""Engines that generate: the engine, its replicas, prompts and requests."""

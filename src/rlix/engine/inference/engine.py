@@ -1,0 +1,354 @@
+"""`InferenceEngine`: a model that generates on one or more devices, used as if it were one object in this process."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from ray.exceptions import RayError
+from transformers import PretrainedConfig
+
+from rlix.engine import placement
+from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
+from rlix.engine.executors.environment import replica_environment
+from rlix.engine.inference.prompts import Params, Prompt, PromptReader, TextStream
+from rlix.engine.inference.replica import Replica, ReplicaReport
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult, RequestOutput, TextChunk
+from rlix.engine.inference.turns import OnTurn, all_or_first_error, converse, run_here
+from rlix.engine.model_source import ModelSource
+from rlix.engine.parallel import split_sizes
+from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Device
+
+logger = logging.getLogger(__name__)
+
+EXECUTORS = ("transformers", "vllm")
+_CONCURRENT_CALLS = 1024  # of one replica; they are coroutines and cost no thread
+
+
+class InferenceEngine(Engine):
+    """A handle on replicas of a causal LM, each on the devices of one bundle.
+
+    Args:
+        source: a folder or hub name of a Hugging Face causal LM, or its configuration (an object or a dictionary),
+            whose weights are then given by `cuda(weights=...)` or by `Replica.load`.
+        executor: "transformers" or "vllm"; what holds for the answers of each is said at its executor.
+        name: of the workers, in logs and errors.
+
+    With executor "transformers" and `tensor_parallel_size` above 1, a bundle's model is on its first device.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | PretrainedConfig | Mapping[str, Any] | ModelSource,
+        executor: Literal["transformers", "vllm"] = "transformers",
+        *,
+        name: str = "infer",
+    ) -> None:
+        super().__init__(name)
+        if executor not in EXECUTORS:
+            raise ValueError(f"unknown executor {executor!r} for InferenceEngine; known: {', '.join(EXECUTORS)}")
+        self.source = ModelSource.of(source)
+        self.executor = executor
+        self._reader: PromptReader | None = None
+        self._parts: set[Part] = set()
+        self._turn = itertools.count()  # of replicas to take the next stream
+
+    def build(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        devices: Sequence[Device] | None = None,
+        colocate_with: placement.Engines = None,
+        not_colocate_with: placement.Engines = None,
+        acceptable_node_ips: Sequence[str] | None = None,
+        namespace: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_bytes: int | None = None,
+        dtype: str = "auto",
+        exact: bool | None = None,
+        seed: int = 0,
+        load: bool = True,
+        start: Literal["fork", "spawn"] | None = None,
+        cpu_threads: int = 1,
+        build_timeout_s: float = 300.0,
+        call_timeout_s: float = 3600.0,
+    ) -> Self:
+        """Start one replica per bundle of `tensor_parallel_size` devices. On failure nothing is left behind.
+
+        Args:
+            data_parallel_size: replicas; default: as many as `devices` allow, else 1.
+            devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
+            seed: key of the random streams of prompts that bring none.
+            load: bring weights and KV cache onto the devices now (where the source has weights). With False nothing
+                is on a device until `cuda()`, or a `load` of a replica under a lease.
+            start: how workers start; default: "fork" (fast), and "spawn" for vLLM, which needs it.
+            cpu_threads: of a replica on a virtual GPU.
+            call_timeout_s: longest a call may take.
+
+        The others are described at `ExecutorOptions`.
+
+        Raises:
+            ValueError: sizes and devices do not agree, no devices fit, or the model is not supported.
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
+            WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
+        """
+        self.devices = self._choose_devices(
+            tensor_parallel_size,
+            data_parallel_size,
+            devices,
+            colocate_with=colocate_with,
+            not_colocate_with=not_colocate_with,
+            acceptable_node_ips=acceptable_node_ips,
+        )
+        size = tensor_parallel_size
+        options = ExecutorOptions(
+            tensor_parallel_size=size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
+            dtype=dtype,
+            exact=exact,
+        )
+        self._timeout_s = call_timeout_s
+        self._reader = PromptReader(self.source, max_model_len, seed)
+        self._group = WorkerGroup(
+            Replica,
+            name=self.name,
+            placements=[self.devices[i : i + size] for i in range(0, len(self.devices), size)],
+            kwargs={"source": self.source, "executor": self.executor, "options": options},
+            namespace=namespace,
+            env=replica_environment(self.executor, self.devices[0].kind, cpu_threads, local=self.source.is_local),
+            start=start or ("spawn" if self.executor == "vllm" else "fork"),
+            max_concurrency=_CONCURRENT_CALLS,
+            cpu_threads=cpu_threads,
+            start_timeout_s=build_timeout_s,
+        )
+        try:
+            if load and self.source.has_weights:
+                self.cuda()
+        except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
+            self.close()
+            raise
+        placement.occupy(self, self.devices)
+        return self
+
+    @property
+    def replicas(self) -> WorkerGroup:
+        """The replica actors, one rank per bundle; see `Replica` for what they can be asked."""
+        return self._workers()
+
+    @property
+    def receivers(self) -> tuple[tuple[Device, ...], ...]:
+        """Of each replica: the devices that receive its weights. vLLM splits a model over its bundle."""
+        bundles = self.replicas.placements
+        return bundles if self.executor == "vllm" else tuple(bundle[:1] for bundle in bundles)
+
+    # ---- generation ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        on_turn: OnTurn | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt; the answers are in the order of the prompts.
+
+        Args:
+            prompts: one prompt or several, each a text (the source needs a tokenizer) or token ids.
+            sampling_params: for all prompts, or one for each; `SamplingParams` or dictionaries of its fields, where
+                `max_tokens` is accepted for `max_new_tokens`. A prompt without a seed gets a random stream of its
+                own; a program that makes the same calls gets the same streams.
+            request_ids: names to `abort` by; default: made up.
+            on_turn: called with each answer's `Turn`; what it returns (text or tokens: a tool's output, say) is
+                appended and the model goes on, None ends the answer. A plain function is called for one answer at a
+                time, coroutine functions run side by side. `CompletionOutput.generated` marks the model's own tokens;
+                `max_new_tokens` bounds each turn, `max_model_len` the whole.
+
+        Raises:
+            ValueError: a prompt or its parameters make no sense; names its index. Nothing was generated.
+            TurnError: `on_turn` raised; names the prompt's index. The other answers were aborted.
+            NotResidentError: weights or KV cache are not on the devices.
+        """
+        if on_turn is not None:
+            return run_here(self.generate_async(prompts, sampling_params, request_ids=request_ids, on_turn=on_turn))
+        requests = self._read(prompts, sampling_params, request_ids)
+        ranks, shares = _deal(requests, self.replicas.world_size)
+        results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        return self._answers(requests, results)
+
+    async def generate_async(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        on_turn: OnTurn | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for async code; concurrent calls are decoded together."""
+        requests = self._read(prompts, sampling_params, request_ids)
+        ranks, shares = _deal(requests, self.replicas.world_size)
+        if on_turn is not None:
+            return await self._take_turns(list(zip(ranks, shares, strict=True)), on_turn)
+        results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        return self._answers(requests, results)
+
+    async def _take_turns(
+        self, shares: Sequence[tuple[int, list[GenerationRequest]]], on_turn: OnTurn
+    ) -> list[RequestOutput]:
+        """Every answer takes its turns on one replica, whose caches know its prefix."""
+        reader = self._reader
+        assert reader is not None
+
+        async def ask(rank: int, request: GenerationRequest) -> GenerationResult:
+            (results,) = await self.replicas.arun("generate", [request], ranks=[rank], timeout_s=self._timeout_s)
+            result: GenerationResult = results[0]
+            return result
+
+        dealt = [(rank, request) for rank, requests in shares for request in requests]
+        answers = [
+            converse(index, request, partial(ask, rank), on_turn, reader) for index, (rank, request) in enumerate(dealt)
+        ]
+        complete = False
+        try:
+            outputs = await all_or_first_error(answers, self._timeout_s)
+            complete = True
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
+            ) from None
+        finally:
+            if not complete:
+                await self.replicas.arun("abort", [request.id for _, request in dealt], timeout_s=self._timeout_s)
+        return outputs
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: Params = None, *, request_id: str | None = None
+    ) -> AsyncIterator[TextChunk]:
+        """Answer one prompt piece by piece: `async for chunk in engine.stream(...)`. Leaving the loop aborts it.
+
+        Raises:
+            As `generate_async`, and WaitTimeoutError when the next piece does not arrive.
+        """
+        (request,) = self._read([prompt], sampling_params, None if request_id is None else [request_id])
+        assert self._reader is not None
+        replica = self.replicas.handles[next(self._turn) % self.replicas.world_size]
+        text, reason = TextStream(self._reader), None
+        pieces = replica.stream.remote([request])
+        try:
+            while reason is None:
+                async with asyncio.timeout(self._timeout_s):
+                    chunks = await (await anext(pieces))
+                reason = chunks[-1].finish_reason
+                tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
+                logprobs = tuple(logprob for chunk in chunks for logprob in chunk.logprobs)
+                yield TextChunk(text.add(tokens, last=reason is not None), tokens, logprobs, reason)
+        except TimeoutError:
+            raise WaitTimeoutError(f"{self.name}: {request.id} had no next piece in {self._timeout_s:g} s") from None
+        except RayError as error:
+            raise WorkerError(f"{self.name}: streaming {request.id} failed: {error}") from error
+        finally:
+            if reason is None:
+                replica.abort.remote([request.id])
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all); their `generate` returns with the tokens they have, finished by "abort"."""
+        self.replicas.run("abort", request_ids, timeout_s=self._timeout_s)
+
+    def _read(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params],
+        request_ids: Sequence[str] | None,
+    ) -> list[GenerationRequest]:
+        self._workers()
+        assert self._reader is not None
+        if missing := set(ALL_PARTS) - self._parts:
+            raise NotResidentError(
+                f"{self.name} was asked to generate while its {' and '.join(sorted(missing))} are not on its devices: "
+                "call cuda() first"
+            )
+        return self._reader.requests(prompts, sampling_params, request_ids)
+
+    def _answers(
+        self, requests: Sequence[GenerationRequest], results: Sequence[Sequence[GenerationResult]]
+    ) -> list[RequestOutput]:
+        assert self._reader is not None
+        flat = [result for share in results for result in share]
+        return [self._reader.output(request, result) for request, result in zip(requests, flat, strict=True)]
+
+    # ---- weights and residency -------------------------------------------------------------------------------
+
+    def update_weights(self, published: PublishedWeights) -> tuple[ReplicaReport, ...]:
+        """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
+
+        Raises:
+            WorkerError: the weights are not on the devices, or do not fit; `__cause__` says which.
+        """
+        return tuple(self.replicas.run("update", published, timeout_s=self._timeout_s))
+
+    def cuda(
+        self, what: Literal["weights", "kv_cache"] | None = None, *, weights: PublishedWeights | None = None
+    ) -> MoveReport:
+        """Bring everything, or only the weights or the KV cache, onto the devices (virtual ones too).
+
+        After `meta()` the weights come from the source's folder, unless `weights` gives published ones.
+
+        Raises:
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
+        """
+        if what not in (None, *ALL_PARTS):
+            raise ValueError(f'an InferenceEngine has no {what!r} to move; it has "weights" and "kv_cache"')
+        parts = ALL_PARTS if what is None else (Part(what),)
+        if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self._parts}:
+            raise NotResidentError(f'{self.name} has no weights on its devices: call cuda("weights") first')
+        try:
+            reports = self.replicas.run("load", weights, None, parts, timeout_s=self._timeout_s)
+        except WorkerError as error:
+            raise plainly(error) from error.__cause__
+        self._residency = Residency.DEVICE
+        self._parts.update(parts)
+        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
+
+    def cpu(self) -> MoveReport:
+        """Release the devices' memory; the weights wait in host memory, the KV cache is dropped."""
+        if self._residency is Residency.META:
+            raise NotResidentError(f"{self.name} has no bytes to move to the host: it is on meta; call cuda() first")
+        return self._release(Residency.HOST)
+
+    def meta(self) -> MoveReport:
+        """Drop every byte on devices and host."""
+        return self._release(Residency.META)
+
+    def _release(self, to: Residency) -> MoveReport:
+        reports = self.replicas.run("offload", None, to is Residency.HOST, timeout_s=self._timeout_s)
+        self._residency, self._parts = to, set()
+        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
+
+    def _end(self, *, graceful: bool) -> None:
+        self._parts = set()
+        super()._end(graceful=graceful)
+
+
+def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:
+    """Neighbours stay together: samples of one prompt are listed side by side and share its computation."""
+    shares: list[list[GenerationRequest]] = []
+    first = 0
+    for size in split_sizes(len(requests), replicas):
+        shares.append(list(requests[first : first + size]))
+        first += size
+    ranks = [rank for rank, share in enumerate(shares) if share]
+    return ranks, [shares[rank] for rank in ranks]

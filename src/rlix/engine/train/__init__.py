@@ -1,0 +1,1 @@
+"""Engines that train: the engine, its workers, materialization and checkpoints."""

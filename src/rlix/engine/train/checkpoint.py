@@ -1,0 +1,385 @@
+"""Saving and restoring a training module: weights for others, and everything needed to go on bit by bit.
+
+`save_weights` writes what plain transformers loads: safetensors and config. `save_state` writes what training resumes
+from: tensors (weights and optimizer) through PyTorch distributed checkpoint in its safetensors format, each rank its
+shards, and the rest (learning rates, schedulers, random generators) as JSON. Nothing is pickled. Folders appear whole
+or not at all: they are written under a temporary name and renamed.
+"""
+
+import base64
+import json
+import logging
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlix.engine.train.adapters import exported, tensors_of
+from rlix.engine.train.materialize import INDEX_FILE, WEIGHTS_FILE
+from rlix.engine.weights.gather import whole_tensors
+from rlix.engine.weights.publication import named_weights
+from rlix.nn import BaseTrainModule
+from rlix.protocol.errors import RlixError
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+FORMAT = 1
+SHARD_BYTES = 4 * 2**30
+"""Largest safetensors file that `save_weights` writes, unless one tensor is larger."""
+
+GATHER_BYTES = 64 * 2**20
+
+Json = dict[str, Any]
+
+
+def optimizers(module: BaseTrainModule) -> dict[str, Optimizer]:
+    """Optimizers that are attributes of the module, by attribute name."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
+
+
+def schedulers(module: BaseTrainModule) -> dict[str, LRScheduler]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
+
+
+def temporary(folder: Path) -> Path:
+    """Where the contents of `folder` are written before they are complete; the same on every rank."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def publish_folder(folder: Path) -> None:
+    """Make a completely written temporary folder the real one, replacing an older one."""
+    partial, old = temporary(folder), folder.with_name(f".{folder.name}.old")
+    for path in partial.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(partial)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- weights for others ------------------------------------------------------------------------------------------
+
+
+def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | None) -> None:
+    """Gather the weights and write safetensors, config and tokenizer. All ranks call it; rank 0 writes."""
+    partial = temporary(folder)
+    writer, failed = None, None
+    with _agreed():
+        if module.rank == 0:
+            _clear(partial)
+            writer = _ShardWriter(partial)
+    for name, tensor in whole_tensors(tensors_of(exported(module)), GATHER_BYTES):
+        if writer is not None and failed is None:
+            try:
+                writer.add(name, tensor.cpu().contiguous())
+            except (OSError, SafetensorError) as error:  # raised below: the other ranks still hand in their shards
+                failed = error
+    with _agreed():
+        if failed is not None:
+            raise failed
+        if writer is not None:
+            writer.close()
+            _save_config(module, partial, tokenizer_path)
+            publish_folder(folder)
+
+
+class _ShardWriter:
+    """Writes tensors into safetensors files of bounded size, with Hugging Face's index when there are several."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            (self._folder / _shard_name(0, 0)).rename(self._folder / WEIGHTS_FILE)
+            return
+        weight_map = {}
+        for index, names in enumerate(self._shards):
+            final = _shard_name(index, count)
+            (self._folder / _shard_name(index, 0)).rename(self._folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index_json = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2))
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._folder / _shard_name(len(self._shards), 0), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._bytes = {}, 0
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _save_config(module: BaseTrainModule, folder: Path, tokenizer_path: str | None) -> None:
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)
+        written = folder / "config.json"
+        values = json.loads(written.read_text())
+        # The user's subclass is not known to transformers; the model class it extends is.
+        bases = (c for c in type(module).__mro__ if c.__module__.startswith("transformers.models."))
+        known = next((base.__name__ for base in bases), None)
+        if known is not None:
+            values["architectures"] = [known]
+        values["dtype"] = str(next(module.parameters()).dtype).removeprefix("torch.")
+        written.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)
+    if tokenizer_path is not None:
+        for pattern in ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_*"):
+            for file in Path(tokenizer_path).glob(pattern):
+                shutil.copy2(file, folder / file.name)
+
+
+# ---- everything needed to go on ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank's part of a training state, as of one moment. `shared` is what rank 0 writes for all."""
+
+    rank: int
+    tensors: dict[str, torch.Tensor]
+    random_state: str
+    shared: str
+
+
+def capture(module: BaseTrainModule, *, copy: bool) -> Snapshot:
+    """The state as it is now. With `copy` it has host memory of its own, so that training may go on at once."""
+    tensors = _tensors(module)
+    if copy:
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # plain memory, done on return
+        staged = stager.stage(tensors)
+        assert isinstance(staged, dict)
+        stager.close()
+        tensors = staged
+    shared = {
+        "format": FORMAT,
+        "world_size": module.context.world_size,
+        "optimizers": {name: _optimizer_state(optimizer) for name, optimizer in optimizers(module).items()},
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers(module).items()},
+        "training_state": module.training_state(),
+    }
+    return Snapshot(module.rank, tensors, json.dumps(_random_state()), json.dumps(shared))
+
+
+def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `capture` took. All ranks call it; in a background thread with a `group` of its own."""
+    partial = temporary(folder)
+    with _agreed(group):
+        if snapshot.rank == 0:
+            _clear(partial)
+    with _quiet_dcp():
+        save(
+            snapshot.tensors,
+            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+    with _agreed(group):
+        (partial / f"rng_{snapshot.rank}.json").write_text(snapshot.random_state)
+        if snapshot.rank == 0:
+            (partial / STATE_FILE).write_text(snapshot.shared)
+    with _agreed(group):
+        if snapshot.rank == 0:
+            publish_folder(folder)
+
+
+def save_state(module: BaseTrainModule, folder: Path) -> None:
+    """Write weights, optimizers, schedulers, random generators and `training_state()`. All ranks call it."""
+    write_state(capture(module, copy=False), folder)
+
+
+def load_state(module: BaseTrainModule, folder: Path) -> None:
+    """Take a saved state back, on any number of ranks. All ranks call it.
+
+    With as many ranks as saved it, the next step equals that of the uninterrupted run to the bit. With another number
+    the random generators of ranks that have no saved state start from rank 0's, offset by their rank.
+
+    Raises:
+        FileNotFoundError: no complete state at `folder`.
+        ValueError: the state's format, optimizers or parameters do not fit the module.
+    """
+    if not (folder / STATE_FILE).is_file():
+        raise FileNotFoundError(f"no training state in {folder}: {STATE_FILE} is missing")
+    state: Json = json.loads((folder / STATE_FILE).read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"training state in {folder} has format {state['format']}; this version reads {FORMAT}")
+    if set(optimizers(module)) != set(state["optimizers"]):
+        raise ValueError(
+            f"training state in {folder} has optimizers {sorted(state['optimizers'])}, "
+            f"the module has {sorted(optimizers(module))}; create the same ones in on_weights_materialized"
+        )
+    module.zero_grad(set_to_none=True)  # pending gradients would keep torch from making room for optimizer state
+    for name, optimizer in optimizers(module).items():
+        _prepare(module, optimizer, stepped=state["optimizers"][name]["stepped"])
+    with _quiet_dcp():
+        load(
+            _tensors(module),
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+            no_dist=not dist.is_initialized(),
+        )
+    for name, optimizer in optimizers(module).items():
+        _set_options(optimizer, state["optimizers"][name]["groups"])
+    for name, scheduler in schedulers(module).items():
+        scheduler.load_state_dict(state["schedulers"][name])
+    module.load_training_state(state["training_state"])
+    _load_random_state(folder, module.rank)
+
+
+def _tensors(module: BaseTrainModule) -> dict[str, torch.Tensor]:
+    """Every tensor of the state by a name that does not depend on the layout; they share the module's memory.
+
+    Optimizers that never stepped hold nothing, and asking torch for their state would make them step once.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in named_weights(module).items()}
+    for name, optimizer in optimizers(module).items():
+        if optimizer.state:
+            state: Any = get_optimizer_state_dict(module, optimizer)["state"]
+            for parameter, values in state.items():
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        # A scalar (AdamW's step) goes as one element: the format reads slices, and scalars have none.
+                        whole = value.reshape(1) if value.dim() == 0 else value
+                        tensors[f"optimizer.{name}.{parameter}.{key}"] = whole
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _optimizer_state(optimizer: Optimizer) -> Json:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"stepped": bool(optimizer.state), "groups": [_jsonable(group) for group in groups]}
+
+
+def _prepare(module: BaseTrainModule, optimizer: Optimizer, *, stepped: bool) -> None:
+    """Give an optimizer state of the right shapes to load into, or none at all."""
+    if not stepped:
+        optimizer.state.clear()
+    elif not optimizer.state:
+        get_optimizer_state_dict(module, optimizer)  # fills it by a step at a learning rate of zero
+
+
+def _set_options(optimizer: Optimizer, groups: list[Json]) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"saved with {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}")
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _jsonable(group: Json) -> Json:
+    return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+
+
+def _random_state() -> Json:
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    inner = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
+    state: Json = {
+        "torch": _encode(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": inner},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _encode(torch.cuda.get_rng_state())
+    return state
+
+
+def _load_random_state(folder: Path, rank: int) -> None:
+    own = folder / f"rng_{rank}.json"
+    state: Json = json.loads((own if own.is_file() else folder / "rng_0.json").read_text())
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(_decode(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    if not own.is_file():
+        torch.manual_seed(torch.initial_seed() + rank)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
+
+
+@contextmanager
+def _agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Leave together. What the body raises on one rank is raised on all, none of which then waits for that one.
+
+    Raises:
+        RlixError: with several ranks; names those that failed, and how.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    problem = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised below, once all ranks know
+        problem = f"{type(error).__name__}: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group)
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]:
+        raise RlixError("; ".join(failed))
+
+
+def _quiet_dcp() -> warnings.catch_warnings:
+    """Distributed checkpoint warns that it runs in one process, which is what one rank asks of it."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,0 +1,288 @@
+"""Building a training module on its worker: weights from a seed or a checkpoint, sharded with FSDP2 as it goes.
+
+Every layout gets the same weights. A seeded init runs as plain PyTorch would, whole and on the CPU, on every rank. A
+checkpoint is read unit by unit: one transformer block is filled, sharded and shrunk to this rank's part before the next
+one is read, so memory in use peaks at the shards plus one block.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlix.engine.residency import local_tensor
+from rlix.engine.train.adapters import base_names
+from rlix.engine.weights.publication import named_weights, tied_names
+from rlix.nn import BaseTrainModule
+from rlix.protocol.errors import WeightSyncError
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """What a worker needs to build its module. dtypes are torch's names; `weights_path` is a Hugging Face folder."""
+
+    module_class: type[BaseTrainModule]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    weights_path: str | None = None
+    dtype: str = "float32"
+    compute_dtype: str | None = None
+
+
+def build_module(spec: ModuleSpec, device: torch.device, mesh: DeviceMesh | None) -> BaseTrainModule:
+    """The module with its weights on `device`, sharded over `mesh` (replicate, shard) unless that is None.
+
+    Raises:
+        WeightSyncError: the checkpoint misses parameters, or holds unknown or mis-shaped ones; all are listed.
+        FileNotFoundError: no safetensors weights at `weights_path`.
+    """
+    torch.manual_seed(spec.seed)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    if spec.weights_path is None:
+        module = spec.module_class(*spec.args, **spec.kwargs)
+        source = None
+    else:
+        with parameters_on_meta():
+            module = spec.module_class(*spec.args, **spec.kwargs)
+        source = Checkpoint.in_folder(Path(spec.weights_path), module)
+    blocks = [m for m in module.modules() if type(m).__name__ in module.non_split_modules()]
+    for unit in [*blocks, module]:
+        if source is not None:
+            source.fill(unit, device, dtype)
+        _cast(unit, dtype)
+        if mesh is not None:
+            _shard(unit, mesh, spec, dtype)
+    if mesh is None:
+        module.to(device)
+    return module
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Build modules whose parameters hold no memory while their buffers are real.
+
+    Under `torch.device("meta")` computed buffers (rotary frequencies) would be lost, and no checkpoint holds them.
+    Each parameter goes to meta the moment it is registered, before its initialiser would write to it.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class Stored(Protocol):
+    """A whole tensor that is read when it is its turn."""
+
+    def shape(self) -> list[int]: ...
+
+    def read(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    path: Path
+    name: str
+
+    def shape(self) -> list[int]:
+        with safe_open(self.path, framework="pt") as file:
+            shape: list[int] = file.get_slice(self.name).get_shape()
+        return shape
+
+    def read(self) -> torch.Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    tensor: torch.Tensor
+
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+class Checkpoint:
+    """Whole tensors by name, read one by one into a module that lies on meta, or that was filled before.
+
+    `where` says in errors where they come from.
+    """
+
+    def __init__(self, where: str, tensors: Mapping[str, Stored], module: BaseTrainModule) -> None:
+        self._module = module
+        self._bases = base_names(module)
+        adapted = {base: name for name, base in self._bases.items()}
+        self._stored: dict[str, Stored] = {}
+        for given, tensor in tensors.items():
+            if any(fnmatch(given, pattern) for pattern in module.allow_unknown):
+                continue
+            name = module.import_name(given)
+            self._stored[adapted.get(name, name)] = tensor
+        named = named_weights(module)
+        tied = tied_names(named)
+        self._source = {
+            owner: next((name for name in (owner, *more) if name in self._stored), None) for owner, more in tied.items()
+        }
+        self._check(where, named)
+        self._names = {id(named[owner]): owner for owner in tied}
+        self._filled: dict[int, nn.Parameter] = {}
+        self._named = named  # ids stay unique only while the tensors live
+
+    @classmethod
+    def in_folder(cls, folder: Path, module: BaseTrainModule) -> "Checkpoint":
+        """A Hugging Face folder of safetensors."""
+        index = safetensors_index(folder)
+        return cls(f"weights in {folder}", {name: _InFile(path, name) for name, path in index.items()}, module)
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], module: BaseTrainModule) -> "Checkpoint":
+        return cls("weights given", {name: _InMemory(tensor) for name, tensor in tensors.items()}, module)
+
+    def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Give the unit's parameters that are still on meta their values, and its persistent buffers theirs."""
+        for owner in unit.modules():
+            for key, param in list(owner._parameters.items()):
+                if param is not None and param.is_meta:
+                    if id(param) not in self._filled:
+                        self._filled[id(param)] = self._load(param, device, dtype)
+                    owner._parameters[key] = self._filled[id(param)]
+            for buffer in owner._buffers.values():
+                name = self._names.get(id(buffer))
+                source = self._source.get(name) if name else None
+                if buffer is not None and source is not None:
+                    buffer.copy_(self._stored[source].read())
+
+    @torch.no_grad()
+    def refill(self, seed: int) -> None:
+        """Give a module that was filled and sharded before the values a newly built one with this seed would have."""
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            for owner, source in self._source.items():
+                target = self._named[owner]
+                if source is not None:
+                    whole = self._stored[source].read()
+                else:
+                    _init_new(whole := torch.empty(target.shape), owner)
+                whole = whole.to(device=target.device, dtype=target.dtype)
+                if isinstance(target, DTensor):  # every rank has read the whole and keeps its shard
+                    whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+                local_tensor(target).copy_(local_tensor(whole))
+
+    def _load(self, param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+        name = self._names[id(param)]
+        source = self._source[name]
+        if source is None:  # allowed to be missing: a new head or an adapter, initialised alike on every rank
+            value = torch.empty(param.shape, dtype=torch.float32)
+            _init_new(value, name)
+        else:
+            value = self._stored[source].read()
+        target = dtype if value.is_floating_point() else value.dtype
+        return nn.Parameter(value.to(device=device, dtype=target, copy=True), requires_grad=param.requires_grad)
+
+    def _check(self, where: str, named: dict[str, torch.Tensor]) -> None:
+        optional = self._module.allow_missing
+        problems = [
+            f"missing: {owner}"
+            for owner, source in self._source.items()
+            if source is None and owner in self._bases and not any(fnmatch(owner, pattern) for pattern in optional)
+        ]
+        problems += [f"unknown here: {name}" for name in self._stored if name not in named]
+        for owner, source in self._source.items():
+            if source is not None:
+                shape = self._stored[source].shape()
+                if shape != list(named[owner].shape):
+                    problems.append(f"shape of {owner}: stored {shape}, here {list(named[owner].shape)}")
+        if problems:
+            raise WeightSyncError(
+                f"{where} do not fit {type(self._module).__name__} "
+                f"(rename with import_name, or list new ones in allow_missing): " + "; ".join(problems)
+            )
+
+
+def safetensors_index(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, of a Hugging Face folder with one safetensors file or several."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / WEIGHTS_FILE
+    if not single.is_file():
+        raise FileNotFoundError(f"no {WEIGHTS_FILE} or {INDEX_FILE} in {folder}; give a Hugging Face model folder")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def module_description(
+    module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
+) -> tuple[type[BaseTrainModule], tuple[Any, ...], dict[str, Any]]:
+    """Class and arguments of the module the workers are to build."""
+    if isinstance(module, tuple):
+        module_class, config = module
+        args, kwargs = ((), dict(config)) if isinstance(config, dict) else ((config,), {})
+    else:
+        if not isinstance(module, BaseTrainModule):
+            raise TypeError(f"TrainEngine takes a rlix.nn.BaseTrainModule, not {type(module).__name__}")
+        filled = next((name for name, p in module.named_parameters() if not p.is_meta), None)
+        if filled is not None:
+            raise ValueError(
+                f"{type(module).__name__} holds weights ({filled}) that would be dropped: build it under "
+                'torch.device("meta") and pass weights_path or seed to build()'
+            )
+        module_class, (args, kwargs) = type(module), module.rlix_init
+    if not (isinstance(module_class, type) and issubclass(module_class, BaseTrainModule)):
+        raise TypeError(f"the module class must extend rlix.nn.BaseTrainModule, not {module_class!r}")
+    return module_class, args, kwargs
+
+
+def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
+    return (m for m in module.modules() if isinstance(m, FSDPModule))
+
+
+def _init_new(value: torch.Tensor, name: str) -> None:
+    if name.endswith("bias") or value.dim() < 2 or ".lora_B." in name or ".lora_embedding_A." in name:
+        nn.init.zeros_(value)  # the half of a LoRA adapter that makes it begin as nothing
+    elif ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+    else:
+        nn.init.normal_(value, std=0.02)
+
+
+def _cast(unit: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point parameters to `dtype`; buffers keep theirs (rotary frequencies stay float32)."""
+    for param in unit.parameters():
+        if param.is_floating_point() and not param.is_meta and param.dtype != dtype:
+            param.data = param.data.to(dtype)
+
+
+def _shard(unit: nn.Module, mesh: DeviceMesh, spec: ModuleSpec, dtype: torch.dtype) -> None:
+    compute = getattr(torch, spec.compute_dtype) if spec.compute_dtype else dtype
+    # Named only where it differs: FSDP would cast every block's inputs to the dtype they have.
+    param_dtype = None if compute == dtype else compute
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=mesh, mp_policy=policy)

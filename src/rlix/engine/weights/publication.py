@@ -1,0 +1,264 @@
+"""Versioned weights: packed once by the trainer, pulled by whoever needs them, or sent to those who wait for them.
+
+Published buckets live in Ray's object store: shared memory on a node (readers map it, nothing is copied), transferred
+between nodes. What a trainer sends directly (see `transfer`) comes as the same buckets and is checked and applied by
+the same code.
+"""
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlix.engine.residency import local_tensor
+from rlix.engine.weights.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    HOST,
+    Aliases,
+    Bytes,
+    Manifest,
+    WeightEntry,
+    dtype_name,
+    pack_stream,
+)
+from rlix.engine.weights.transfer import Receiver, Rendezvous
+from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
+
+Fetch = Callable[[Any, float], Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """One version of a model's weights. Cheap to send: `buckets` are references, not bytes.
+
+    With a `rendezvous` there are no buckets: the trainer is about to send the weights, once, to all who take part.
+    """
+
+    version: int
+    manifest: Manifest
+    buckets: tuple[Any, ...] = ()
+    rendezvous: Rendezvous | None = None
+
+    def received_by(self, *, replica: int | None = None, worker: int | None = None) -> "PublishedWeights":
+        """The same, in the hands of one of the receivers."""
+        return self if self.rendezvous is None else replace(self, rendezvous=self.rendezvous.at(replica, worker))
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyReport:
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+def publish(
+    named: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    aliases: Aliases | None = None,
+    put: Callable[[Bytes], Any] | None = None,
+) -> PublishedWeights:
+    """Stream tensors into stored buckets; host memory in use never exceeds one bucket or the largest tensor.
+
+    `aliases` gives a tied tensor's further names by its first. `put` stores one bucket and returns its reference
+    (default: Ray's object store, where the buckets live as long as somebody holds the result).
+    """
+    if put is None:
+        import ray
+
+        put = ray.put
+    references: list[Any] = []
+    entries: list[WeightEntry] = []
+    for bucket in pack_stream(named, bucket_bytes, aliases=aliases):
+        references.append(put(bucket.data.numpy()))
+        entries.extend(bucket.entries)
+    return PublishedWeights(version, Manifest(tuple(entries)), tuple(references))
+
+
+def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
+    """The tensors, as views of the buckets (no copy). They may lie in read-only shared memory: never write to them."""
+    for index, entries in _by_bucket(manifest):
+        yield from _views(_as_tensor(buckets[index]), entries)
+
+
+def stream(
+    published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None, device: torch.device = HOST
+) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
+    """Pull bucket by bucket and yield each tensor as a read-only view; for executors with a loader of their own.
+
+    What a trainer sends directly arrives on `device`, published buckets in host memory.
+    """
+    with closing(_arriving(published, timeout_s, fetch, device)) as buckets:
+        for flat, entries in buckets:
+            yield from _views(flat, entries)
+
+
+def apply(
+    model: torch.nn.Module, published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None
+) -> ApplyReport:
+    """Copy published weights into a model in place, after every name, shape and dtype was found to agree.
+
+    Each name of the model's state dict must be published, and each published tensor must have a place in the model.
+    A model that ties weights takes a tied tensor once. dtypes must agree, unless both are floating point: then the
+    copy converts, which is how a trainer in float32 feeds a bfloat16 replica.
+
+    Raises:
+        WeightSyncError: lists every missing, unknown, mis-shaped and conflicting name; the model is unchanged.
+        WaitTimeoutError, TransferError: a bucket did not arrive (of published ones, within `timeout_s`); the model
+            may be partly updated.
+    """
+    start = time.perf_counter()
+    targets = _targets(model, published)
+    device = next((target.device for target in targets.values()), HOST)
+    moved = 0
+    with torch.no_grad(), closing(_arriving(published, timeout_s, fetch, device)) as buckets:
+        for bucket, entries in buckets:
+            places = [targets[entry.name] for entry in entries]
+            devices = {place.device for place in places}
+            if len(places) > 1 and len(devices) == 1:
+                bucket = bucket.to(devices.pop())  # noqa: PLW2901 - one transfer instead of one for each tensor
+            torch._foreach_copy_(places, [view for _, view in _views(bucket, entries)])
+            moved += sum(entry.nbytes for entry in entries)
+    return ApplyReport(published.version, len(published.manifest.entries), moved, time.perf_counter() - start)
+
+
+def check(model: torch.nn.Module, published: PublishedWeights) -> None:
+    """Raise the `WeightSyncError` that `apply` would raise; the model may be on meta."""
+    _targets(model, published)
+
+
+def pulled(published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None) -> PublishedWeights:
+    """The same weights with the buckets' bytes in place of references, for processes that Ray does not know.
+
+    What the trainer sends directly needs no Ray and stays as it is.
+    """
+    if published.rendezvous is not None:
+        return published
+    buckets = tuple(_fetch(published, index, timeout_s, fetch) for index in range(len(published.buckets)))
+    return replace(published, buckets=buckets)
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by state-dict name, tied names included; not detached, not gathered."""
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def tied_names(named: dict[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+    """First name -> the further names of the same tensor; every tensor has an entry, in order."""
+    first: dict[int, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, tensor in named.items():
+        owner = first.setdefault(id(tensor), name)
+        names[owner] = () if owner == name else (*names[owner], name)
+    return names
+
+
+class _Writable:
+    """Lends a read-only array's memory as writable, because torch warns of any other; keeps the array alive."""
+
+    def __init__(self, array: Bytes) -> None:
+        self._array = array
+        interface = dict(array.__array_interface__)
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _as_tensor(data: Bytes) -> torch.Tensor:
+    return torch.from_numpy(data if data.flags.writeable else np.asarray(_Writable(data)))
+
+
+def _views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
+    typed: dict[str, tuple[torch.Tensor, int]] = {}
+    for entry in entries:
+        if entry.dtype not in typed:
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            whole_elements = flat.numel() // dtype.itemsize * dtype.itemsize  # the last tensor's may be smaller
+            typed[entry.dtype] = (flat[:whole_elements].view(dtype), dtype.itemsize)
+        whole, itemsize = typed[entry.dtype]
+        yield entry, whole.narrow(0, entry.offset // itemsize, math.prod(entry.shape)).view(entry.shape)
+
+
+def _arriving(
+    published: PublishedWeights, timeout_s: float, fetch: Fetch | None, device: torch.device
+) -> Generator[tuple[torch.Tensor, list[WeightEntry]]]:
+    """Bucket after bucket: pulled from where they were put, or received on `device` while they are being sent."""
+    groups = _by_bucket(published.manifest)
+    if published.rendezvous is None:
+        for index, entries in groups:
+            yield _as_tensor(_fetch(published, index, timeout_s, fetch)), entries
+        return
+    with Receiver(published.rendezvous, device) as receiver:
+        for _, entries in groups:
+            yield receiver.receive(entries[-1].offset + entries[-1].nbytes), entries
+        receiver.finish()
+
+
+def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry]]]:
+    groups: dict[int, list[WeightEntry]] = {}
+    for entry in manifest.entries:
+        groups.setdefault(entry.bucket, []).append(entry)
+    return list(groups.items())
+
+
+def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fetch | None) -> Bytes:
+    reference = published.buckets[index]
+    if fetch is not None:
+        return fetch(reference, timeout_s)
+    if isinstance(reference, np.ndarray):
+        return reference
+    try:
+        # Unlike `ray.get`, this may be called in a thread of an async actor, which replicas are.
+        data: Bytes = reference.future().result(timeout=timeout_s)
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"bucket {index} of {len(published.buckets)} of weight version {published.version} did not arrive within "
+            f"{timeout_s:g} s from Ray's object store (owner: the trainer that published it)"
+        ) from error
+    return data
+
+
+def _targets(model: torch.nn.Module, published: PublishedWeights) -> dict[str, torch.Tensor]:
+    """Where each published tensor goes in the model, by its first name; every disagreement in one error."""
+    named = named_weights(model)
+    known: set[str] = set()
+    problems: list[str] = []
+    taken: dict[int, str] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for entry in published.manifest.entries:
+        known.update(entry.names)
+        places = [named[name] for name in entry.names if name in named]
+        if not places:
+            problems.append(f"unknown here: {entry.name}")
+            continue
+        distinct = list({id(place): place for place in places}.values())
+        if len(distinct) > 1:
+            problems.append(f"tied by the trainer, separate here: {', '.join(entry.names)}")
+        target = local_tensor(distinct[0])
+        other = taken.setdefault(id(distinct[0]), entry.name)
+        if other != entry.name:
+            problems.append(f"tied here, separate in the trainer: {other}, {entry.name}")
+        problems.extend(_mismatch(entry, target))
+        targets[entry.name] = target
+    problems.extend(f"not published: {name}" for name in named if name not in known)
+    if problems:
+        raise WeightSyncError(
+            f"weight version {published.version} does not fit {type(model).__name__}; nothing was changed: "
+            + "; ".join(problems)
+        )
+    return targets
+
+
+def _mismatch(entry: WeightEntry, target: torch.Tensor) -> list[str]:
+    if tuple(target.shape) != entry.shape:
+        return [f"shape of {entry.name}: published {list(entry.shape)}, here {list(target.shape)}"]
+    published = getattr(torch, entry.dtype)
+    if target.dtype != published and not (target.dtype.is_floating_point and published.is_floating_point):
+        return [f"dtype of {entry.name}: published {entry.dtype}, here {dtype_name(target.dtype)}"]
+    return []

@@ -1,0 +1,1 @@
+"""A job's life outside its algorithm: launch, coordinator, run folder."""

@@ -1,0 +1,137 @@
+"""The coordinator: the actor of a job that people and their programs talk to."""
+
+import asyncio
+import importlib
+import importlib.util
+import logging
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rlix.flow.prefork import runtime_env
+from rlix.flow.worker import WORKER_ENVIRONMENT
+from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
+from rlix.pipeline.spec.job import JobSpec
+from rlix.protocol.errors import SpecError
+from rlix.protocol.types import pipeline_namespace
+
+logger = logging.getLogger(__name__)
+
+_BUILT_IN = {
+    "full_finetune": "rlix.pipeline.full_finetune:FullFinetunePipeline",
+    "agentic": "rlix.pipeline.agentic:AgenticPipeline",
+    "actor_critic": "rlix.pipeline.actor_critic:ActorCriticPipeline",
+    "asynchronous": "rlix.pipeline.asynchronous:AsynchronousPipeline",
+    "asynchronous_agentic": "rlix.pipeline.asynchronous:AsynchronousAgenticPipeline",
+}
+_PIPELINE_FORMS = f"use {', '.join(_BUILT_IN)} or 'package.module:Class'"
+_PIPELINE_THREADS = 16
+"""`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
+
+
+class PipelineCoordinator:
+    """Creates a job's pipeline actor, asks it how it does, and notices its end.
+
+    The control plane never calls it: a pipeline asks for what it needs, and its process is watched.
+    """
+
+    def __init__(self, pipeline_id: str, pipeline_config: JobConfig | JobSpec) -> None:
+        self._pipeline_id = pipeline_id
+        self._config = JobConfig.of(pipeline_config)
+        self._pipeline: Any = None
+        self._closed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def create_pipeline_actor(self, pipeline_config: JobConfig | JobSpec | None = None) -> Any:
+        """Start the `PipelineActor` that executes the job; call its `run()` to train.
+
+        Raises:
+            SpecError: the spec names a pipeline whose module does not exist.
+            RuntimeError: the job already has its actor.
+        """
+        if self._pipeline is not None:
+            raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
+        config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
+        check_importable(config.spec.pipeline)
+        actor_class = ray.remote(PipelineActor)
+        self._pipeline = actor_class.options(
+            name=f"pipeline:{self._pipeline_id}",
+            namespace=pipeline_namespace(self._pipeline_id),
+            num_cpus=0,
+            max_concurrency=_PIPELINE_THREADS,
+            runtime_env=runtime_env(WORKER_ENVIRONMENT),
+        ).remote(self._pipeline_id, config)
+        self._watch = asyncio.create_task(self._watch_pipeline())
+        return self._pipeline
+
+    async def status(self) -> JobStatus | None:
+        """None until the pipeline actor exists."""
+        return None if self._pipeline is None else await self._pipeline.status.remote()
+
+    async def stop(self) -> None:
+        """Ask the job to stop cleanly; `run()` then returns early."""
+        if self._pipeline is not None:
+            await self._pipeline.request_stop.remote()
+
+    async def closed(self) -> None:
+        """Return when the job has ended, however it ended."""
+        await self._closed.wait()
+
+    async def _watch_pipeline(self) -> None:
+        try:
+            await self._pipeline.wait_ended.remote()
+        except RayActorError as error:
+            logger.warning("the pipeline actor of %s died: %s", self._pipeline_id, error)
+        self._closed.set()
+
+
+class PipelineActor:
+    """The actor around a job's `Pipeline`: only its process imports what the pipeline needs."""
+
+    def __init__(self, pipeline_id: str, config: JobConfig) -> None:
+        self._pipeline: Pipeline = resolve_pipeline(config.spec.pipeline)(pipeline_id, config)
+        self._pipeline.client.join(config.spec.name)
+
+    def run(self) -> JobSummary:
+        """Trains to the end, however it comes; then nothing of the job is left but its run folder."""
+        try:
+            return self._pipeline.run()
+        finally:
+            self._pipeline.client.unregister("its run ended")
+
+    def wait_ended(self) -> None:
+        self._pipeline.wait_ended()
+
+    def request_stop(self) -> None:
+        self._pipeline.request_stop()
+
+    def status(self) -> JobStatus:
+        return self._pipeline.status()
+
+
+def check_importable(name: str) -> None:
+    """Raise SpecError when the module of a pipeline ("package.module:Class") does not exist; nothing is loaded."""
+    module = _BUILT_IN.get(name, name).partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise SpecError(f"pipeline: {name!r} cannot be imported ({error}); {_PIPELINE_FORMS}") from error
+    if found is None:
+        raise SpecError(f"pipeline: {name!r} cannot be imported (no module {module!r}); {_PIPELINE_FORMS}")
+
+
+def resolve_pipeline(name: str) -> type[Pipeline]:
+    """The pipeline class behind a built-in name or "package.module:Class".
+
+    Raises:
+        SpecError: it cannot be imported, or is no `Pipeline`.
+    """
+    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(f"pipeline: {name!r} cannot be imported ({error}); {_PIPELINE_FORMS}") from error
+    if not (isinstance(found, type) and issubclass(found, Pipeline)):
+        raise SpecError(f"pipeline: {name!r} is not a subclass of rlix.pipeline.Pipeline")
+    return found

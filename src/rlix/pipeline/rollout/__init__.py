@@ -1,0 +1,1 @@
+"""Rollouts over replicas that come and go."""

@@ -1,0 +1,346 @@
+"""Elastic rollouts: replicas come and go with their leases while `generate` runs; the I/O around `Router`.
+
+All state lives on one thread. Everything else (the training loop, the coordinator's calls, Ray's completions) posts a
+callable to its inbox, so no lock is needed and the order of events is the order in which they are handled. What may
+block (killing and replacing replicas, calls of the control plane) runs on background threads.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.rollout.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
+from rlix.pipeline.rollout.router import ReplicaState, Router, Trajectory
+from rlix.protocol.errors import PipelineGoneError, RlixError, WaitTimeoutError
+from rlix.protocol.messages import Cluster, Demand, Lease
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Replicas", "RolloutClient", "RolloutError", "RolloutManager"]
+
+_REPORT_INTERVAL_S = 1.0
+_LOOK_S = 0.2  # how soon somebody who waits for trajectories notices that he should stop
+_BACKGROUND_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Trajectories that were submitted together."""
+
+    trajectories: Sequence[Trajectory]
+    done: "Future[list[Trajectory]]"
+    left: int
+
+
+class RolloutManager:
+    """Generates trajectories on whatever bundles the scheduler leases to this job at the moment.
+
+    Args:
+        cluster: the registered rollout cluster; replica `i` runs on `cluster.bundles[i]`.
+        replicas: the replica actors, one per bundle, created but not loaded.
+        router: decides who generates what.
+        clock: Unix seconds.
+        background: runs what may block; default: threads of its own.
+        threaded: False leaves it to the caller to handle what was posted, with `handle_posted`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        replicas: Replicas,
+        router: Router,
+        client: RolloutClient,
+        folder: RunFolder,
+        clock: Callable[[], float] = time.time,
+        background: Executor | None = None,
+        threaded: bool = True,
+    ) -> None:
+        self._cluster = cluster
+        self._router = router
+        self._client = client
+        self._clock = clock
+        self._background = background or ThreadPoolExecutor(_BACKGROUND_THREADS, "rollout-background")
+        self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._posting = threading.Lock()
+        self._closed = False
+        self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
+        self._expected = Demand(0)
+        self._left_gpu_s = 0.0
+        self._reported = 0  # trajectories
+        self._reported_at = 0.0
+        self._reporting = False
+        self._pool = ReplicaPool(
+            cluster,
+            replicas=replicas,
+            router=router,
+            client=client,
+            folder=folder,
+            clock=clock,
+            post=self._post,
+            in_background=self._in_background,
+        )
+        self._thread = threading.Thread(target=self._loop, name="rollout", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    # ---- called by the training loop -------------------------------------------------------------------------
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Make `weights` the ones every replica generates with from now on; resident replicas update in place.
+
+        Requests in flight go on with the new weights: their tokens say which version each of them came from.
+        """
+        self._post(partial(self._pool.publish, weights))
+
+    def generate(
+        self, step: int, trajectories: Sequence[Trajectory], timeout_s: float, stop: threading.Event
+    ) -> list[Trajectory]:
+        """Finish every trajectory, in the order given.
+
+        Raises:
+            WaitTimeoutError: not finished within `timeout_s`.
+            RolloutError: replicas keep failing.
+            InterruptedError: `stop` was set; open trajectories are dropped.
+        """
+        return self.wait(self.submit_all(step, trajectories), timeout_s, stop)
+
+    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+        """Start to finish every trajectory; the future brings them in the order given, or raises RolloutError."""
+        done: Future[list[Trajectory]] = Future()
+        self._post(partial(self._submit, step, _Batch(tuple(trajectories), done, len(trajectories))))
+        return done
+
+    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        """Finish one trajectory; what `generate` does for a batch, for callers that have more to submit meanwhile.
+
+        The future raises RolloutError when replicas keep failing, InterruptedError after `abandon`.
+        """
+        done: Future[Trajectory] = Future()
+        self.submit_all(step, [trajectory]).add_done_callback(partial(_hand_over_first, done))
+        return done
+
+    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+        """The trajectories of `submit_all`; raises what `generate` raises."""
+        deadline = self._clock() + timeout_s
+        while not futures.wait([done], timeout=_LOOK_S).done:
+            if stop.is_set():
+                self.abandon()
+                raise InterruptedError("the job was asked to stop")
+            if self._clock() > deadline:
+                message = self._describe(timeout_s)
+                self.abandon()
+                raise WaitTimeoutError(message)
+        return done.result()
+
+    def expect(self, demand: Demand) -> None:
+        """All that is open, submitted now or later (it waits for something else); heartbeats tell the larger of this
+        and what is submitted."""
+        self._post(partial(setattr, self, "_expected", demand))
+
+    def expect_gpu_s(self, left: float) -> None:
+        """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
+        self._post(partial(setattr, self, "_left_gpu_s", left))
+
+    def abandon(self) -> None:
+        """Drop every open trajectory and expect none."""
+        self._post(self._abandon)
+
+    def close(self) -> None:
+        """Stop; the replicas are left as they are. From now on shrinks fail at once, so that nobody waits for them."""
+        with self._posting:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        self._background.shutdown(wait=False, cancel_futures=True)
+
+    # ---- called by the bundle feed ---------------------------------------------------------------------------
+
+    def grow(self, leases: Sequence[Lease]) -> None:
+        """Raises RlixError when the rollout was closed."""
+        self._post_or_raise(partial(self._pool.grow, tuple(leases)))
+
+    def request_shrink(self, leases: Sequence[Lease]) -> list["Future[None]"]:
+        """Start to give `leases` back; each future completes when the device memory of its lease is released."""
+        acks: list[Future[None]] = [Future() for _ in leases]
+        self._post_or_raise(partial(self._pool.shrink, tuple(leases), acks))
+        return acks
+
+    def lost(self, leases: Sequence[Lease]) -> None:
+        """The control plane killed these replicas: what they generated continues elsewhere."""
+        self._post(partial(self._pool.lost, tuple(leases)))
+
+    def fail(self, error: RlixError) -> None:
+        """Nothing will be generated any more: whoever waits for trajectories is told why."""
+        self._post(partial(self._drop_all, error))
+
+    # ---- the loop --------------------------------------------------------------------------------------------
+
+    def handle_posted(self) -> None:
+        """Handle everything that was posted so far, on this thread: for `threaded=False`."""
+        while not self._inbox.empty():
+            if (action := self._inbox.get_nowait()) is not None:
+                self._handle(action)
+
+    def _post(self, action: Callable[[], None]) -> bool:
+        with self._posting:
+            if not self._closed:
+                self._inbox.put(action)
+            return not self._closed
+
+    def _post_or_raise(self, action: Callable[[], None]) -> None:
+        if not self._post(action):
+            raise self._closed_error()
+
+    def _closed_error(self) -> RlixError:
+        return RlixError(f"the rollout of {self._cluster.name} was closed: the job is ending")
+
+    def _loop(self) -> None:
+        while True:
+            working = self._outstanding() > 0
+            try:
+                action = self._inbox.get(timeout=_REPORT_INTERVAL_S if working else None)
+            except queue.Empty:
+                action = _nothing
+            if action is None:
+                break
+            self._handle(action)
+        self._pool.end(self._closed_error())
+
+    def _handle(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._dispatch()
+            self._report()
+        except Exception as error:  # must reach the waiting training loop, whatever it is
+            logger.exception("rollout of %s failed", self._cluster.name)
+            self._drop_all(error)
+
+    # ---- trajectories ----------------------------------------------------------------------------------------
+
+    def _submit(self, step: int, batch: _Batch) -> None:
+        if not batch.trajectories:
+            batch.done.set_result([])
+            return
+        if self._pool.weights is None:
+            batch.done.set_exception(RolloutError("no weights were published, so the replicas have nothing to load"))
+            return
+        try:
+            self._router.submit(batch.trajectories)
+        except ValueError as error:
+            batch.done.set_exception(error)
+            return
+        self._pool.step = step
+        self._batches |= dict.fromkeys([t.id for t in batch.trajectories], batch)
+
+    def _abandon(self) -> None:
+        self._drop_all(InterruptedError("the rollout was abandoned"))
+        for bundle in self._router.bundles(ReplicaState.READY, ReplicaState.LOADING, ReplicaState.DRAINING):
+            if self._router.in_flight(bundle):
+                self._pool.abort(bundle)
+
+    def _drop_all(self, reason: Exception) -> None:
+        self._router.drop_all()
+        self._expected = Demand(0)
+        batches, self._batches = self._batches, {}
+        for batch in {id(batch): batch for batch in batches.values()}.values():
+            if batch.done.set_running_or_notify_cancel():  # whoever asked may have given up already
+                batch.done.set_exception(reason)
+
+    def _dispatch(self) -> None:
+        now = self._clock()
+        for bundle, requests in self._router.dispatch(now):
+            self._pool.call(bundle, "busy", partial(self._generated, requests), "generate", requests)
+        if self._pool.grown:
+            self._pool.grown = False
+            for bundle, ids in self._router.rebalance(now):
+                self._pool.abort(bundle, ids)
+
+    def _generated(self, requests: Sequence[GenerationRequest], bundle: int, answer: "Future[Any]") -> None:
+        error = answer.exception()
+        if isinstance(error, ValueError):  # the requests' fault: another replica would say the same
+            self._router.give_up(bundle, [request.id for request in requests])
+            self._pool.advance(bundle)
+            raise RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {error}") from error
+        if error is not None:
+            self._pool.failed(bundle, error)
+            return
+        self._pool.succeeded()
+        results: list[GenerationResult] = answer.result()
+        for trajectory in self._router.complete(bundle, results, self._clock()):
+            batch = self._batches.pop(trajectory.id)
+            batch.left -= 1
+            if batch.left == 0 and batch.done.set_running_or_notify_cancel():
+                batch.done.set_result(list(batch.trajectories))
+        self._pool.advance(bundle)
+
+    # ---- reports ---------------------------------------------------------------------------------------------
+
+    def _outstanding(self) -> int:
+        """How many trajectories are open or expected."""
+        return max(self._router.outstanding, self._expected.trajectories)
+
+    def _demand(self, trajectories: int, now: float) -> Demand:
+        demand = replace(self._router.demand(now), left_gpu_s=self._left_gpu_s, load_s=self._pool.load_s or 0.0)
+        if not self._expected.trajectories:
+            return demand
+        tokens = max(demand.tokens, self._expected.tokens)  # when they end depends on more than decoding
+        return replace(demand, trajectories=trajectories, tokens=tokens, work_s=0.0, floor_s=0.0)
+
+    def _report(self) -> None:
+        """Tell the scheduler at once when demand begins or ends, and once per interval while there is some."""
+        trajectories, now = self._outstanding(), self._clock()
+        if self._reporting or not (trajectories or self._reported):
+            return
+        edge = (trajectories == 0) != (self._reported == 0)
+        if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
+            self._reporting, self._reported, self._reported_at = True, trajectories, now
+            report = partial(self._client.report_demand, self._cluster.name, self._demand(trajectories, now))
+            self._in_background(report, self._report_ended)
+
+    def _report_ended(self, answer: "Future[None]") -> None:
+        """A report that did not arrive is made again with the next heartbeat: no trajectory suffers from it."""
+        self._reporting = False
+        error = answer.exception()
+        if isinstance(error, PipelineGoneError):
+            raise error
+        if error is not None:
+            logger.warning("demand of %s was not reported: %s", self._cluster.name, error)
+            self._reported = -1  # whatever is told next, it is news
+
+    def _in_background(self, work: Callable[[], None], then: Callable[["Future[None]"], None]) -> None:
+        future = self._background.submit(work)
+        future.add_done_callback(lambda answer: self._post(partial(then, answer)))
+
+    def _describe(self, timeout_s: float) -> str:
+        held = self._pool.held
+        return (
+            f"step {self._pool.step}: {self._outstanding()} trajectories were not finished within "
+            f"{timeout_s:g} s; replicas hold {held or 'no devices'}"
+        )
+
+
+def _hand_over_first(one: "Future[Trajectory]", batch: "Future[list[Trajectory]]") -> None:
+    if not one.set_running_or_notify_cancel():
+        return
+    if (error := batch.exception()) is not None:
+        one.set_exception(error)
+    else:
+        one.set_result(batch.result()[0])
+
+
+def _nothing() -> None:
+    """Handled when only a report is due."""

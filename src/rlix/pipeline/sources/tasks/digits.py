@@ -1,0 +1,52 @@
+"""Tasks on a few digits: small enough to learn in seconds on a CPU, real enough to need learning."""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlix.pipeline.sources.rewards import Reward, token_match
+from rlix.pipeline.sources.tasks.base import Prompt, random_stream
+
+
+class DigitsTask:
+    """The prompt is random digits and ">"; the answer is what `answer` makes of the digits, and the end token."""
+
+    def __init__(
+        self, name: str, answer: Callable[[str], str], tokenizer: PreTrainedTokenizerBase, digits: int = 4
+    ) -> None:
+        self._name, self._answer, self._tokenizer, self._digits = name, answer, tokenizer, digits
+
+    def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
+        return self._draw("prompts", seed, step, n)
+
+    def supervised(self, seed: int, step: int, n: int) -> list[Prompt]:
+        return self._draw("supervised", seed, step, n)
+
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> Reward:
+        return token_match(completion_ids, prompt.answer_ids)
+
+    def _draw(self, stream: str, seed: int, step: int, n: int) -> list[Prompt]:
+        source = random_stream(self._name, stream, seed, step)
+        drawn = ["".join(source.choices("0123456789", k=self._digits)) for _ in range(n)]
+        return [self._prompt(f"{stream}/{step}/{i}", digits) for i, digits in enumerate(drawn)]
+
+    def _prompt(self, id: str, digits: str) -> Prompt:
+        text, answer = f"{digits}>", self._answer(digits)
+        answer_ids = self._tokenizer.encode(answer, add_special_tokens=False)
+        return Prompt(
+            id=id,
+            text=text,
+            prompt_ids=tuple(self._tokenizer.encode(text)),
+            answer=answer,
+            answer_ids=(*answer_ids, self._tokenizer.eos_token_id),
+        )
+
+
+def sort_digits(tokenizer: PreTrainedTokenizerBase, digits: int = 4) -> DigitsTask:
+    """4172> is answered by 1247."""
+    return DigitsTask("sort_digits", lambda text: "".join(sorted(text)), tokenizer, digits)
+
+
+def copy_digits(tokenizer: PreTrainedTokenizerBase, digits: int = 4) -> DigitsTask:
+    """4172> is answered by 4172."""
+    return DigitsTask("copy_digits", lambda text: text, tokenizer, digits)

@@ -1,0 +1,180 @@
+"""The sections of a job spec that say on how many devices it runs, or on which."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from rlix.control.registration import describe_ids
+from rlix.pipeline.spec.file import Problem
+from rlix.pipeline.spec.training import Count, Index, Section
+from rlix.protocol.types import ClusterName
+
+_RANGE = re.compile(r"(\d+) *- *(\d+)")
+_LARGER_POOL = "or run on a larger pool (without GPUs: --devices N makes N virtual ones)"
+
+
+class GpuRange(Section):
+    """As many devices as `max`, or fewer down to `min` where the cluster would otherwise wait."""
+
+    min: Count
+    max: Count
+
+
+def _gpus(value: Any) -> Any:
+    """A number or a range in any of its spellings; a range of one number is that number."""
+    if isinstance(value, GpuRange):
+        value = {"min": value.min, "max": value.max}
+    elif isinstance(value, str) and (match := _RANGE.fullmatch(value)):
+        value = {"min": int(match[1]), "max": int(match[2])}
+    if isinstance(value, Mapping) and value.keys() == {"min", "max"} and all(map(_is_count, value.values())):
+        least, most = value["min"], value["max"]
+        if least > most:
+            raise ValueError(f"min {least} is more than max {most}; exchange them")
+        return most if least == most else GpuRange(min=least, max=most)
+    if value is None or _is_count(value):
+        return value
+    raise ValueError(
+        f"must be a number of devices such as 8, or a range such as {{min: 4, max: 8}} or 4-8, not {value!r}"
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+class ClusterSpec(Section):
+    """How many devices one worker set uses, or which, in rank order: `gpus` or `devices`, not both."""
+
+    gpus: Annotated[Count | GpuRange | None, BeforeValidator(_gpus)] = None
+    """A number; RLix chooses devices that other jobs' training uses least, and the same for all parts of this job. For
+    `actor_infer` the most it may use. A range, `{min: 4, max: 8}` or `4-8`, is for pipelines of your own that run where
+    their lease says: those that ship with RLix build their engines on devices that are fixed when the job starts."""
+    devices: Annotated[tuple[Index, ...] | None, Field(strict=False)] = None
+    """Ids of devices, where it matters which."""
+    tensor_parallel: Count = 1
+    """Consecutive devices that hold one copy of the weights between them."""
+
+    @field_validator("devices")
+    @classmethod
+    def _distinct(cls, devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if devices is None:
+            return None
+        if not devices:
+            raise ValueError("is empty; list at least one device")
+        if twice := sorted({d for d in devices if devices.count(d) > 1}):
+            raise ValueError(f"device {twice[0]} is listed twice; list each device once")
+        return devices
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.gpus is not None and self.devices is not None:
+            raise ValueError("gives both gpus (how many) and devices (which ones); keep one")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
+
+    @property
+    def field(self) -> str:
+        """The key that says how many devices there are."""
+        return "gpus" if self.devices is None else "devices"
+
+    @property
+    def count(self) -> int | None:
+        """How many devices, at most; None: as many as the pool has."""
+        if self.devices is not None:
+            return len(self.devices)
+        return self.gpus.max if isinstance(self.gpus, GpuRange) else self.gpus
+
+    @property
+    def least(self) -> int:
+        """The fewest devices it can run on."""
+        return self.gpus.min if isinstance(self.gpus, GpuRange) else self.tensor_parallel
+
+    @property
+    def mapping(self) -> list[int] | int | dict[str, int] | None:
+        """What `register_pipeline` takes for it in `cluster_device_mappings`."""
+        if self.devices is not None:
+            return list(self.devices)
+        return {"min": self.gpus.min, "max": self.gpus.max} if isinstance(self.gpus, GpuRange) else self.gpus
+
+
+class ClustersSpec(Section):
+    """A worker set that is left out but needed is as large as `actor_train`, and in the same place."""
+
+    actor_train: ClusterSpec
+    """Must say how many devices, or which."""
+    actor_infer: ClusterSpec = ClusterSpec()
+    """The rollouts; without `gpus` or `devices` they may use the whole pool."""
+    reference: ClusterSpec | None = None
+    """Needed with `algorithm.kl_coefficient` above 0."""
+    critic: ClusterSpec | None = None
+    """Needed with `pipeline: actor_critic`."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
+
+    def items(self) -> list[tuple[str, ClusterSpec]]:
+        """The clusters that are given, `actor_infer` always."""
+        return [(name, getattr(self, name)) for name in type(self).model_fields if getattr(self, name) is not None]
+
+
+def cluster_problems(clusters: ClustersSpec, fixed: str | None) -> Iterator[Problem]:
+    """What is wrong with the clusters alone. `fixed`: the job's pipeline, if its engines stay where they are built."""
+    for name, cluster in clusters.items():
+        where = f"clusters.{name}"
+        if cluster.count is None and name != ClusterName.ACTOR_INFER:
+            yield Problem(where, "says neither how many devices nor which; add e.g. 'gpus: 2' or 'devices: [0, 1]'")
+        if isinstance(cluster.gpus, GpuRange):
+            yield from _range_problems(name, cluster.gpus, cluster.tensor_parallel, fixed)
+        elif cluster.count is not None and cluster.count % cluster.tensor_parallel:
+            listed = "" if cluster.devices is None else f" {list(cluster.devices)}"
+            yield Problem(
+                f"{where}.tensor_parallel",
+                f"{cluster.tensor_parallel} does not divide the {cluster.count} devices{listed}; use a divisor of "
+                f"{cluster.count}, or another number of devices",
+            )
+
+
+def _range_problems(name: str, gpus: GpuRange, tensor_parallel: int, fixed: str | None) -> Iterator[Problem]:
+    where = f"clusters.{name}.gpus"
+    if name == ClusterName.ACTOR_INFER:
+        yield Problem(where, f"rollouts grow and shrink by themselves; give the most they may use: 'gpus: {gpus.max}'")
+    elif fixed is not None:
+        yield Problem(
+            where,
+            f"{gpus.min}-{gpus.max} is a range, but {fixed} builds its engines on devices that are fixed when the job "
+            f"starts; give one number, e.g. 'gpus: {gpus.max}' (a range is for a pipeline of your own that runs where "
+            "its lease says)",
+        )
+    elif gpus.max // tensor_parallel * tensor_parallel < gpus.min:
+        yield Problem(where, f"no multiple of tensor_parallel {tensor_parallel} lies from {gpus.min} to {gpus.max}")
+
+
+def pool_problems(clusters: ClustersSpec, pool: Collection[int]) -> Iterator[Problem]:
+    """What a pool of devices with these ids lacks."""
+    for name, cluster in clusters.items():
+        where = f"clusters.{name}.{cluster.field}"
+        absent = [device for device in cluster.devices or () if device not in pool]
+        least = max(cluster.count or 0, cluster.tensor_parallel)
+        if not pool:
+            yield Problem(where, "the pool has no devices; on a machine without GPUs set RLIX_VIRTUAL_GPUS")
+        elif absent:
+            yield Problem(
+                where,
+                f"device {absent[0]} does not exist: the pool has {describe_ids(pool)}; list those, let RLix choose "
+                f"with 'gpus: {cluster.count}', {_LARGER_POOL}",
+            )
+        elif least > len(pool):
+            yield Problem(where, f"needs {least} devices, and the pool has {len(pool)}; ask for fewer, {_LARGER_POOL}")
