@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ def show_status() -> int:
         control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
         statuses = tuple(job.status() for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
-        sentences = tuple(wait.sentence() for wait in waits(control, statuses))
+        sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
         _say(console, pool.said)
         console.print(render(Snapshot(statuses, control, elapsed_s, utilisation(control), stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
@@ -189,6 +190,10 @@ def _report(jobs: Sequence[JobHandle], statuses: Sequence["JobStatus"], console:
         _say(console, f"no report: {error}")
         return
     print_report(report, [status for _, status in ended], run_dirs, target, console)
+
+
+def _time_of_day(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at).strftime("%H:%M:%S")
 
 
 def _say(console: Console, text: str) -> None:
