@@ -52,7 +52,8 @@ def show_status() -> int:
         _say(console, pool.said)
         console.print(render(Snapshot(statuses, control, elapsed_s, utilisation(control), stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
-            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}, {job.run_dir or 'no run folder'}")
+            again = f", started again {status.resumes} times after a node left" if status.resumes else ""
+            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}, {job.run_dir or 'no run folder'}")
         launched = {job.pipeline_id for job in jobs}
         for pipeline in control.pipelines:
             if pipeline.pipeline_id not in launched:
