@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ NODE_LOSS_S = 30.0
 """How long it may take after a failure until Ray knows that a node has left."""
 RESUMES = 3
 """So often a job is started again because a node has left."""
+START_WITHIN_S = 300.0
+"""A coordinator that was created and is not started within that time ends."""
 REMEMBERED_S = 60.0
 """For so long after its end a job can still be asked how it ended; its run folder says so for ever."""
 
@@ -35,7 +38,7 @@ class JobCoordinator(PipelineCoordinator):
     A job that fails because a node of it has left is registered anew and goes on from its checkpoint, on other devices.
     """
 
-    def __init__(self, pipeline_id: str, pipeline_config: JobConfig) -> None:
+    def __init__(self, pipeline_id: str, pipeline_config: JobConfig, *, start_within_s: float = START_WITHIN_S) -> None:
         super().__init__(pipeline_id, pipeline_config)
         spec = pipeline_config.spec
         self._last = JobStatus(spec.name, pipeline_id, "starting", 0, spec.steps, "starting")
@@ -43,6 +46,10 @@ class JobCoordinator(PipelineCoordinator):
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
+        # Whoever launched it may die before it says `start`; its pipeline is forgotten by the control plane.
+        self._unstarted = threading.Timer(start_within_s, ray.kill, [ray.get_runtime_context().current_actor])
+        self._unstarted.daemon = True
+        self._unstarted.start()
         self._stop_wanted = False
         self._resumes = 0
         self._may_be_a_node = True  # that left, why it failed
@@ -52,6 +59,7 @@ class JobCoordinator(PipelineCoordinator):
         """Start the run. Calling it again changes nothing."""
         async with self._starting:
             if self._supervisor is None:
+                self._unstarted.cancel()
                 pipeline = await self.create_pipeline_actor()
                 self._supervisor = asyncio.create_task(self._see_to_the_end(pipeline))
 
