@@ -69,6 +69,8 @@ class BaseTrainModule(nn.Module):
     """Patterns (fnmatch) of parameters a checkpoint need not hold, such as a new head; they keep a seeded init."""
     allow_unknown: tuple[str, ...] = ()
     """Patterns (fnmatch) of what a checkpoint may hold besides, such as the head of another kind of model."""
+    publish_dtype: torch.dtype | None = None
+    """In which floating-point parameters are published, whatever they are trained in; None: as they are."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Remembered so that the workers can build the same module from a driver's copy without weights.

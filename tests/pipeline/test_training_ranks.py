@@ -10,6 +10,8 @@ import torch
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
 from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights import publication
+from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from tests.pipeline import plain_training as plain
 from tests.pipeline.test_train_modules import ALGORITHMS, BATCH, TOKENS, same
@@ -88,3 +90,41 @@ def test_log_probs(engines: dict[str, TrainEngine], folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     expected = plain.token_log_probs(model, BATCH.ids, TEMPERATURE).detach() * BATCH.mask
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
+
+
+UPDATES = 50
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    """The share of numbers that are not what they were."""
+    changed = sum(int((after[name] != tensor).sum()) for name, tensor in before.items())
+    return changed / sum(tensor.numel() for tensor in before.values())
+
+
+def trained(folder: Path, dtype: str) -> tuple[float, TrainEngine]:
+    engine = TrainEngine(policy_on_meta(folder))
+    engine.build(
+        tensor_parallel_size=2, devices=pool_devices()[:2], weights_path=folder, dtype=dtype, compute_dtype="bfloat16"
+    )
+    training = TrainingSpec(offload_optimizer=True, activation_checkpointing=True)
+    engine.configure_optimizer(OptimizerSpec(learning_rate=1e-6), training, UPDATES, "bfloat16")
+    before = engine.state_dict()
+    wanted = scenario("grpo", BATCH)
+    for _ in range(UPDATES):
+        metrics = engine.policy_step(NeedParallel(wanted.tensors), TOKENS, wanted.algorithm, TEMPERATURE, 1.0)
+        assert metrics["grad_norm"] > 0
+    return moved(before, engine.state_dict()), engine
+
+
+def test_bfloat16_computes_over_float32_weights_all_of_which_move(ray_session: Any, folder: Path) -> None:
+    share, engine = trained(folder, "float32")
+    published = {entry.name: tensor for entry, tensor in publication.stream(engine.publish(1))}
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    weights = engine.state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert all(torch.equal(weights[name].bfloat16(), tensor) for name, tensor in published.items())
+    engine.close()
+    without, engine = trained(folder, "bfloat16")
+    engine.close()
+    assert share > 0.98
+    assert without < 0.1

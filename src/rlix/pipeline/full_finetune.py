@@ -303,6 +303,7 @@ class FullFinetunePipeline(Pipeline):
             tensor_parallel_size=cluster.tensor_parallel_size,
             devices=self.devices_of(cluster.devices),
             namespace=self.registration.ray_namespace,
+            dtype=self.spec.model.dtype,
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
@@ -314,7 +315,7 @@ class FullFinetunePipeline(Pipeline):
         self, name: ClusterName, module: OptimizedModule, path: Path, optimizer: OptimizerSpec
     ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
-        cluster = self.registration.cluster(name)
+        cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
@@ -322,12 +323,13 @@ class FullFinetunePipeline(Pipeline):
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
-                dtype=self.spec.model.dtype,
+                dtype=dtype if name is ClusterName.REFERENCE else "float32",
+                compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
             )
             self.client.name_holders(name, engine.processes)
-            engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates)
+            engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
             engine.release(lease.epoch)
         return engine
 

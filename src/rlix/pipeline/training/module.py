@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED
@@ -30,9 +31,18 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     skipped_updates: int = 0
 
     def configure_optimizer(
-        self, spec: OptimizerSpec, training: TrainingSpec | None = None, updates: int | None = None
+        self,
+        spec: OptimizerSpec,
+        training: TrainingSpec | None = None,
+        updates: int | None = None,
+        publish_dtype: str | None = None,
     ) -> None:
-        """`updates`: optimizer steps of the whole job, over which the learning rate falls if it is to."""
+        """`updates`: optimizer steps of the whole job, over which the learning rate falls if it is to.
+
+        `publish_dtype`: of the weights that rollouts get, by torch's name; None: as they are trained.
+        """
+        if publish_dtype is not None:
+            self.publish_dtype = getattr(torch, publish_dtype)
         if training is not None:
             self.training_spec = training
             self._compute_as(training)
@@ -115,7 +125,13 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         return {**metrics, **{name: value / self.dp_size for name, value in of_step.items()}}
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+        if self.training_spec.offload_optimizer:
+            home: HostHome = self.__dict__.setdefault("_state_home", HostHome(self.device))
+            home.visit(_state(optimizer))
+            optimizer.step()
+            home.leave(_state(optimizer))
+        else:
+            optimizer.step()
         if optimizer is self.optimizer:
             self.scheduler.step()
 
@@ -134,3 +150,9 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
             for block in self.modules():
                 if type(block).__name__.removeprefix("FSDP") in names:
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What it keeps for each parameter; step counts, which are single numbers, stay where they are."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
