@@ -118,6 +118,28 @@ def test_activation_checkpointing_changes_nothing_but_what_is_kept(folder: Path)
     assert fewer < 0.5 * all_bytes
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_batch(packing: bool, folder: Path) -> None:
+    def kept(rows: int, budget: int) -> int:
+        """The most bytes that one micro-batch keeps."""
+        module: Any = stepped(folder, micro_batch_tokens=budget, packing=packing)
+        sizes: list[int] = []
+        module.sync_gradients = lambda last: sizes.append(0)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[-1] += tensor.nbytes
+            return tensor
+
+        batch = plain.random_batch(rows)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            step(module, scenario("grpo", batch))
+        return max(sizes)
+
+    small, large = kept(16, 60), kept(128, 60)
+    assert large < 1.1 * small
+    assert kept(128, 10**6) > 4 * large
+
+
 def test_dropout_is_off_unless_asked_for(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "dropout", attention_dropout=0.5)
     alone = step(stepped(folder))

@@ -13,7 +13,7 @@ from rlix.pipeline.algorithms import masked_mean, value_loss
 from rlix.pipeline.batch import TokenBatch
 from rlix.pipeline.training.metrics import TOKENS
 from rlix.pipeline.training.micro_batches import in_place
-from rlix.pipeline.training.module import Loss, OptimizedModule
+from rlix.pipeline.training.module import OptimizedModule, Terms
 
 
 class CriticBatch(TokenBatch):
@@ -42,7 +42,7 @@ class CriticModule(OptimizedModule):
         rows = float(self.dp_sum(batch["mask"].any(dim=1).sum()))
         denominator = (tokens if aggregation == "token" else rows) / self.dp_size
 
-        def loss_of(part: Mapping[str, Tensor]) -> Loss:
+        def loss_of(part: Mapping[str, Tensor]) -> Terms:
             values, mask = self._values(part), part["mask"]
             loss = value_loss(
                 values,
@@ -53,13 +53,10 @@ class CriticModule(OptimizedModule):
                 aggregation=aggregation,
                 denominator=denominator,
             )
-            error = masked_mean((values.detach() - part["returns"]).abs(), mask)
-            return loss, {"error": error * mask.sum() / tokens}
+            return loss, {"error": masked_mean((values.detach() - part["returns"]).abs(), mask)}
 
-        sums = self.accumulate(cast(Mapping[str, Tensor], batch), loss_of)
-        named = {"loss": sums["loss"] / self.dp_size, "error": sums["error"]}
-        updated = self.update(named, max_grad_norm)
-        return {f"value_{name}": value for name, value in updated.items()} | {TOKENS: tokens / self.dp_size}
+        metrics = self.update(self.accumulate(cast(Mapping[str, Tensor], batch), loss_of), max_grad_norm)
+        return {name if name == TOKENS else f"value_{name}": value for name, value in metrics.items()}
 
     def _values(self, part: Mapping[str, Tensor]) -> Tensor:
         inputs = self.inputs(part)

@@ -14,8 +14,7 @@ from rlix.pipeline.algorithms.tensors import aggregate, masked_mean
 from rlix.pipeline.batch import TokenBatch
 from rlix.pipeline.spec.training import AlgorithmSpec
 from rlix.pipeline.training.causal_lm import CausalLmModule
-from rlix.pipeline.training.metrics import TOKENS
-from rlix.pipeline.training.module import Loss
+from rlix.pipeline.training.module import Terms
 
 
 class PolicyBatch(TokenBatch):
@@ -45,12 +44,12 @@ class PolicyModule(CausalLmModule):
         """One step on right answers at its own learning rate; returns this rank's part of the mean loss per token."""
         optimizer = self._warmup_optimizer(learning_rate)
 
-        def loss_of(part: Mapping[str, Tensor]) -> Loss:
+        def loss_of(part: Mapping[str, Tensor]) -> Terms:
             return self.global_mean(-self.scores(part).log_probs, part["mask"], total=tokens), {}
 
         sums = self.accumulate(_tensors(batch), loss_of)
         self.update({}, max_grad_norm, optimizer)
-        return sums["loss"] / self.dp_size
+        return sums["loss"]
 
     def finish_warmup(self) -> None:
         """Forget the warm-up's optimizer: its moments belong to another loss."""
@@ -65,59 +64,44 @@ class PolicyModule(CausalLmModule):
     def policy_step(
         self, batch: PolicyBatch, tokens: float, algorithm: AlgorithmSpec, temperature: float, max_grad_norm: float
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns this rank's part of each metric's global value.
-
-        Metrics are means over the tokens of the global minibatch, but for the loss and its KL term, which are summed up
-        as `algorithm.aggregation` says.
-        """
+        """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
         rows = float(self.dp_sum(batch["mask"].any(dim=1).sum()))
-        denominator = tokens if algorithm.aggregation == "token" else rows
-        sums = self.accumulate(
-            _tensors(batch),
-            lambda part: self._policy_loss(part, algorithm, temperature, tokens, denominator / self.dp_size),
-        )
-        averaged = {name: value / self.dp_size for name, value in sums.items() if name in ("loss", "kl")}
-        return self.update({**sums, **averaged, TOKENS: tokens / self.dp_size}, max_grad_norm)
+        denominator = (tokens if algorithm.aggregation == "token" else rows) / self.dp_size
 
-    def _policy_loss(
-        self,
-        part: Mapping[str, Tensor],
-        algorithm: AlgorithmSpec,
-        temperature: float,
-        tokens: float,
-        denominator: float,
-    ) -> Loss:
-        scores, mask = self.scores(part, temperature), part["mask"]
-        log_probs = scores.log_probs
-        result = clipped_policy_loss(
-            log_probs,
-            part.get("old_log_probs", log_probs.detach()),
-            part["advantages"],
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            aggregation=algorithm.aggregation,
-            denominator=denominator,
-            weights=part.get("importance"),
-        )
-        loss, share = result.loss, mask.sum() / tokens
-        metrics = {
-            "clip_fraction": result.clip_fraction * share,
-            "approx_kl": result.approx_kl * share,
-            "entropy": masked_mean(scores.entropies, mask) * share,
-        }
-        reference = None if algorithm.kl_in_reward else part.get("reference_log_probs")
-        if reference is not None:
-            of_tokens = kl_estimate(log_probs, reference, algorithm.kl_estimator)
-            kl = aggregate(of_tokens, mask, algorithm.aggregation, denominator)
-            loss = loss + algorithm.kl_coefficient * kl
-            metrics["kl"] = kl
-        return loss, metrics
+        def loss_of(part: Mapping[str, Tensor]) -> Terms:
+            scores = self.scores(part, temperature)
+            loss, metrics = policy_loss(scores.log_probs, part, algorithm, denominator)
+            return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
+
+        return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
 
     def _warmup_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         if not hasattr(self, "_warmup"):
             self._warmup = self.new_optimizer(learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         return self._warmup
+
+
+def policy_loss(log_probs: Tensor, part: Mapping[str, Tensor], algorithm: AlgorithmSpec, denominator: float) -> Terms:
+    """The loss of a part of a minibatch: those of all parts, with the denominator of the whole, add up."""
+    mask = part["mask"]
+    result = clipped_policy_loss(
+        log_probs,
+        part.get("old_log_probs", log_probs.detach()),
+        part["advantages"],
+        mask,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        aggregation=algorithm.aggregation,
+        denominator=denominator,
+        weights=part.get("importance"),
+    )
+    metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
+    reference = None if algorithm.kl_in_reward else part.get("reference_log_probs")
+    if reference is None:
+        return result.loss, metrics
+    of_tokens = kl_estimate(log_probs, reference, algorithm.kl_estimator)
+    kl = aggregate(of_tokens, mask, algorithm.aggregation, denominator)
+    return result.loss + algorithm.kl_coefficient * kl, metrics | {"kl": masked_mean(of_tokens, mask)}
 
 
 def policy_on_meta(path: Path) -> PolicyModule:

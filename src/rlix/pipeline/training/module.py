@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
-from rlix.pipeline.training.metrics import SKIPPED
+from rlix.pipeline.training.metrics import SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
 
-Loss = tuple[Tensor, Mapping[str, Tensor]]
-"""A micro-batch's part of the loss of the global batch, and this rank's part of each metric."""
+Terms = tuple[Tensor, Mapping[str, Tensor]]
+"""A micro-batch's part of the loss of the global batch, and metrics as means over the micro-batch's tokens."""
 
 
 class OptimizedModule(HuggingFaceFsdp2TrainModule):
@@ -85,20 +85,26 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         return result
 
     def accumulate(
-        self, batch: Mapping[str, Tensor], loss_of: Callable[[Mapping[str, Tensor]], Loss]
+        self, batch: Mapping[str, Tensor], loss_of: Callable[[Mapping[str, Tensor]], Terms]
     ) -> dict[str, float]:
-        """Sum up the gradients of the losses of all micro-batches; returns the sum of each metric, and of the loss."""
+        """Sum up the gradients of the losses of all micro-batches.
+
+        Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch.
+        """
         self.train(self.training_spec.dropout)
+        tokens = self.dp_sum(batch["mask"].sum()).clamp(min=1)
         parts = self.micro_batches(batch)
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
         for number, part in enumerate(parts, start=1):
             self.sync_gradients(number == len(parts))
-            loss, metrics = loss_of(part.tensors)
+            loss, means = loss_of(part.tensors)
             loss.backward()
-            for name, value in {**metrics, "loss": loss}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach()
+            sums["loss"] += loss.detach() / self.dp_size
+            share = part.tensors["mask"].sum() / tokens
+            for name, mean in means.items():
+                sums[name] = sums.get(name, 0.0) + mean.detach() * share
         self.eval()
-        return {name: float(value) for name, value in sums.items()}
+        return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size}
 
     def update(
         self, metrics: Mapping[str, float], max_grad_norm: float, optimizer: torch.optim.Optimizer | None = None
