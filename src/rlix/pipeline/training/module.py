@@ -64,12 +64,14 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     # ---- a batch in parts --------------------------------------------------------------------------------------
 
     def micro_batches(self, batch: Mapping[str, Tensor]) -> list[MicroBatch]:
-        """This rank's rows in parts within the token budget, on the device; as many parts on every rank."""
+        """This rank's rows in parts within the token budget; as many parts on every rank."""
         spec = self.training_spec
         groups = plan(row_lengths(batch["mask"]), spec.micro_batch_tokens, packed=spec.packing)
-        count = int(self.dp_max(len(groups)))
-        parts = micro_batches(batch, groups, count)
-        return [MicroBatch(p.rows, {name: t.to(self.device) for name, t in p.tensors.items()}) for p in parts]
+        return micro_batches(batch, groups, int(self.dp_max(len(groups))))
+
+    def here(self, part: MicroBatch) -> dict[str, Tensor]:
+        """Its tensors on this module's device."""
+        return {name: tensor.to(self.device) for name, tensor in part.tensors.items()}
 
     def inputs(self, part: Mapping[str, Tensor]) -> ModelInputs:
         return model_inputs(part, packed=self.training_spec.packing)
@@ -79,7 +81,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         self.eval()
         result = torch.zeros(batch["mask"].shape)
         for part in self.micro_batches(batch):
-            values = compute(part.tensors).float().cpu()
+            values = compute(self.here(part)).float().cpu()
             if part.rows:
                 result[torch.tensor(part.rows), : values.shape[1]] = values
         return result
@@ -97,10 +99,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
         for number, part in enumerate(parts, start=1):
             self.sync_gradients(number == len(parts))
-            loss, means = loss_of(part.tensors)
+            tensors = self.here(part)
+            loss, means = loss_of(tensors)
             loss.backward()
             sums["loss"] += loss.detach() / self.dp_size
-            share = part.tensors["mask"].sum() / tokens
+            share = tensors["mask"].sum() / tokens
             for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + mean.detach() * share
         self.eval()
