@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
 from rlix.engine.train import checkpoint
-from rlix.engine.train.adapters import aliases_of, exported, tensors_of
+from rlix.engine.train.adapters import aliases_of, exported, tensors_of, to_publish
 from rlix.engine.train.materialize import Checkpoint, ModuleSpec, build_module, fsdp_modules
 from rlix.engine.train.saving import BackgroundSaver
 from rlix.engine.weights import publication
@@ -106,10 +106,14 @@ class TrainWorker(Worker):
         finally:
             self._reshard()
 
-    def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights | None:
+    def publish(
+        self, version: int, bucket_bytes: int, epoch: int | None, as_trained: bool = False
+    ) -> publication.PublishedWeights | None:
         """Rank 0 stores the whole weights; the other ranks hand it their shards."""
         self._guard(epoch)
         published = exported(self._module)
+        if not as_trained:
+            published = to_publish(self._module, published)
         whole = whole_tensors(tensors_of(published), bucket_bytes)
         if self.ctx.rank != 0:
             for _ in whole:
@@ -120,14 +124,16 @@ class TrainWorker(Worker):
     def describe(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights:
         """What `send` would send now: every name, shape, dtype and place, and no bytes."""
         self._guard(epoch)
-        published = exported(self._module)
+        published = to_publish(self._module, exported(self._module))
         named = ((weight.name, weight.base) for weight in published)
         return publication.PublishedWeights(version, layout(named, bucket_bytes, aliases_of(published)))
 
     def send(self, meeting: Rendezvous, bucket_bytes: int, epoch: int | None) -> None:
         """Rank 0 hands the whole weights to replicas, from device to device; the other ranks hand it their shards."""
         self._guard(epoch)
-        whole = whole_tensors(tensors_of(exported(self._module)), bucket_bytes, on_device=True)
+        whole = whole_tensors(
+            tensors_of(to_publish(self._module, exported(self._module))), bucket_bytes, on_device=True
+        )
         if self.ctx.rank != 0:
             for _ in whole:
                 pass
