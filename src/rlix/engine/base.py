@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 
 from rlix.engine import placement
-from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.life_cycle import Life, Residency
+from rlix.engine.residency import MoveReport
 from rlix.flow.worker_group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, Process
@@ -22,7 +23,7 @@ class Engine(ABC):
     def __init__(self, name: str) -> None:
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"
         self._group: WorkerGroup | None = None
-        self._residency = Residency.META
+        self._life = Life()
         self._timeout_s = 0.0  # longest a call may take
 
     @property
@@ -31,15 +32,20 @@ class Engine(ABC):
         return {} if self._group is None else self._group.processes
 
     @property
+    def life(self) -> Life:
+        """Where the bytes are, and which weights they are, of all workers together."""
+        return self._life
+
+    @property
     def residency(self) -> Residency:
-        return self._residency
+        return self.life.residency
 
     @property
     def device(self) -> torch.device:
         """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
-        if self._residency is Residency.DEVICE and self.devices:
+        if self.residency is Residency.DEVICE and self.devices:
             return torch.device(self.devices[0].kind.value)
-        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
+        return torch.device("cpu" if self.residency is Residency.HOST else "meta")
 
     @abstractmethod
     def cuda(self) -> MoveReport:
@@ -95,7 +101,8 @@ class Engine(ABC):
     def _end(self, *, graceful: bool) -> None:
         group, self._group = self._group, None
         placement.vacate(self)
-        self._residency = Residency.META
+        self._life = Life(self._life.whole)
+        self.devices = ()
         if group is not None:
             group.close(graceful=graceful)
 

@@ -62,6 +62,12 @@ class ModelSource:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         return model.eval()
 
+    def on_meta(self) -> PreTrainedModel:
+        """The model's names, shapes and ties, and no bytes."""
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.load_config())
+            return model
+
     def tokenizer(self) -> Any | None:
         """The source's tokenizer, or None where it has none."""
         if self.path is None:
