@@ -91,7 +91,7 @@ class Engine(ABC):
         if self._group is not None:
             raise RlixError(f"{self.name} is built already; close() it first")
         count = _device_count(size, replicas, devices)
-        return placement.choose(count, devices=devices, **where)
+        return placement.choose(count, bundle=size, devices=devices, **where)
 
     def _workers(self) -> WorkerGroup:
         if self._group is None:

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -25,7 +26,7 @@ from rlix.engine.parallel import split_sizes
 from rlix.engine.residency import MoveReport
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
-from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,8 @@ class InferenceEngine(Engine):
             return run_here(self.generate_async(prompts, sampling_params, request_ids=request_ids, on_turn=on_turn))
         requests = self._read(prompts, sampling_params, request_ids)
         ranks, shares = _deal(requests, self.replicas.world_size)
-        results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        with self._aborted_unless_complete(requests):
+            results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
         return self._answers(requests, results)
 
     async def generate_async(
@@ -232,8 +234,19 @@ class InferenceEngine(Engine):
         ranks, shares = _deal(requests, self.replicas.world_size)
         if on_turn is not None:
             return await self._take_turns(list(zip(ranks, shares, strict=True)), on_turn)
-        results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        with self._aborted_unless_complete(requests):
+            results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
         return self._answers(requests, results)
+
+    @contextmanager
+    def _aborted_unless_complete(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
+        """Whoever leaves early (cancelled, timed out, one replica of several failed) leaves nothing decoding."""
+        try:
+            yield
+        except BaseException:  # raised again
+            with suppress(RlixError, RayError):
+                self.replicas.call("abort", [request.id for request in requests])
+            raise
 
     async def _take_turns(
         self, shares: Sequence[tuple[int, list[GenerationRequest]]], on_turn: OnTurn
@@ -251,18 +264,13 @@ class InferenceEngine(Engine):
         answers = [
             converse(index, request, partial(ask, rank), on_turn, reader) for index, (rank, request) in enumerate(dealt)
         ]
-        complete = False
-        try:
-            outputs = await all_or_first_error(answers, self._timeout_s)
-            complete = True
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
-            ) from None
-        finally:
-            if not complete:
-                await self.replicas.arun("abort", [request.id for _, request in dealt], timeout_s=self._timeout_s)
-        return outputs
+        with self._aborted_unless_complete([request for _, request in dealt]):
+            try:
+                return await all_or_first_error(answers, self._timeout_s)
+            except TimeoutError:
+                raise WaitTimeoutError(
+                    f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
+                ) from None
 
     async def stream(
         self, prompt: Prompt, sampling_params: Params = None, *, request_id: str | None = None
@@ -274,6 +282,7 @@ class InferenceEngine(Engine):
         """
         (request,) = self._read([prompt], sampling_params, None if request_id is None else [request_id])
         assert self._reader is not None
+        self.replicas.check_usable("stream")
         replica = self.replicas.handles[next(self._turn) % self.replicas.world_size]
         text, reason = TextStream(self._reader), None
         pieces = replica.stream.remote([request])
