@@ -37,7 +37,7 @@ def test_a_missing_folder_says_so(source: str | Path) -> None:
 
 
 def test_a_folder_without_a_model_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         ModelSource.of(tmp_path).load_config()
 
 
