@@ -1,4 +1,4 @@
-"""The class that Ray makes an actor of, for a worker class."""
+"""The class that Ray instantiates for a worker."""
 
 from collections.abc import Mapping
 from inspect import Parameter, Signature

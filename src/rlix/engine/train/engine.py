@@ -13,9 +13,8 @@ import torch
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, merged, plainly
-from rlix.engine.life_cycle import Residency, training
 from rlix.engine.parallel import combine, scatter
-from rlix.engine.residency import MoveReport
+from rlix.engine.residency import MoveReport, Residency
 from rlix.engine.train.checkpoint import STATE_FILE
 from rlix.engine.train.materialize import ModuleSpec, module_description, safetensors_index
 from rlix.engine.train.saving import SaveHandle
@@ -32,11 +31,6 @@ from rlix.protocol.messages import Device, Fence
 logger = logging.getLogger(__name__)
 
 EXECUTORS: dict[str, type[TrainWorker]] = {"fsdp2": TrainWorker}
-_AFTER = {
-    Residency.DEVICE: training(resident=True),
-    Residency.HOST: training(resident=True).released(keep_host=True),
-    Residency.META: training(resident=False),
-}
 SETTLE_TIMEOUT_S = 15.0
 """After one rank failed: how long the others may take to end the same call before the engine is given up."""
 
@@ -154,7 +148,7 @@ class TrainEngine(Engine):
             raise
         self._data_parts = [status.data_part for status in ranks]
         placement.occupy(self, self.devices)
-        self._life = training(resident=True)
+        self._residency = Residency.DEVICE
         self._epoch = None if lease is None else lease.epoch
         return self
 
@@ -219,12 +213,8 @@ class TrainEngine(Engine):
         return tuple(self._run("status", timeout_s=self._timeout_s))
 
     def _move(self, method: str, state: Residency, *args: Fence | int) -> MoveReport:
-        try:
-            reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
-        except BaseException as error:  # re-raised
-            self._life = self._life.failed(f"{method} did not end on every rank: {error}")
-            raise
-        self._life = _AFTER[state]
+        reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
+        self._residency = state
         return merged(reports)
 
     # ---- weights and checkpoints -------------------------------------------------------------------------------
@@ -297,19 +287,19 @@ class TrainEngine(Engine):
             NotResidentError: the engine's bytes wait in host memory: bring them back with `cuda()` first.
         """
         self._workers()
-        if self.residency is Residency.HOST:
+        if self._residency is Residency.HOST:
             self._check_resident()
         first = tied_names(dict(state))
         given = publish(((name, state[name]) for name in first), self.version, aliases=first)
         self._run("load_state_dict", given, self._epoch, timeout_s=self._timeout_s)
-        self._life = training(resident=True)
+        self._residency = Residency.DEVICE
 
     def save(self, folder: str | Path) -> None:
         """Write safetensors, config and tokenizer (where known): loads in plain transformers.
 
         The weights may be on the devices or wait in host memory.
         """
-        if self.residency is not Residency.HOST:
+        if self._residency is not Residency.HOST:
             self._check_resident()
         self._run("save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
 
@@ -324,7 +314,7 @@ class TrainEngine(Engine):
         """
         safetensors_index(Path(folder))
         self._run("load", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        self._life = training(resident=True)
+        self._residency = Residency.DEVICE
 
     @overload
     def save_state(self, folder: str | Path, *, asynchronous: Literal[False] = False) -> None: ...
@@ -337,7 +327,7 @@ class TrainEngine(Engine):
         to host memory and written in the background: training, and moves off the devices, may go on at once. A save
         that starts while another is being written waits for that one.
         """
-        if asynchronous or self.residency is not Residency.HOST:
+        if asynchronous or self._residency is not Residency.HOST:
             self._check_resident()
         if not asynchronous:
             self._run("save_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
@@ -355,7 +345,7 @@ class TrainEngine(Engine):
         if not (Path(folder) / STATE_FILE).is_file():
             raise FileNotFoundError(f"no training state in {folder}: {STATE_FILE} is missing")
         self._run("load_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        self._life = training(resident=True)
+        self._residency = Residency.DEVICE
 
     # ---- below -------------------------------------------------------------------------------------------------
 
@@ -365,11 +355,10 @@ class TrainEngine(Engine):
 
     def _check_resident(self) -> None:
         self._workers()
-        if self.residency is not Residency.DEVICE:
+        if self._residency is not Residency.DEVICE:
             raise NotResidentError(
-                f"{self.name} was used while its bytes are on {self.residency.value}; call cuda() or acquire() first"
+                f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
             )
-        self._life.check_serving(self.name)
 
     def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         group = self._workers()

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlix.engine.life_cycle import Residency
-from rlix.engine.residency import MoveReport, ResidentSet, module_tensors
+from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
 from rlix.engine.train import checkpoint
 from rlix.engine.train.adapters import aliases_of, exported, tensors_of
 from rlix.engine.train.materialize import Checkpoint, ModuleSpec, build_module, fsdp_modules
@@ -63,6 +62,7 @@ class TrainWorker(Worker):
         `collective_timeout_s`.
         """
         self._lease = lease
+        self._ended = 0  # the newest epoch that was released
         self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
@@ -82,7 +82,6 @@ class TrainWorker(Worker):
             lambda: module_tensors(module, *checkpoint.optimizers(module).values()),
             device,
         )
-        self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
         return self.status()
 
@@ -150,17 +149,20 @@ class TrainWorker(Worker):
     def acquire(self, lease: Fence | int) -> MoveReport:
         """Bring the bytes on the device under a lease. One that the engine has released is over for it."""
         fence = self.ctx.fence(lease)
-        entered = self._resident.life.enter(fence.epoch)
+        if fence.epoch <= self._ended:
+            raise StaleEpochError(f"{self.ctx.group}: acquire under epoch {fence.epoch} refused: it has ended")
         report = self._bring(fence)
-        self._resident.life = replace(self._resident.life, epoch=entered.epoch)
         self._lease = fence
         return report
 
     def release(self, epoch: int) -> MoveReport:
         """Free the device memory and end the epoch: nothing is accepted under it any more."""
-        ended = self._resident.life.drain(epoch).ended
+        if self._lease is not None and epoch < self._lease.epoch:
+            raise StaleEpochError(
+                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._lease.epoch} holds it now"
+            )
         report = self.to_host()
-        self._resident.life = replace(self._resident.life, ended=ended)
+        self._ended = max(self._ended, epoch)
         self._lease = None
         return report
 
@@ -253,14 +255,13 @@ class TrainWorker(Worker):
         empty = self._resident.state is Residency.META
         if empty:
             self._locks.acquire(self.ctx.fence(self._lease), LOCK_TIMEOUT_S)
+            self._resident.allocate()
+            self._module.zero_grad(set_to_none=True)
+            for optimizer in checkpoint.optimizers(self._module).values():
+                optimizer.state.clear()
         try:
-            with self._resident.filling() if empty else nullcontext():
-                self._guard(epoch)
-                if empty:
-                    self._module.zero_grad(set_to_none=True)
-                    for optimizer in checkpoint.optimizers(self._module).values():
-                        optimizer.state.clear()
-                yield
+            self._guard(epoch)
+            yield
         except BaseException:  # re-raised
             if empty:
                 self.to_meta()
