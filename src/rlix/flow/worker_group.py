@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
-from inspect import Parameter, Signature
-from types import FunctionType
 from typing import Any, Literal, Self
 
 import ray
@@ -20,9 +18,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
+from rlix.flow.actor_class import actor_class
 from rlix.flow.scratch import Scratch
-from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process, program_fence
-from rlix.node.process import this_process
+from rlix.flow.user_errors import worker_error
+from rlix.flow.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
 
@@ -77,7 +76,9 @@ class WorkerGroup:
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
         self._kwargs = dict(kwargs or {})
-        self._cls = _actor_class(worker_cls)
+        control = any(getattr(m, "__ray_concurrency_group__", None) == CONTROL for m in vars(worker_cls).values())
+        remote = ray.remote(concurrency_groups={CONTROL: 1}) if control else ray.remote
+        self._cls: Any = remote(actor_class(worker_cls))
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
         self._group_id = uuid.uuid4().hex
@@ -146,17 +147,32 @@ class WorkerGroup:
         ]
 
     def run(
-        self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call `method` on `ranks` (default: all) and return their results, in the order of `ranks`.
 
         Raises:
             WorkerError: a rank raised or died; raised as soon as the first one does, with the cause as `__cause__`.
+                What a method raised is also of its own type (`except ValueError`); `rank` is an attribute.
             WaitTimeoutError: ranks, which are named, did not answer within `timeout_s`.
         """
-        called = self._ranks(ranks)
-        futures = _futures(self.call(method, *args, ranks=called, **kwargs))
-        return self._wait(method, called, futures, timeout_s)
+        return self.results(method, self.call(method, *args, ranks=ranks, **kwargs), timeout_s=timeout_s, ranks=ranks)
+
+    def results(
+        self,
+        method: str,
+        called: "Sequence[ray.ObjectRef[Any]]",
+        *,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Wait for what `call` returned; `method` is what errors name. Raises what `run` raises."""
+        return self._wait(method, self._ranks(ranks), _futures(called), timeout_s)
 
     async def arun(
         self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
@@ -224,7 +240,7 @@ class WorkerGroup:
         options = dict(self._options, name=f"{self.name}:{rank}")
         if devices:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(devices[0].node_id, soft=False)
-        return ray.remote(self._cls).options(**options).remote(context)
+        return self._cls.options(**options).remote(context)
 
     def _create_again(self, rank: int) -> "ActorHandle[Any]":
         """Ray frees the name of a killed actor a moment later."""
@@ -270,7 +286,8 @@ class WorkerGroup:
 
     def _worker_error(self, method: str, rank: int, error: RayError) -> WorkerError:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        return WorkerError(f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}")
+        message = f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}"
+        return worker_error(message, rank, error if cause is None else cause)
 
     def _ranks(self, ranks: Sequence[int] | None) -> list[int]:
         if ranks is None:
@@ -310,44 +327,6 @@ class _Process:
         os.close(self._fd)
         self._fd = None
         return ended
-
-
-def _actor_class(worker_cls: type[Worker]) -> type[Worker]:
-    """The class Ray instantiates: bare at first, so that the context is there before the worker's own `__init__`."""
-
-    def bare(self: Any, context: WorkerContext) -> None:
-        prepare_process(context)
-        self.ctx = context
-        self._rlix_constructed = False
-
-    def construct(self: Any, kwargs: Mapping[str, Any]) -> Process:
-        worker_cls.__init__(self, **kwargs)
-        self._rlix_constructed = True
-        return this_process(ray.get_runtime_context().get_node_id())
-
-    def close(self: Any) -> None:
-        if self._rlix_constructed:  # a group may close while a rank of it is being started again
-            worker_cls.close(self)
-
-    members: dict[str, Any] = {name: getattr(worker_cls, name) for name in dir(worker_cls) if not name.startswith("__")}
-    members |= {"__init__": bare, "_rlix_construct": construct, "close": close}
-    members = {name: _without_types(m) for name, m in members.items() if isinstance(m, FunctionType)}
-    members["__module__"] = worker_cls.__module__
-    return type(worker_cls.__name__, (worker_cls,), members)
-
-
-def _without_types(method: FunctionType) -> FunctionType:
-    """A copy whose signature names no type and no default.
-
-    Ray sends the signatures of an actor's methods with every handle, and whoever receives one imports what they name:
-    the control plane, which is given handles so that it can kill, would import torch.
-    """
-    copy = FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    copy.__kwdefaults__ = method.__kwdefaults__
-    copy.__dict__.update(method.__dict__)
-    kinds = {"self": Parameter.POSITIONAL_OR_KEYWORD, "args": Parameter.VAR_POSITIONAL, "kwargs": Parameter.VAR_KEYWORD}
-    copy.__signature__ = Signature([Parameter(name, kind) for name, kind in kinds.items()])  # type: ignore[attr-defined]
-    return copy
 
 
 def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:
