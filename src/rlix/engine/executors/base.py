@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.protocol.messages import Fence
 
@@ -77,12 +77,15 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None = None,
+        every_s: float = 0.0,
     ) -> "Future[list[GenerationResult]]":
         """Generate; the future completes, in the order of `requests`, when all are finished or aborted.
 
-        `on_chunk` is called, on a thread of the executor, after each step with what it added to each request; the last
-        chunks come before the future completes.
+        `on_chunk` is called, on a thread of the executor, with what was added to each request: after each step, or at
+        the first one of each `every_s` seconds. A request's last chunk comes when it ends.
         """
 
     @abstractmethod
@@ -105,6 +108,11 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """End threads and child processes."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> DecodingCounters:
+        """What has been decoded so far. May be read from any thread."""
 
     @property
     @abstractmethod

@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import math
 import queue
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rlix.engine.executors.base import Executor, Part
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError
 
@@ -29,7 +31,8 @@ class _Call:
 
     size: int
     future: "Future[list[GenerationResult]]"
-    on_chunk: Callable[[GenerationChunk], None] | None = None
+    on_chunk: Callable[[GenerationChunk], object] | None = None
+    every_s: float = 0.0
     sent: dict[int, int] = field(default_factory=dict)  # index of a request -> its tokens that were in chunks
     results: dict[int, GenerationResult] = field(default_factory=dict)
 
@@ -43,8 +46,8 @@ class _Call:
         self.results[index] = result
         if self.on_chunk is not None:
             new = slice(self.sent.get(index, 0), None)
-            tokens, logprobs = result.token_ids[new], result.logprobs[new]
-            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason))
+            tokens, logprobs, versions = result.token_ids[new], result.logprobs[new], result.versions[new]
+            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason, versions))
         if len(self.results) == self.size and not self.future.done():
             self.future.set_result([self.results[i] for i in range(self.size)])
 
@@ -56,6 +59,8 @@ class LoopExecutor(Executor):
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[int, tuple[_Call, int, GenerationRequest]] = {}
         self._keys = itertools.count()
+        self._counters = DecodingCounters()
+        self._stream_due = math.inf  # monotonic seconds; when the next call wants chunks
         self._thread = threading.Thread(target=self._loop, name="decoder", daemon=True)
         self._thread.start()
 
@@ -73,8 +78,12 @@ class LoopExecutor(Executor):
         """Advance what was started; the results of what ended."""
 
     @abstractmethod
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of what was started, after its first `since` ones."""
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
+        """Tokens, their log-probabilities and versions, of what was started, after its first `since` ones."""
+
+    @abstractmethod
+    def _in_batch(self) -> int:
+        """How many of those that were started the next step decodes, as far as is known."""
 
     @abstractmethod
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
@@ -113,14 +122,21 @@ class LoopExecutor(Executor):
         return self._run("offload", action)
 
     def submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None = None,
+        every_s: float = 0.0,
     ) -> "Future[list[GenerationResult]]":
         future: Future[list[GenerationResult]] = Future()
         if requests:
-            self._commands.put(lambda: self._accept(tuple(requests), _Call(len(requests), future, on_chunk)))
+            self._commands.put(lambda: self._accept(tuple(requests), _Call(len(requests), future, on_chunk, every_s)))
         else:
             future.set_result([])
         return future
+
+    @property
+    def counters(self) -> DecodingCounters:
+        return self._counters
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         ids = None if request_ids is None else frozenset(request_ids)
@@ -145,6 +161,7 @@ class LoopExecutor(Executor):
             command()
 
     def _advance(self) -> None:
+        start = time.perf_counter()
         try:
             ended = self._step()
         except Exception as error:  # whatever it is, the calls in flight get it; the next starts with an empty batch
@@ -152,14 +169,31 @@ class LoopExecutor(Executor):
             self._fail(error)
             self._recover()
             return
+        self._count(time.perf_counter() - start, len(ended))
         self._finish(ended.items())
         self._stream()
 
+    def _count(self, seconds: float, ended: int) -> None:
+        before, running = self._counters, self._in_batch()
+        self._counters = DecodingCounters(
+            steps=before.steps + 1,
+            seconds=before.seconds + seconds,
+            tokens=before.tokens + running + ended,
+            running=running,
+            waiting=len(self._open) - ended - running,
+        )
+
     def _stream(self) -> None:
+        now = time.monotonic()
+        if now < self._stream_due:
+            return
+        due = math.inf
         for key, (call, index, request) in self._open.items():
             if call.on_chunk is not None:
-                tokens, logprobs = self._drawn(key, call.sent.get(index, 0))
-                call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs)))
+                tokens, logprobs, versions = self._drawn(key, call.sent.get(index, 0))
+                call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs), None, tuple(versions)))
+                due = min(due, now + call.every_s)
+        self._stream_due = due
 
     def _finish(self, ended: Iterable[tuple[int, GenerationResult]]) -> None:
         for key, result in ended:
@@ -177,6 +211,8 @@ class LoopExecutor(Executor):
         try:
             for request in requests:
                 self._check(request)
+            if call.on_chunk is not None:
+                self._stream_due = min(self._stream_due, time.monotonic() + call.every_s)
             for index, request in enumerate(requests):
                 self._accept_one(call, index, request)
         except Exception as error:  # noqa: BLE001 - the caller gets it; those of its requests that started just end
