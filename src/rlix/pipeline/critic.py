@@ -33,12 +33,14 @@ class CriticModule(OptimizedModule):
 
     @returns("sum")
     def critic_step(
-        self, batch: CriticBatch, tokens: float, clip: float | None, aggregation: Any, max_grad_norm: float
+        self, batch: CriticBatch, denominator: float, clip: float | None, aggregation: Any, max_grad_norm: float
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
+        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`.
+
+        Returns this rank's part of each metric's global value.
+        """
         values, mask = self._values(batch), batch["mask"].to(self.device)
         target = batch["returns"].to(self.device)
-        rows = float(self.dp_sum(mask.any(dim=1).sum()))
         loss = value_loss(
             values,
             batch["old_values"].to(self.device),
@@ -46,7 +48,7 @@ class CriticModule(OptimizedModule):
             mask,
             clip=clip,
             aggregation=aggregation,
-            denominator=(tokens if aggregation == "token" else rows) / self.dp_size,
+            denominator=denominator / self.dp_size,
         )
         loss.backward()
         norm = self.clip_grad_norm(max_grad_norm)

@@ -1,32 +1,16 @@
 """The policy as a train module: what each rank computes, written as for one process."""
 
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlix.nn import HuggingFaceFsdp2TrainModule, returns
-from rlix.pipeline.algorithms import clipped_policy_loss, kl_estimate, token_log_probs
-from rlix.pipeline.algorithms.tensors import aggregate
-from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.spec.training import AlgorithmSpec, OptimizerSpec
-
-
-class PolicyBatch(TokenBatch):
-    """Sequences with what the policy loss needs, each [batch, length - 1]; `advantages` may be [batch].
-
-    `behavior_log_probs` and `versions`: of the policy that sampled the tokens; `importance`: each token's weight in the
-    loss.
-    """
-
-    advantages: NotRequired[Tensor]
-    behavior_log_probs: NotRequired[Tensor]
-    importance: NotRequired[Tensor]
-    old_log_probs: NotRequired[Tensor]
-    reference_log_probs: NotRequired[Tensor]
-    versions: NotRequired[Tensor]
+from rlix.pipeline.algorithms import Algorithm, token_log_probs
+from rlix.pipeline.batch import PolicyBatch, TokenBatch
+from rlix.pipeline.spec.training import OptimizerSpec
 
 
 class OptimizedModule(HuggingFaceFsdp2TrainModule):
@@ -47,7 +31,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
 class PolicyModule(OptimizedModule):
     """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
 
-    `tokens` arguments are counts over the global batch, so that every token weighs the same on every layout.
+    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout.
     """
 
     @returns("sum")
@@ -74,43 +58,21 @@ class PolicyModule(OptimizedModule):
 
     @returns("sum")
     def policy_step(
-        self, batch: PolicyBatch, tokens: float, algorithm: AlgorithmSpec, temperature: float, max_grad_norm: float
+        self, batch: PolicyBatch, denominator: float, algorithm: Algorithm, temperature: float, max_grad_norm: float
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
+        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`.
+
+        Returns this rank's part of each metric's global value.
+        """
         log_probs = self._token_log_probs(batch, temperature)
-        mask = batch["mask"].to(self.device)
-        old, importance = batch.get("old_log_probs"), batch.get("importance")
-        rows = float(self.dp_sum(mask.any(dim=1).sum()))
-        denominator = (tokens if algorithm.aggregation == "token" else rows) / self.dp_size
-        result = clipped_policy_loss(
-            log_probs,
-            log_probs.detach() if old is None else old.to(self.device),
-            batch["advantages"].to(self.device),
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            aggregation=algorithm.aggregation,
-            denominator=denominator,
-            weights=None if importance is None else importance.to(self.device),
-        )
-        loss = result.loss
-        metrics = {"clip_fraction": result.clip_fraction / self.dp_size, "approx_kl": result.approx_kl / self.dp_size}
-        reference = None if algorithm.kl_in_reward else batch.get("reference_log_probs")
-        if reference is not None:
-            kl = aggregate(
-                kl_estimate(log_probs, reference.to(self.device), algorithm.kl_estimator),
-                mask,
-                algorithm.aggregation,
-                denominator,
-            )
-            loss = loss + algorithm.kl_coefficient * kl
-            metrics["kl"] = kl.detach() / self.dp_size
-        loss.backward()
+        here = cast(PolicyBatch, {name: cast(Tensor, value).to(self.device) for name, value in batch.items()})
+        terms = algorithm.loss(log_probs, here, denominator / self.dp_size)
+        terms.loss.backward()
         norm = self.clip_grad_norm(max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        metrics |= {"loss": loss.detach() / self.dp_size, "grad_norm": norm / self.dp_size}
-        return {name: float(value) for name, value in metrics.items()}
+        metrics = {**terms.metrics, "loss": terms.loss.detach(), "grad_norm": norm}
+        return {name: float(value / self.dp_size) for name, value in metrics.items()}
 
     def _token_log_probs(self, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
         input_ids = batch["input_ids"].to(self.device)
