@@ -1,7 +1,7 @@
 """The pipeline that ships: samples from a source, made on a schedule, and what an algorithm learns from them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -20,7 +20,7 @@ from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.models import prepare_model
-from rlix.pipeline.policy import OptimizedModule, policy_on_meta
+from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling
@@ -32,10 +32,9 @@ from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.choice import build_source
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.pipeline.training.metrics import mean_metrics
+from rlix.pipeline.training.module import OptimizedModule
 from rlix.protocol.types import ClusterName, Phase
-
-_SLOTS_PER_REPLICA = 64
-_CHUNK = 32
 
 
 class FullFinetunePipeline(Pipeline):
@@ -271,7 +270,7 @@ class FullFinetunePipeline(Pipeline):
             self.replicas = replicas.result()
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
         caches = self.spec.rollout.executor == "vllm"
-        router = Router(len(cluster.bundles), _SLOTS_PER_REPLICA, _CHUNK, prefix_cache=caches)
+        router = Router(len(cluster.bundles), self.spec.rollout.max_num_seqs, prefix_cache=caches)
         self.bundles = BundleFeed(self.client, cluster.name)
         self.rollouts = RolloutManager(
             cluster, replicas=self.replicas.replicas, router=router, client=self.bundles, folder=self.folder
@@ -294,6 +293,8 @@ class FullFinetunePipeline(Pipeline):
             tensor_parallel_size=cluster.tensor_parallel_size,
             devices=self.devices_of(cluster.devices),
             namespace=self.registration.ray_namespace,
+            dtype=self.spec.model.dtype,
+            max_num_seqs=self.spec.rollout.max_num_seqs,
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
@@ -305,7 +306,7 @@ class FullFinetunePipeline(Pipeline):
         self, name: ClusterName, module: OptimizedModule, path: Path, optimizer: OptimizerSpec
     ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
-        cluster = self.registration.cluster(name)
+        cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
@@ -313,21 +314,15 @@ class FullFinetunePipeline(Pipeline):
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
-                dtype=self.spec.model.dtype,
+                dtype=dtype if name is ClusterName.REFERENCE else "float32",
+                compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
             )
             self.client.name_holders(name, engine.processes)
-            engine.configure_optimizer(optimizer)
+            engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
             engine.release(lease.epoch)
         return engine
-
-
-def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric; a loss of 0 when there was nothing to learn from."""
-    if not metrics:
-        return {"loss": 0.0}
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
 
 
 def stale_tokens(samples: Samples, mask: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The policy as a train module: what each rank computes, written as for one process."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -7,45 +8,31 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlix.nn import HuggingFaceFsdp2TrainModule, returns
-from rlix.pipeline.algorithms import Algorithm, token_log_probs
+from rlix.nn import returns
+from rlix.pipeline.algorithms.base import Algorithm
+from rlix.pipeline.algorithms.tensors import Terms, masked_mean
 from rlix.pipeline.batch import PolicyBatch, TokenBatch
-from rlix.pipeline.spec.training import OptimizerSpec
+from rlix.pipeline.training.causal_lm import CausalLmModule
 
 
-class OptimizedModule(HuggingFaceFsdp2TrainModule):
-    """With an AdamW that is configured once the weights are there."""
-
-    optimizer: torch.optim.Optimizer
-
-    def configure_optimizer(self, spec: OptimizerSpec) -> None:
-        self.optimizer = torch.optim.AdamW(
-            self.parameters(),
-            lr=spec.learning_rate,
-            betas=spec.betas,
-            weight_decay=spec.weight_decay,
-            foreach=False,  # the fused multi-tensor path refuses parameters sharded over different meshes
-        )
-
-
-class PolicyModule(OptimizedModule):
+class PolicyModule(CausalLmModule):
     """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
 
-    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout.
+    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout, in
+    every micro-batch.
     """
 
     @returns("sum")
     def supervised_step(self, batch: TokenBatch, tokens: float, learning_rate: float, max_grad_norm: float) -> float:
         """One step on right answers at its own learning rate; returns this rank's part of the mean loss per token."""
         optimizer = self._warmup_optimizer(learning_rate)
-        losses = -self._token_log_probs(batch)
-        mask = batch["mask"].to(self.device)
-        loss = self.global_mean(losses, mask, total=tokens)
-        loss.backward()
-        self.clip_grad_norm(max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach()) / self.dp_size
+
+        def loss_of(part: Mapping[str, Tensor]) -> Terms:
+            return self.global_mean(-self.scores(part).log_probs, part["mask"], total=tokens), {}
+
+        sums = self.accumulate(_tensors(batch), loss_of)
+        self.update({}, max_grad_norm, optimizer)
+        return sums["loss"]
 
     def finish_warmup(self) -> None:
         """Forget the warm-up's optimizer: its moments belong to another loss."""
@@ -53,8 +40,8 @@ class PolicyModule(OptimizedModule):
 
     @torch.no_grad()
     def log_probs(self, batch: TokenBatch, temperature: float) -> Tensor:
-        """Log-probability of each next token: [batch, length - 1], float32, on the CPU."""
-        return self._token_log_probs(batch, temperature).cpu()
+        """Log-probability of each next token that the mask counts, 0 elsewhere: [batch, length - 1], on the CPU."""
+        return self.gathered(_tensors(batch), lambda part: self.scores(part, temperature).log_probs)
 
     @returns("sum")
     def policy_step(
@@ -64,26 +51,17 @@ class PolicyModule(OptimizedModule):
 
         Returns this rank's part of each metric's global value.
         """
-        log_probs = self._token_log_probs(batch, temperature)
-        here = cast(PolicyBatch, {name: cast(Tensor, value).to(self.device) for name, value in batch.items()})
-        terms = algorithm.loss(log_probs, here, denominator / self.dp_size)
-        terms.loss.backward()
-        norm = self.clip_grad_norm(max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        metrics = {**terms.metrics, "loss": terms.loss.detach(), "grad_norm": norm}
-        return {name: float(value / self.dp_size) for name, value in metrics.items()}
 
-    def _token_log_probs(self, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
-        input_ids = batch["input_ids"].to(self.device)
-        logits = self(input_ids=input_ids, use_cache=False).logits[:, :-1]
-        return token_log_probs(logits, input_ids[:, 1:], temperature=temperature)
+        def loss_of(part: Mapping[str, Tensor]) -> Terms:
+            scores = self.scores(part, temperature)
+            loss, metrics = algorithm.loss(scores.log_probs, cast(PolicyBatch, part), denominator / self.dp_size)
+            return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
+
+        return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
 
     def _warmup_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         if not hasattr(self, "_warmup"):
-            self._warmup = torch.optim.AdamW(
-                self.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
-            )
+            self._warmup = self.new_optimizer(learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         return self._warmup
 
 
@@ -98,3 +76,7 @@ def policy_on_meta(path: Path) -> PolicyModule:
 def policy_class(model_class: type) -> type[Any]:
     """`model_class` with the methods of `PolicyModule`."""
     return type(f"Policy{model_class.__name__}", (PolicyModule, model_class), {})
+
+
+def _tensors(batch: TokenBatch) -> Mapping[str, Tensor]:
+    return cast(Mapping[str, Tensor], batch)

@@ -36,7 +36,7 @@ class PretrainedModel(Section):
     kind: Literal["pretrained"] = "pretrained"
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, in training and in rollouts."""
+    """Type in which training computes and rollouts hold the weights. The optimizer's own weights are always float32."""
 
     @property
     def torch_dtype(self) -> "torch.dtype":

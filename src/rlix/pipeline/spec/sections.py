@@ -11,7 +11,7 @@ from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share
 from rlix.pipeline.spec.source import SourceSpec
-from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, WarmupSpec
+from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
 
 
 class RolloutSpec(Section):
@@ -25,6 +25,8 @@ class RolloutSpec(Section):
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
     executor: Literal["transformers", "vllm"] = "transformers"
+    max_num_seqs: Count = 64
+    """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
 
 class Sections(Section):
@@ -47,6 +49,7 @@ class Sections(Section):
     warmup: WarmupSpec | None = None
     rollout: RolloutSpec
     optimizer: OptimizerSpec = OptimizerSpec()
+    training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
@@ -54,3 +57,8 @@ class Sections(Section):
     @property
     def trajectories_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole job."""
+        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
