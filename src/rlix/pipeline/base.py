@@ -14,7 +14,7 @@ from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.spec.job import JobSpec
-from rlix.pipeline.spec.named import parse_options
+from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, Fence, Lease
 from rlix.protocol.types import Phase
@@ -140,7 +140,7 @@ class Pipeline(ABC):
             first = self._prepare()
             state = self._train(first)
         except BaseException as error:  # noted, and raised again
-            detail = f"{type(error).__name__}: {error}"
+            detail = where_raised(error)
             self._update(state="failed", phase="failed", error=detail)
             if self.folder.is_open:
                 self._event("job", event="failed", detail=detail)

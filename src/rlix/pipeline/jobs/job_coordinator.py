@@ -80,7 +80,7 @@ class JobCoordinator(PipelineCoordinator):
         except RayTaskError as error:
             cause = root_cause(error)
             await self._refresh()
-            return self._failed(f"{type(cause).__name__}: {cause}")
+            return self._failed(self._last.error or f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
         await self._refresh()
