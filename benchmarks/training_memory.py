@@ -22,8 +22,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.pipeline.algorithms import Setting
+from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
-from rlix.pipeline.spec.training import AlgorithmSpec, OptimizerSpec, TrainingSpec
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 
 CASES = {
     "one pass": None,
@@ -91,6 +94,7 @@ def one_case(options: argparse.Namespace) -> None:
     settings = CASES[options.case]
     training = TrainingSpec(micro_batch_tokens=options.budget, **(settings or {}))
     model.configure_optimizer(OptimizerSpec(), training)
+    algorithm = build_algorithm(AlgorithmSpec(), Setting(group_size=8, longest=options.length))
 
     def log_probs(tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -100,7 +104,7 @@ def one_case(options: argparse.Namespace) -> None:
         if settings is None:
             plain_step(model, tensors)
         else:
-            model.policy_step(tensors, float(tensors["mask"].sum()), AlgorithmSpec(), 1.0, 1.0)
+            model.policy_step(tensors, algorithm.denominator(tensors["mask"]), algorithm, 1.0, 1.0)
 
     step(batch(1, 32, options.vocabulary))  # makes gradients and the optimizer's state
     tensors = batch(options.rows, options.length, options.vocabulary)

@@ -109,7 +109,10 @@ def generalised_advantages(batch: Batch, kl_coefficient: float, discount: float,
     return result
 
 
-def mean(terms: Tensor, mask: Tensor, aggregation: str) -> Tensor:
+def mean(terms: Tensor, mask: Tensor, aggregation: str | int) -> Tensor:
+    """Over tokens, or sequences; or, for a number, the sum over that number of tokens for each row."""
+    if isinstance(aggregation, int):
+        return terms[mask.bool()].sum() / (len(mask) * aggregation)
     if aggregation == "token":
         return terms[mask.bool()].mean()
     return torch.stack([row[chosen.bool()].mean() for row, chosen in zip(terms, mask, strict=True)]).mean()
@@ -122,13 +125,20 @@ def policy_loss(
     *,
     low: float,
     high: float,
-    aggregation: str,
+    aggregation: str | int,
     kl_coefficient: float = 0.0,
     importance: bool = False,
+    cap: float | None = None,
+    per_sequence: bool = False,
 ) -> Tensor:
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     ratio = (log_probs - batch.old).exp()
+    if per_sequence:  # GSPO: the geometric mean of the tokens' ratios
+        logs = [(log_probs - batch.old)[row][chosen.bool()].mean() for row, chosen in enumerate(batch.mask)]
+        ratio = torch.stack(logs).exp()[:, None].expand_as(log_probs)
     terms = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if cap is not None:  # CISPO: no gradient through the ratio
+        terms = -ratio.detach().clamp(max=cap) * advantages * log_probs
     if importance:
         terms = terms * batch.importance
     d = log_probs - batch.reference

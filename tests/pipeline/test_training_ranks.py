@@ -14,8 +14,9 @@ from rlix.engine.weights import publication
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from tests.pipeline import plain_training as plain
-from tests.pipeline.test_train_modules import ALGORITHMS, BATCH, TOKENS, same
+from tests.pipeline.test_train_modules import BATCH, TOTALS, same
 from tests.pipeline.training_scenarios import (
+    CASES,
     CLIP,
     TEMPERATURE,
     critic,
@@ -60,14 +61,13 @@ def engines(request: pytest.FixtureRequest, ray_session: Any, folder: Path) -> I
 def test_every_loss_and_gradient(engines: dict[str, TrainEngine], training: TrainingSpec, folder: Path) -> None:
     engine = engines["policy"]
     engine.configure_optimizer(OptimizerSpec(), training)
-    for name in ALGORITHMS:
-        for aggregation in ("token", "sequence"):
-            wanted = scenario(name, BATCH, aggregation)
-            given = NeedParallel(wanted.tensors)
-            metrics = engine.policy_step(given, TOKENS, wanted.algorithm, TEMPERATURE, 1.0)
-            loss, gradients = expected_policy(folder, BATCH, wanted)
-            assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
-            same(engine.gradients(), gradients)
+    for name, aggregation in CASES:
+        wanted = scenario(name, BATCH, aggregation)
+        given = NeedParallel(wanted.tensors)
+        metrics = engine.policy_step(given, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+        loss, gradients = expected_policy(folder, BATCH, wanted)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
+        same(engine.gradients(), gradients)
 
 
 @pytest.mark.parametrize("training", [TrainingSpec(), SMALL], ids=["one pass", "micro-batches"])
@@ -75,7 +75,7 @@ def test_the_critic(engines: dict[str, TrainEngine], training: TrainingSpec, fol
     engine = engines["critic"]
     engine.configure_optimizer(OptimizerSpec(), training)
     head = engine.state_dict()["score.weight"]
-    metrics = engine.critic_step(NeedParallel(critic_tensors(BATCH)), TOKENS, CLIP, "token", 1.0)
+    metrics = engine.critic_step(NeedParallel(critic_tensors(BATCH)), TOTALS["token"], CLIP, "token", 1.0)
     loss, gradients = expected_critic(folder, BATCH, head, "token")
     assert metrics["value_loss"] == pytest.approx(loss, abs=1e-6)
     same(engine.gradients(), gradients)
@@ -111,7 +111,7 @@ def trained(folder: Path, dtype: str) -> tuple[float, TrainEngine]:
     before = engine.state_dict()
     wanted = scenario("grpo", BATCH)
     for _ in range(UPDATES):
-        metrics = engine.policy_step(NeedParallel(wanted.tensors), TOKENS, wanted.algorithm, TEMPERATURE, 1.0)
+        metrics = engine.policy_step(NeedParallel(wanted.tensors), wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
         assert metrics["grad_norm"] > 0
     return moved(before, engine.state_dict()), engine
 

@@ -3,31 +3,27 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.pipeline.algorithms import (
-    gae,
-    group_relative_advantages,
-    kl_estimate,
-    reinforce_plus_plus_advantages,
-    rewards_at_end,
-    rloo_advantages,
-    whiten,
-)
+from rlix.pipeline.algorithms import Algorithm, Setting, gae, kl_estimate, rewards_at_end
+from rlix.pipeline.algorithms.choice import build_algorithm
+from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.critic import CriticModule, critic_on_meta
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
-from rlix.pipeline.spec.training import AlgorithmSpec
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from tests.pipeline import plain_training as plain
 from tests.pipeline.plain_training import Batch
 
 TEMPERATURE = 0.9
 KL = 0.1
 CLIP = 0.2
+LONGEST = 20
+WAYS = ("token", "sequence")
 
 Gradients = dict[str, Tensor]
 
@@ -66,40 +62,52 @@ def critic(folder: Path) -> CriticModule:
     return recording(critic_on_meta(folder))
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gspo": {"clip_high": CLIP},
+    "cispo": {"ratio_cap": 1.1},
+    "reinforce_pp": {"discount": 0.9},
+    "ppo": {"discount": 0.9},
+}
+CASES = [
+    *((name, aggregation) for name in ("grpo", "dapo", "rloo", "reinforce_pp", "ppo") for aggregation in WAYS),
+    ("dr_grpo", "token"),
+    ("gspo", "sequence"),
+    ("cispo", "token"),
+]
+"""Every algorithm that ships, in each way in which it can be averaged."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """`tensors` of the batch as rlix gets it, and the plain loss of the log-probs."""
 
-    algorithm: AlgorithmSpec
+    algorithm: Algorithm
     tensors: dict[str, Tensor]
     loss: Callable[[Tensor], Tensor]
 
+    @property
+    def total(self) -> float:
+        return self.algorithm.denominator(self.tensors["mask"])
+
 
 def scenario(name: str, batch: Batch, aggregation: Any = "token") -> Scenario:
-    settings = {"name": name, "aggregation": aggregation, "clip_low": CLIP, "kl_coefficient": KL}
-    if name in ("reinforce_pp", "ppo"):
-        settings["discount"] = 0.9
-    algorithm = AlgorithmSpec(**settings)
-    mask = batch.mask
-    tensors = {"input_ids": batch.ids, "mask": mask, "old_log_probs": batch.old, "reference_log_probs": batch.reference}
-    kl = kl_estimate(batch.old, batch.reference, algorithm.kl_estimator)
-    if name == "rloo":
-        ours, theirs = (
-            rloo_advantages(batch.rewards, plain.GROUP),
-            plain.group_advantages(batch.rewards, leave_one_out=True),
-        )
-    elif name == "reinforce_pp":
-        ours = reinforce_plus_plus_advantages(batch.rewards, mask, kl, kl_coefficient=KL, discount=algorithm.discount)
-        theirs = plain.normalised(plain.discounted_returns(batch, KL, 0.9), mask)
-    elif name == "ppo":
-        rewards = rewards_at_end(batch.rewards, mask, kl, KL)
-        ours = whiten(gae(rewards, batch.old_values, mask, discount=0.9, smoothing=0.95)[0], mask)
-        theirs = plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), mask)
-    else:
-        ours, theirs = group_relative_advantages(batch.rewards, plain.GROUP), plain.group_advantages(batch.rewards)
-    tensors["advantages"] = ours
+    options = {"kl_coefficient": KL, **OPTIONS.get(name, {})}
+    options |= {} if name == "cispo" else {"clip_low": CLIP}
+    options |= {} if name in ("dr_grpo", "gspo", "cispo") else {"aggregation": aggregation}
+    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(plain.GROUP, LONGEST))
+    given = PolicyBatch(
+        input_ids=batch.ids,
+        mask=batch.mask,
+        old_log_probs=batch.old,
+        reference_log_probs=batch.reference,
+        values=batch.old_values,
+    )
+    everyone = torch.ones(len(batch.rewards), dtype=torch.bool)
+    given["advantages"] = algorithm.estimate(batch.rewards, everyone, given).advantages
+    del given["values"]
     if name == "dapo":
-        tensors["importance"] = batch.importance
+        given["importance"] = batch.importance
+    theirs = _plain_advantages(name, batch)
 
     def loss(log_probs: Tensor) -> Tensor:
         return plain.policy_loss(
@@ -108,12 +116,25 @@ def scenario(name: str, batch: Batch, aggregation: Any = "token") -> Scenario:
             theirs,
             low=CLIP,
             high=0.28 if name == "dapo" else 0.2,
-            aggregation=aggregation,
+            aggregation=LONGEST if name == "dr_grpo" else aggregation,
             kl_coefficient=0.0 if name in ("reinforce_pp", "ppo") else KL,
             importance=name == "dapo",
+            cap=1.1 if name == "cispo" else None,
+            per_sequence=name == "gspo",
         )
 
-    return Scenario(algorithm, tensors, loss)
+    return Scenario(algorithm, cast(dict[str, Tensor], given), loss)
+
+
+def _plain_advantages(name: str, batch: Batch) -> Tensor:
+    match name:
+        case "rloo":
+            return plain.group_advantages(batch.rewards, leave_one_out=True)
+        case "reinforce_pp":
+            return plain.normalised(plain.discounted_returns(batch, KL, 0.9), batch.mask)
+        case "ppo":
+            return plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), batch.mask)
+    return plain.group_advantages(batch.rewards, by_std=name != "dr_grpo")
 
 
 def critic_tensors(batch: Batch) -> dict[str, Tensor]:

@@ -11,15 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule
+from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
-
-Terms = tuple[Tensor, Mapping[str, Tensor]]
-"""A micro-batch's part of the loss of the global batch, and metrics as means over the micro-batch's tokens."""
 
 
 class OptimizedModule(HuggingFaceFsdp2TrainModule):
