@@ -65,9 +65,9 @@ def test_a_stopped_job_keeps_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
 def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_beside_it(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = small("sort_digits", name="broken", pipeline="tests.pipeline.broken_pipeline:BrokenPipeline")
+    broken = small("sort_digits", name="broken", pipeline={"name": "tests.pipeline.broken_pipeline:BrokenPipeline"})
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))  # as it is for whoever runs the file
-    custom = small(str(EXAMPLE.with_suffix(".yaml")), pipeline="examples.custom_pipeline:BestOfGroup")
+    custom = small(str(EXAMPLE.with_suffix(".yaml")))
     failed, fine = wait_all(jobs.start(broken, custom, runs=tmp_path), timeout_s=280)
     assert (failed.state, failed.error) == ("failed", "RuntimeError: no luck today")
     assert fine.state == "finished", fine

@@ -1,1 +1,5 @@
-"""Where samples come from: tasks, data, rewards, environments."""
+"""Where samples come from: prompts with rewards, environments, or a source of the user's."""
+
+from rlix.pipeline.sources.base import Source, SourceFailedError, Surroundings
+
+__all__ = ["Source", "SourceFailedError", "Surroundings"]

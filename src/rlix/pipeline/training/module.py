@@ -11,15 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule
+from rlix.pipeline.algorithms.base import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
-
-Terms = tuple[Tensor, Mapping[str, Tensor]]
-"""A micro-batch's part of the loss of the global batch, and metrics as means over the micro-batch's tokens."""
 
 
 class OptimizedModule(HuggingFaceFsdp2TrainModule):
@@ -89,7 +87,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     def accumulate(
         self, batch: Mapping[str, Tensor], loss_of: Callable[[Mapping[str, Tensor]], Terms]
     ) -> dict[str, float]:
-        """Sum up the gradients of the losses of all micro-batches.
+        """Sum up the gradients of the losses of all micro-batches, each a part of the loss of the global batch.
 
         Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch.
         """
@@ -100,11 +98,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         for number, part in enumerate(parts, start=1):
             self.sync_gradients(number == len(parts))
             tensors = self.here(part)
-            loss, means = loss_of(tensors)
-            loss.backward()
-            sums["loss"] += loss.detach() / self.dp_size
+            terms = loss_of(tensors)
+            terms.loss.backward()
+            sums["loss"] += terms.loss.detach() / self.dp_size
             share = tensors["mask"].sum() / tokens
-            for name, mean in means.items():
+            for name, mean in terms.metrics.items():
                 sums[name] = sums.get(name, 0.0) + mean.detach() * share
         self.eval()
         return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size}

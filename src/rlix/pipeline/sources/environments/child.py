@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from rlix.pipeline.sources.environments.base import Action, Environment, Instance
-from rlix.pipeline.sources.rewards import import_object
+from rlix.pipeline.spec.named import import_object
 
 
 async def answer(request: dict[str, Any], environment: Environment | None) -> tuple[dict[str, Any], Environment]:
