@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult, continued
+from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
 from rlix.protocol.errors import NotResidentError, WeightSyncError
+from rlix.protocol.messages import DeviceKind
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 
 CPU = torch.device("cpu")
@@ -18,7 +20,7 @@ WAIT_S = 60.0
 
 def make(source: object = None, seed: int | None = 0, **options: object) -> TransformersExecutor:
     options = {"tile_tokens": 64, **options}
-    executor = TransformersExecutor(ModelSource.of(source or qwen()), ExecutorOptions(**options), CPU)
+    executor = TransformersExecutor(ModelSource.of(source or qwen()), ExecutorOptions(**options), Site(DeviceKind.CPU))
     if seed is not None:
         executor.load(published(model(seed), version=1), ALL_PARTS)
     return executor
@@ -174,7 +176,7 @@ def test_offload_releases_everything_and_load_brings_it_back() -> None:
     before, held = run(executor, batch), executor.device_bytes
     assert executor.offload(keep_host=True) == held > 0
     assert executor.device_bytes == 0
-    with pytest.raises(NotResidentError, match="load first"):
+    with pytest.raises(NotResidentError, match="call cuda"):
         run(executor, batch)
     executor.load(None, [Part.WEIGHTS])
     executor.load(None, [Part.KV_CACHE])

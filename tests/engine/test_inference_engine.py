@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import rlix
 from rlix import InferenceEngine
 from rlix.engine.inference.requests import GenerationRequest, continued
 from rlix.engine.inference.turns import Turn, TurnError
-from rlix.engine.residency import Residency
+from rlix.engine.life_cycle import Residency
 from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Fence
@@ -175,7 +176,7 @@ def test_a_replica_under_leases(replica: Any) -> None:
     with pytest.raises(NotResidentError, match="publish weights"):
         call("load", None, lease(1))
     report = call("load", stored(0, version=1), lease(2))
-    assert (report.phase, report.version) == ("ready", 1)
+    assert (report.phase, report.version) == ("serving", 1)
     assert report.bytes == sum(p.nbytes for p in model(0).parameters()) <= report.device_bytes
     (whole,) = call("generate", [request])
 
@@ -196,10 +197,14 @@ def test_a_replica_under_leases(replica: Any) -> None:
     assert call("update", stored(1, version=2)).version == 2
     with pytest.raises(WeightSyncError, match="nothing was changed"):
         call("update", publish([], 3))
-    with pytest.raises(NotResidentError, match="dead"):
+    assert call("generate", [request])[0].weight_version == 2  # a refused update is no harm
+    broken = stored(0, version=3)
+    with pytest.raises(AttributeError):
+        call("update", replace(broken, buckets=(None,)))
+    with pytest.raises(NotResidentError, match=r"is failed.*an update of the weights broke off.*call cuda"):
         call("generate", [request])
-    call("load", stored(1, version=2), lease(4))
-    assert call("generate", [request])[0].weight_version == 2
+    call("load", broken, lease(4))
+    assert call("generate", [request])[0].weight_version == 3
 
 
 def test_streamed_pieces_make_up_the_answer(engine: InferenceEngine) -> None:
