@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlix.engine.residency import HostHome
-from rlix.nn import HuggingFaceFsdp2TrainModule
+from rlix.nn import HuggingFaceFsdp2TrainModule, configures
 from rlix.pipeline.algorithms.base import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED, TOKENS
@@ -28,6 +28,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     training_spec: TrainingSpec = TrainingSpec()
     skipped_updates: int = 0
 
+    @configures
     def configure_optimizer(
         self,
         spec: OptimizerSpec,
