@@ -94,6 +94,7 @@ def one_case(options: argparse.Namespace) -> None:
     settings, algorithm = CASES[options.case], build_algorithm(AlgorithmSpec(), Setting(8, options.length))
     training = TrainingSpec(micro_batch_tokens=options.budget, **(settings or {}))
     model.configure_optimizer(OptimizerSpec(), training)
+    algorithm = build_algorithm(AlgorithmSpec(), Setting(group_size=8, longest=options.length))
 
     def log_probs(tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from rlix.nn import returns
-from rlix.pipeline.algorithms import Terms, masked_mean, value_loss
+from rlix.pipeline.algorithms import masked_mean, value_loss
+from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.batch import TokenBatch
 from rlix.pipeline.training.metrics import TOKENS
 from rlix.pipeline.training.micro_batches import in_place
@@ -54,7 +55,7 @@ class CriticModule(OptimizedModule):
                 aggregation=aggregation,
                 denominator=denominator / self.dp_size,
             )
-            return Terms(loss, {"error": masked_mean((values.detach() - part["returns"]).abs(), mask)})
+            return loss, {"error": masked_mean((values.detach() - part["returns"]).abs(), mask)}
 
         metrics = self.update(self.accumulate(cast(Mapping[str, Tensor], batch), loss_of), max_grad_norm)
         return {name if name == TOKENS else f"value_{name}": value for name, value in metrics.items()}

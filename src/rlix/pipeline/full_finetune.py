@@ -36,9 +36,6 @@ from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
 from rlix.protocol.types import ClusterName, Phase
 
-_SLOTS_PER_REPLICA = 64
-_CHUNK = 32
-
 
 class FullFinetunePipeline(Pipeline):
     """Source × schedule × algorithm, as the job's spec has them; every weight of one policy is trained."""
@@ -273,7 +270,7 @@ class FullFinetunePipeline(Pipeline):
             self.replicas = replicas.result()
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
         caches = self.spec.rollout.executor == "vllm"
-        router = Router(len(cluster.bundles), _SLOTS_PER_REPLICA, _CHUNK, prefix_cache=caches)
+        router = Router(len(cluster.bundles), self.spec.rollout.max_num_seqs, prefix_cache=caches)
         self.bundles = BundleFeed(self.client, cluster.name)
         self.rollouts = RolloutManager(
             cluster, replicas=self.replicas.replicas, router=router, client=self.bundles, folder=self.folder
@@ -297,6 +294,7 @@ class FullFinetunePipeline(Pipeline):
             devices=self.devices_of(cluster.devices),
             namespace=self.registration.ray_namespace,
             dtype=self.spec.model.dtype,
+            max_num_seqs=self.spec.rollout.max_num_seqs,
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine

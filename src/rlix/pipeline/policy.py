@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlix.nn import returns
-from rlix.pipeline.algorithms import Algorithm, Terms, masked_mean
+from rlix.pipeline.algorithms.base import Algorithm
+from rlix.pipeline.algorithms.tensors import Terms, masked_mean
 from rlix.pipeline.batch import PolicyBatch, TokenBatch
 from rlix.pipeline.training.causal_lm import CausalLmModule
 
@@ -17,7 +18,7 @@ from rlix.pipeline.training.causal_lm import CausalLmModule
 class PolicyModule(CausalLmModule):
     """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
 
-    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout and in
+    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout, in
     every micro-batch.
     """
 
@@ -27,7 +28,7 @@ class PolicyModule(CausalLmModule):
         optimizer = self._warmup_optimizer(learning_rate)
 
         def loss_of(part: Mapping[str, Tensor]) -> Terms:
-            return Terms(self.global_mean(-self.scores(part).log_probs, part["mask"], total=tokens), {})
+            return self.global_mean(-self.scores(part).log_probs, part["mask"], total=tokens), {}
 
         sums = self.accumulate(_tensors(batch), loss_of)
         self.update({}, max_grad_norm, optimizer)
@@ -53,8 +54,8 @@ class PolicyModule(CausalLmModule):
 
         def loss_of(part: Mapping[str, Tensor]) -> Terms:
             scores = self.scores(part, temperature)
-            terms = algorithm.loss(scores.log_probs, cast(PolicyBatch, part), denominator / self.dp_size)
-            return Terms(terms.loss, {**terms.metrics, "entropy": masked_mean(scores.entropies, part["mask"])})
+            loss, metrics = algorithm.loss(scores.log_probs, cast(PolicyBatch, part), denominator / self.dp_size)
+            return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
 
         return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
 

@@ -10,7 +10,7 @@ from rlix.pipeline.algorithms.advantages import (
     rloo_advantages,
     whiten,
 )
-from rlix.pipeline.algorithms.base import Algorithm, Estimate, Setting, Terms
+from rlix.pipeline.algorithms.base import Algorithm, Estimate, Setting
 from rlix.pipeline.algorithms.kl import kl_estimate
 from rlix.pipeline.algorithms.losses import (
     PolicyLoss,
@@ -27,7 +27,6 @@ __all__ = [
     "Estimate",
     "PolicyLoss",
     "Setting",
-    "Terms",
     "aggregate",
     "capped_ratio_loss",
     "clipped_policy_loss",

@@ -1,7 +1,6 @@
 """What an algorithm is: what it needs to know of a batch, its advantages and its loss."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from rlix.pipeline.algorithms.kl import kl_estimate
 from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss
-from rlix.pipeline.algorithms.tensors import Aggregation, aggregate, masked_mean
+from rlix.pipeline.algorithms.tensors import Aggregation, Terms, aggregate, masked_mean
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.spec.algorithm import CriticSpec, GrpoOptions, critic_of, needs_reference
 
@@ -29,14 +28,6 @@ class Estimate:
 
     advantages: Tensor
     returns: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """A loss to differentiate, and metrics: means, without gradient, over the tokens that the mask of a part counts."""
-
-    loss: Tensor
-    metrics: Mapping[str, Tensor]
 
 
 class Algorithm(ABC):
@@ -93,19 +84,16 @@ class Algorithm(ABC):
         )
 
     def loss(self, log_probs: Tensor, batch: PolicyBatch, denominator: float) -> Terms:
-        """For a part of a minibatch: losses of its parts, each with the denominator of the whole, add up."""
+        """Of a part of a minibatch: those of all parts, each with the denominator of the whole, add up."""
         old = batch.get("old_log_probs")
         result = self.policy_loss(log_probs, log_probs.detach() if old is None else old, batch, denominator)
         metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
         reference = batch.get("reference_log_probs")
         if self.kl_in_reward or reference is None:
-            return Terms(result.loss, metrics)
+            return result.loss, metrics
         per_token = kl_estimate(log_probs, reference, self.options.kl_estimator)
         kl = aggregate(per_token, batch["mask"], self.aggregation, denominator)
-        return Terms(
-            result.loss + self.options.kl_coefficient * kl,
-            metrics | {"kl": masked_mean(per_token.detach(), batch["mask"])},
-        )
+        return result.loss + self.options.kl_coefficient * kl, metrics | {"kl": masked_mean(per_token, batch["mask"])}
 
     def denominator(self, mask: Tensor) -> float:
         """What the sum over a minibatch with `mask` [rows, length - 1] is divided by."""

@@ -21,7 +21,7 @@ from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import REWARDS, RewardSpec
 
 _PROCESSES = 4
-_START_S = 60.0  # a process imports the user's code before its first answer
+_START_S = 120.0  # a process imports the user's code, which may import much
 _END_S = 5.0
 
 
@@ -48,8 +48,9 @@ class Panel:
         self._rewards = tuple(rewards)
         self._threads = ThreadPoolExecutor(processes, "reward")
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        own = [spec.target for spec in rewards if spec.name not in REWARDS]
         for _ in range(processes):
-            self._idle.put(_Process())
+            self._idle.put(_Process(own))
 
     def judge(self, asked: Sequence[Asked]) -> list[Verdict]:
         parts = [[self._ask(reward, one) for one in asked] for reward in self._rewards]
@@ -108,9 +109,14 @@ def _reward(answer: Mapping[str, Any]) -> float | Reward:
 
 
 class _Process:
-    """A process that runs `reward_process.py`, started when it is first asked, and anew after one that hung or died."""
+    """A process that runs `reward_process.py`, started when it is first asked, and anew after one that hung or died.
 
-    def __init__(self) -> None:
+    Args:
+        functions: what it imports before it is ready.
+    """
+
+    def __init__(self, functions: Sequence[str]) -> None:
+        self._functions = functions
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -121,7 +127,9 @@ class _Process:
                 process = self._process = self._spawn()
             except OSError as error:
                 return {"error": f"no process could be started for it: {error}"}
-            self._answer(process, _START_S)  # it says when it is ready
+            if self._answer(process, _START_S) is None:  # it says when it is ready
+                self.end()
+                return {"error": f"its process did not import the rewards within {_START_S:g} s"}
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
@@ -147,10 +155,9 @@ class _Process:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=_END_S)
 
-    @staticmethod
-    def _spawn() -> "subprocess.Popen[bytes]":
+    def _spawn(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            [sys.executable, "-m", "rlix.pipeline.sources.reward_process", str(os.getpid())],
+            [sys.executable, "-m", "rlix.pipeline.sources.reward_process", str(os.getpid()), *self._functions],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -1,17 +1,19 @@
 """The process behind `Panel`: calls rewards of the user's, as told by lines of JSON on its input."""
 
+import contextlib
 import ctypes
 import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import IO, Any, cast
 
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.spec.named import import_object, where_raised
+from rlix.protocol.errors import SpecError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,8 +40,11 @@ def call(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"reward": float(value), "exact": None}
 
 
-def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answer until the input ends."""
+def serve(functions: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
+    """Import the functions, say so, then answer until the input ends."""
+    for name in functions:
+        with contextlib.suppress(SpecError):  # said when it is called
+            _function(name)
     answers.write("ready\n")
     answers.flush()
     for line in requests:
@@ -62,4 +67,4 @@ if __name__ == "__main__":
     end_with(int(sys.argv[1]))
     private = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a reward prints must not get among the answers
-    serve(sys.stdin, private)
+    serve(sys.argv[2:], sys.stdin, private)

@@ -25,6 +25,8 @@ class RolloutSpec(Section):
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
     executor: Literal["transformers", "vllm"] = "transformers"
+    max_num_seqs: Count = 64
+    """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
 
 class Sections(Section):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule, configures
-from rlix.pipeline.algorithms.base import Terms
+from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
@@ -99,11 +99,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         for number, part in enumerate(parts, start=1):
             self.sync_gradients(number == len(parts))
             tensors = self.here(part)
-            terms = loss_of(tensors)
-            terms.loss.backward()
-            sums["loss"] += terms.loss.detach() / self.dp_size
+            loss, means = loss_of(tensors)
+            loss.backward()
+            sums["loss"] += loss.detach() / self.dp_size
             share = tensors["mask"].sum() / tokens
-            for name, mean in terms.metrics.items():
+            for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + mean.detach() * share
         self.eval()
         return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size}
