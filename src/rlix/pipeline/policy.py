@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlix.nn import HuggingFaceFsdp2TrainModule, returns
+from rlix.nn import HuggingFaceFsdp2TrainModule, configures, returns
 from rlix.pipeline.algorithms import clipped_policy_loss, kl_estimate, token_log_probs
 from rlix.pipeline.algorithms.tensors import aggregate
 from rlix.pipeline.batch import TokenBatch
@@ -34,6 +34,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
 
     optimizer: torch.optim.Optimizer
 
+    @configures
     def configure_optimizer(self, spec: OptimizerSpec) -> None:
         self.optimizer = torch.optim.AdamW(
             self.parameters(),
