@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 Reduction = Literal["gather", "first", "mean", "sum", "all"]
@@ -98,6 +99,8 @@ class BaseTrainModule(nn.Module):
     """Patterns (fnmatch) of parameters a checkpoint need not hold, such as a new head; they keep a seeded init."""
     allow_unknown: tuple[str, ...] = ()
     """Patterns (fnmatch) of what a checkpoint may hold besides, such as the head of another kind of model."""
+    publish_dtype: torch.dtype | None = None
+    """In which floating-point parameters are published, whatever they are trained in; None: as they are."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Remembered so that the workers can build the same module from a driver's copy without weights.
@@ -177,6 +180,16 @@ class BaseTrainModule(nn.Module):
         if total is None:
             total = self.dp_sum(weights.sum())
         return (values * weights).sum() * self.dp_size / total
+
+    def sync_gradients(self, last: bool) -> None:
+        """Say before each backward pass of several, whose gradients add up, whether it is the last one.
+
+        Shards are summed over their ranks in every pass, so that no rank ever holds whole gradients; copies of a model
+        (HSDP) are averaged once, in the last. Ranks must do equally many passes.
+        """
+        if isinstance(self, FSDPModule):
+            self.set_requires_all_reduce(last)
+            self.set_is_last_backward(last)
 
     def clip_grad_norm(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Scale gradients to a global L2 norm of at most `max_norm`; return the norm before. All ranks call it.

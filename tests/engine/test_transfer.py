@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from rlix.engine.executors.base import ALL_PARTS, SOURCE_VERSION, ExecutorOptions
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.inference.requests import GenerationRequest
+from rlix.engine.life_cycle import SOURCE_VERSION
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import transfer
 from rlix.engine.weights.buckets import layout, pack_stream
 from rlix.engine.weights.publication import PublishedWeights, named_weights
 from rlix.engine.weights.transfer import FAILED, Receiver, Rendezvous, Sender, TransferError, open_store
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WeightSyncError
+from rlix.protocol.messages import DeviceKind
 from tests.engine.models import folder, greedy, model
 
 CPU = torch.device("cpu")
@@ -122,7 +124,7 @@ def test_a_receiver_that_leaves_in_the_middle_is_an_error_for_all(
 
 def test_a_replica_drops_weights_that_arrived_in_part(store: Any, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     request = GenerationRequest("r", (3, 4, 5), 8, temperature=0.0)
-    executor = TransformersExecutor(ModelSource.of(folder(tmp_path, 0)), ExecutorOptions(), CPU)
+    executor = TransformersExecutor(ModelSource.of(folder(tmp_path, 0)), ExecutorOptions(), Site(DeviceKind.CPU))
     executor.load(None, ALL_PARTS)
     meeting, named = rendezvous(store, ("broadcast",)), named_weights(model(1))
     updating = threads.submit(executor.update, PublishedWeights(5, layout(named.items(), 2**14), rendezvous=meeting))

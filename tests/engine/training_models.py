@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 import rlix.nn
-from rlix.engine.residency import Mover, SwapMover
+from rlix.engine.movers import Mover, SwapMover
 from rlix.engine.train.fsdp2 import Fsdp2Executor
 from rlix.engine.train.layout import Layout
 from tests.engine.models import qwen

@@ -22,6 +22,7 @@ from rlix.flow.actor_class import actor_class
 from rlix.flow.scratch import Scratch
 from rlix.flow.user_errors import worker_error
 from rlix.flow.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
+from rlix.node.process import descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
 
@@ -73,6 +74,8 @@ class WorkerGroup:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         _check_placements(name, placements)
+        if not ray.is_initialized():
+            raise WorkerError(f"{name}: there is no Ray to start workers in: call rlix.init() first")
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
         self._kwargs = dict(kwargs or {})
@@ -135,8 +138,7 @@ class WorkerGroup:
 
         An argument that is large and the same for all ranks is best passed as `ray.put(argument)`.
         """
-        if self._closed:
-            raise WorkerError(f"{self.name}: {method}() called on a closed group")
+        self.check_usable(method)
         called = self._ranks(ranks)
         self._check_per_rank(method, called, args, kwargs)
         return [
@@ -145,6 +147,16 @@ class WorkerGroup:
             )
             for i, rank in enumerate(called)
         ]
+
+    def check_usable(self, method: str) -> None:
+        """Raise WorkerError when there is nobody to call."""
+        if self._closed:
+            raise WorkerError(f"{self.name}: {method}() called on a closed group")
+        if not ray.is_initialized():  # or Ray would start itself anew
+            raise WorkerError(
+                f"{self.name}: {method}() called after Ray was shut down, and with it these workers: call rlix.init() "
+                "and build them again"
+            )
 
     def run(
         self,
@@ -193,11 +205,21 @@ class WorkerGroup:
         self._construct([rank])
 
     def kill(self, rank: int, *, timeout_s: float = EXIT_TIMEOUT_S) -> None:
-        """Kill the worker, whatever it is doing, and wait until its process is gone."""
-        ray.kill(self._handles[rank])
+        """Kill the worker, whatever it is doing, and wait until its process is gone, and those that it started.
+
+        Raises:
+            WaitTimeoutError: one of them did not end within `timeout_s`; they are named.
+        """
         process = self._processes.pop(rank, None)
-        if process is not None and not process.wait(time.monotonic() + timeout_s):
+        children = descendants(self._named[rank]) if process is not None else ()
+        ray.kill(self._handles[rank])
+        deadline = time.monotonic() + timeout_s
+        if process is not None and not process.wait(deadline):
             raise WaitTimeoutError(f"{self.name}: rank {rank} did not end within {timeout_s:g} s of being killed")
+        if alive := kill(children, max(0.0, deadline - time.monotonic())):
+            raise WaitTimeoutError(
+                f"{self.name}: rank {rank} left process(es) {_join_pids(alive)}, alive {timeout_s:g} s later"
+            )
 
     def close(self, timeout_s: float = 10.0, *, graceful: bool = True) -> None:
         """End every worker: `Worker.close()` where it still answers, then kill. Never raises on a worker's account.
@@ -218,12 +240,15 @@ class WorkerGroup:
                     logger.warning("%s: rank %d did not close within %g s", self.name, rank, timeout_s)
                 elif isinstance(error := future.exception(), RayTaskError):
                     logger.warning("%s: rank %d failed in close(): %s", self.name, rank, error)
+        children = [child for rank in self._processes for child in descendants(self._named[rank])]
         for handle in self._handles:
             ray.kill(handle)
         deadline = time.monotonic() + timeout_s
         alive = [rank for rank, process in self._processes.items() if not process.wait(deadline)]
         if alive:
             logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
+        if left := kill(children, max(0.0, deadline - time.monotonic())):
+            logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
 
     def _create(self, rank: int) -> "ActorHandle[Any]":
         devices = self.placements[rank]
@@ -357,6 +382,10 @@ def _read_error(future: "asyncio.Future[Any]") -> None:
 
 def _pick(value: Any, index: int) -> Any:
     return value.values[index] if isinstance(value, PerRank) else value
+
+
+def _join_pids(processes: Iterable[Process]) -> str:
+    return _join(process.pid for process in processes)
 
 
 def _join(ranks: Iterable[int]) -> str:

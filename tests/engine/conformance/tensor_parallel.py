@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import linear
 
-from rlix.engine.residency import Mover, SwapMover
+from rlix.engine.movers import Mover, SwapMover
 from rlix.engine.train.adapters import Exported
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout

@@ -5,14 +5,17 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import astuple
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from rlix.engine.weights import publication
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.transfer import TransferError
 from rlix.flow.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
+from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import Fence
 
 LOCK_VARIABLE = "RLIX_VLLM_DEVICE_LOCK"
@@ -53,14 +56,29 @@ class ReplicaWorker:
         """Lock the bundle's devices for this process too; None: let them go."""
         _hold(keys, fence)
 
-    def rlix_reload(self, published: PublishedWeights) -> None:
+    def rlix_reload(self, published: PublishedWeights) -> RlixError | None:
         """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be arrays by now.
 
         What the trainer sends directly each tensor-parallel worker receives whole, and keeps its part of.
+
+        Returns what went wrong, because errors do not pass between vLLM's processes with their types: a WeightSyncError
+        when nothing was changed, else one that leaves the weights undefined, but vLLM fit for others.
         """
         arriving = publication.stream(published.received_by(worker=self.rank), device=self.device)
         named = ((entry.name, tensor) for entry, tensor in arriving)
-        self.model_runner.reload_weights(weights_iterator=named)
+        try:
+            first = list(islice(named, 1))  # whoever refuses does so now, before vLLM takes its layers apart
+        except RlixError as error:
+            return error
+        try:
+            self.model_runner.reload_weights(weights_iterator=chain(first, named))
+        except RlixError as error:
+            from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+            # Or the next load would count this one's tensors too, and drop those that come after a layer looks full.
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_runner.model_config)
+            return error if not isinstance(error, WeightSyncError) else TransferError(str(error))
+        return None
 
     def rlix_reload_folder(self, path: str) -> None:
         self.model_runner.reload_weights(weights_path=path)

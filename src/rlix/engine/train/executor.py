@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlix.engine.residency import Mover, module_tensors
+from rlix.engine.movers import Mover
+from rlix.engine.residency import module_tensors
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.optimizers import optimizers

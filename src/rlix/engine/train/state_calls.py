@@ -87,7 +87,8 @@ class StateCalls(TrainWorkers):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole weights in host memory, as `save` writes them; tied ones under each of their names."""
         self._check_readable()
-        published = self._run("publish", self.version, DEFAULT_BUCKET_BYTES, self._epoch, timeout_s=self._timeout_s)[0]
+        how = (self.version, DEFAULT_BUCKET_BYTES, self._epoch, True)
+        published = self._run("publish", *how, timeout_s=self._timeout_s)[0]
         copies = ((entry.names, tensor.clone()) for entry, tensor in stream(published))
         return {name: tensor for names, tensor in copies for name in names}
 

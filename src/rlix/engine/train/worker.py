@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rlix.engine.parallel import like
 from rlix.engine.residency import MoveReport, Residency, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
-from rlix.engine.train.adapters import aliases_of, tensors_of
+from rlix.engine.train.adapters import aliases_of, tensors_of, to_publish
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.handover import Handover, pack, unpack
 from rlix.engine.train.layout import Layout
@@ -132,10 +132,14 @@ class TrainWorker(Worker):
         finally:
             self._executor.settle(self._module)
 
-    def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights | None:
+    def publish(
+        self, version: int, bucket_bytes: int, epoch: int | None, as_trained: bool = False
+    ) -> publication.PublishedWeights | None:
         """Rank 0 stores the whole weights; the other ranks hand it their shards."""
         with self._reading(epoch):
             published = self._executor.exports(self._module)
+            if not as_trained:
+                published = to_publish(self._module, published)
             whole = whole_tensors(tensors_of(published), bucket_bytes)
             if self.ctx.rank != 0:
                 for _ in whole:
@@ -146,14 +150,15 @@ class TrainWorker(Worker):
     def describe(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights:
         """What `send` would send now: every name, shape, dtype and place, and no bytes."""
         self._guard(epoch)
-        published = self._executor.exports(self._module)
+        published = to_publish(self._module, self._executor.exports(self._module))
         named = ((weight.name, weight.base) for weight in published)
         return publication.PublishedWeights(version, bucket_layout(named, bucket_bytes, aliases_of(published)))
 
     def send(self, meeting: Rendezvous, bucket_bytes: int, epoch: int | None) -> None:
         """Rank 0 hands the whole weights to replicas, from device to device; the other ranks hand it their shards."""
         self._guard(epoch)
-        whole = whole_tensors(tensors_of(self._executor.exports(self._module)), bucket_bytes, on_device=True)
+        published = to_publish(self._module, self._executor.exports(self._module))
+        whole = whole_tensors(tensors_of(published), bucket_bytes, on_device=True)
         if self.ctx.rank != 0:
             for _ in whole:
                 pass

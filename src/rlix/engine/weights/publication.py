@@ -7,14 +7,16 @@ the same code.
 
 import math
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlix.engine.life_cycle import WeightsId
 from rlix.engine.residency import local_tensor
 from rlix.engine.weights.buckets import (
     DEFAULT_BUCKET_BYTES,
@@ -43,6 +45,12 @@ class PublishedWeights:
     manifest: Manifest
     buckets: tuple[Any, ...] = ()
     rendezvous: Rendezvous | None = None
+    publication: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def id(self) -> WeightsId:
+        """Which weights these are, also among those of other trainers, whose numbers begin at 1 as well."""
+        return WeightsId(self.version, self.publication)
 
     def received_by(self, *, replica: int | None = None, worker: int | None = None) -> "PublishedWeights":
         """The same, in the hands of one of the receivers."""

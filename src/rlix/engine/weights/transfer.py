@@ -102,7 +102,9 @@ class _Member:
             self._store = open_store(meeting.host, meeting.port, meeting.timeout_s)
             self._say("ready")
             self._await("ready", everyone)
-        except (TransferError, RuntimeError) as error:
+        except RuntimeError as error:
+            if isinstance(error, RlixError) and not isinstance(error, TransferError):
+                raise  # it says itself who did not come
             raise WeightSyncError(f"weights were not sent, and nothing was changed: {error}") from error
         members = [0, *(m for m in everyone[1:] if meeting.receivers[m - 1] == "broadcast")]
         if len(members) > 1 and self._me in members:
@@ -152,6 +154,8 @@ class _Member:
     def _named(self, what: str) -> Iterator[None]:
         try:
             yield
+        except RlixError:
+            raise
         except RuntimeError as error:  # what torch.distributed raises, whatever happened
             me, limit = self._meeting.called(self._me), self._meeting.timeout_s
             raise TransferError(f"{me} could not {what} (timeout {limit:g} s): {error}") from error
