@@ -370,8 +370,8 @@ class TrainWorker(Worker):
         return None if self._lease is None else self._lease.epoch
 
     def _written(self) -> int:
-        """How often this rank's parameters have been written to."""
-        return sum(local_tensor(parameter)._version for parameter in self._module.parameters())
+        """How often this rank's parameters have been written to, as sharded ones or as their shards."""
+        return sum(part._version for whole in self._module.parameters() for part in {whole, local_tensor(whole)})
 
 
 def _to_host(result: Any) -> Any:
