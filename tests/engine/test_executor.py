@@ -315,3 +315,18 @@ def test_chunks_make_up_the_answer(exact: bool) -> None:
         assert tuple(logprob for chunk in own for logprob in chunk.logprobs) == result.logprobs
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
     executor.close()
+
+
+def test_counters_tell_what_was_decoded_and_what_waits() -> None:
+    small = make(max_num_seqs=2)
+    before = small.counters
+    pieces: list[GenerationChunk] = []
+    small.submit(requests(5, tokens=8), pieces.append, 3600.0).result(timeout=WAIT_S)
+    after = small.counters
+    assert before.steps == 0
+    assert after.tokens >= 5 * 8, "a step that only feeds a prompt draws nothing"
+    assert after.steps >= after.tokens / 2
+    assert after.seconds > 0
+    assert (after.running, after.waiting) == (0, 0)
+    assert [len(piece.token_ids) for piece in pieces] == [8] * 5, "within the hour only what ends is told"
+    small.close()

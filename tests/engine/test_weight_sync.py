@@ -9,7 +9,7 @@ import torch
 from rlix import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
-from rlix.engine.train import engine as train_engine
+from rlix.engine.train import state_calls
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.sync import choose
@@ -37,7 +37,7 @@ def rollout(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_engine, "DEVICE_BUCKET_BYTES", 2**16)
+    monkeypatch.setattr(state_calls, "DEVICE_BUCKET_BYTES", 2**16)
 
 
 def answers(engine: InferenceEngine) -> list[tuple[int, ...]]:

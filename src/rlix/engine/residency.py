@@ -219,6 +219,39 @@ class ResidentSet:
         return list(found.values())
 
 
+class HostHome:
+    """Tensors that live in host memory and are on a device only while they are used.
+
+    They stay ordinary tensors, which may be saved and loaded where they are. On a virtual GPU, whose memory is host
+    memory, nothing moves. Not run on a GPU yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: dict[int, torch.Tensor] = {}  # pinned, by the identity of the tensor that comes home to it
+
+    def visit(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Bring them to the device."""
+        for local in map(local_tensor, tensors):
+            if local.device.type != self._device.type:
+                local.data = local.data.to(self._device, non_blocking=True)
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take them back to host memory."""
+        away = [local for local in map(local_tensor, tensors) if local.device.type != "cpu"]
+        homes: dict[int, torch.Tensor] = {}
+        for local in away:
+            home = self._host.get(id(local))
+            if home is None or home.shape != local.shape or home.dtype != local.dtype:
+                home = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            homes[id(local)] = home.copy_(local, non_blocking=True)
+        if self._device.type == "cuda" and away:
+            torch.cuda.current_stream(self._device).synchronize()
+        for local in away:
+            local.data = homes[id(local)]
+        self._host |= homes
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in this process: the local shard of a DTensor, else the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

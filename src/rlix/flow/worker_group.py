@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlix.flow import prefork
 from rlix.flow.actor_class import actor_class
 from rlix.flow.scratch import Scratch
-from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
+from rlix.flow.user_errors import worker_error
+from rlix.flow.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.node.process import descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
@@ -78,7 +79,9 @@ class WorkerGroup:
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
         self._kwargs = dict(kwargs or {})
-        self._cls = actor_class(worker_cls)
+        control = any(getattr(m, "__ray_concurrency_group__", None) == CONTROL for m in vars(worker_cls).values())
+        remote = ray.remote(concurrency_groups={CONTROL: 1}) if control else ray.remote
+        self._cls: Any = remote(actor_class(worker_cls))
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
         self._group_id = uuid.uuid4().hex
@@ -156,17 +159,32 @@ class WorkerGroup:
             )
 
     def run(
-        self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call `method` on `ranks` (default: all) and return their results, in the order of `ranks`.
 
         Raises:
             WorkerError: a rank raised or died; raised as soon as the first one does, with the cause as `__cause__`.
+                What a method raised is also of its own type (`except ValueError`); `rank` is an attribute.
             WaitTimeoutError: ranks, which are named, did not answer within `timeout_s`.
         """
-        called = self._ranks(ranks)
-        futures = _futures(self.call(method, *args, ranks=called, **kwargs))
-        return self._wait(method, called, futures, timeout_s)
+        return self.results(method, self.call(method, *args, ranks=ranks, **kwargs), timeout_s=timeout_s, ranks=ranks)
+
+    def results(
+        self,
+        method: str,
+        called: "Sequence[ray.ObjectRef[Any]]",
+        *,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Wait for what `call` returned; `method` is what errors name. Raises what `run` raises."""
+        return self._wait(method, self._ranks(ranks), _futures(called), timeout_s)
 
     async def arun(
         self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
@@ -247,7 +265,7 @@ class WorkerGroup:
         options = dict(self._options, name=f"{self.name}:{rank}")
         if devices:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(devices[0].node_id, soft=False)
-        return ray.remote(self._cls).options(**options).remote(context)
+        return self._cls.options(**options).remote(context)
 
     def _create_again(self, rank: int) -> "ActorHandle[Any]":
         """Ray frees the name of a killed actor a moment later."""
@@ -293,7 +311,8 @@ class WorkerGroup:
 
     def _worker_error(self, method: str, rank: int, error: RayError) -> WorkerError:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        return WorkerError(f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}")
+        message = f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}"
+        return worker_error(message, rank, error if cause is None else cause)
 
     def _ranks(self, ranks: Sequence[int] | None) -> list[int]:
         if ranks is None:

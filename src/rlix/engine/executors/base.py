@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Life, Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import PublishedWeights
@@ -116,15 +116,18 @@ class InferenceExecutor(ABC):
 
     @abstractmethod
     def submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None = None,
+        every_s: float = 0.0,
     ) -> "Future[list[GenerationResult]]":
         """Generate; the future completes, in the order of `requests`, when all are finished or aborted.
 
         It fails with NotResidentError while `life` is not serving, and with a ValueError that names the request for
         one that can never be answered; such a call generates nothing. Cancelling it ends its requests.
 
-        `on_chunk` is called, on a thread of the executor, after each step with what it added to each request; the last
-        chunks come before the future completes.
+        `on_chunk` is called, on a thread of the executor, with what was added to each request: after each step, or at
+        the first one of each `every_s` seconds. A request's last chunk comes when it ends.
         """
 
     @abstractmethod
@@ -147,6 +150,11 @@ class InferenceExecutor(ABC):
     @abstractmethod
     def close(self) -> None:
         """End threads and child processes. What is in flight, and what comes later, fails with NotResidentError."""
+
+    @property
+    @abstractmethod
+    def counters(self) -> DecodingCounters:
+        """What has been decoded so far. May be read from any thread."""
 
     @property
     @abstractmethod

@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import math
 import queue
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import SOURCE, Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import PublishedWeights
@@ -32,7 +34,8 @@ class _Call:
 
     size: int
     future: "Future[list[GenerationResult]]"
-    on_chunk: Callable[[GenerationChunk], None] | None = None
+    on_chunk: Callable[[GenerationChunk], object] | None = None
+    every_s: float = 0.0
     sent: dict[int, int] = field(default_factory=dict)  # index of a request -> its tokens that were in chunks
     results: dict[int, GenerationResult] = field(default_factory=dict)
 
@@ -46,8 +49,8 @@ class _Call:
         self.results[index] = result
         if self.on_chunk is not None:
             new = slice(self.sent.get(index, 0), None)
-            tokens, logprobs = result.token_ids[new], result.logprobs[new]
-            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason))
+            tokens, logprobs, versions = result.token_ids[new], result.logprobs[new], result.versions[new]
+            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason, versions))
         if len(self.results) == self.size:
             with suppress(InvalidStateError):  # it was cancelled
                 self.future.set_result([self.results[i] for i in range(self.size)])
@@ -69,6 +72,8 @@ class LoopExecutor(InferenceExecutor):
         self._posting, self._closed = threading.Lock(), False
         self._open: dict[int, tuple[_Call, int, GenerationRequest]] = {}
         self._keys = itertools.count()
+        self._counters = DecodingCounters()
+        self._stream_due = math.inf  # monotonic seconds; when the next call wants chunks
         self._thread = threading.Thread(target=self._loop, name="decoder", daemon=True)
         self._thread.start()
 
@@ -86,8 +91,12 @@ class LoopExecutor(InferenceExecutor):
         """Advance what was started; the results of what ended."""
 
     @abstractmethod
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of what was started, after its first `since` ones."""
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
+        """Tokens, their log-probabilities and versions, of what was started, after its first `since` ones."""
+
+    @abstractmethod
+    def _in_batch(self) -> int:
+        """How many of those that were started the next step decodes, as far as is known."""
 
     @abstractmethod
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
@@ -150,17 +159,24 @@ class LoopExecutor(InferenceExecutor):
         return self._run("offload", lambda: self._offload(keep_host))
 
     def submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None = None,
+        every_s: float = 0.0,
     ) -> "Future[list[GenerationResult]]":
         future: Future[list[GenerationResult]] = Future()
         if not requests:
             future.set_result([])
             return future
-        call = _Call(len(requests), future, on_chunk)
+        call = _Call(len(requests), future, on_chunk, every_s)
         if not self._post(lambda: self._accept(tuple(requests), call)):
             call.fail(_closed())
         future.add_done_callback(lambda _: self._post(lambda: self._abandon(call)) if future.cancelled() else None)
         return future
+
+    @property
+    def counters(self) -> DecodingCounters:
+        return self._counters
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         ids = None if request_ids is None else frozenset(request_ids)
@@ -192,6 +208,7 @@ class LoopExecutor(InferenceExecutor):
         self._shut_down()
 
     def _advance(self) -> None:
+        start = time.perf_counter()
         try:
             ended = self._step()
         except Exception as error:  # whatever it is, the calls in flight get it; the next starts with an empty batch
@@ -203,17 +220,34 @@ class LoopExecutor(InferenceExecutor):
                 logger.exception("a decoder could not be started again")
                 self._break(second, f"a decoding step failed ({error}), and the start after it: {second}", *Part)
             return
+        self._count(time.perf_counter() - start, len(ended))
         self._finish(ended.items())
         self._stream()
 
+    def _count(self, seconds: float, ended: int) -> None:
+        before, running = self._counters, self._in_batch()
+        self._counters = DecodingCounters(
+            steps=before.steps + 1,
+            seconds=before.seconds + seconds,
+            tokens=before.tokens + running + ended,
+            running=running,
+            waiting=len(self._open) - ended - running,
+        )
+
     def _stream(self) -> None:
+        now = time.monotonic()
+        if now < self._stream_due:
+            return
+        due = math.inf
         for key, (call, index, request) in list(self._open.items()):
             if call.on_chunk is not None and key in self._open:
-                tokens, logprobs = self._drawn(key, call.sent.get(index, 0))
+                tokens, logprobs, versions = self._drawn(key, call.sent.get(index, 0))
+                due = min(due, now + call.every_s)
                 try:
-                    call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs)))
+                    call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs), None, tuple(versions)))
                 except Exception as error:  # noqa: BLE001 - the caller's own: its call ends, the others go on
                     self._abandon(call, error)
+        self._stream_due = due
 
     def _finish(self, ended: Iterable[tuple[int, GenerationResult]]) -> None:
         for key, result in ended:
@@ -249,6 +283,8 @@ class LoopExecutor(InferenceExecutor):
             self.life.check_serving("this replica")
             for request in requests:
                 self._check(request)
+            if call.on_chunk is not None:
+                self._stream_due = min(self._stream_due, time.monotonic() + call.every_s)
             for index, request in enumerate(requests):
                 self._accept_one(call, index, request)
         except Exception as error:  # noqa: BLE001 - the caller gets it

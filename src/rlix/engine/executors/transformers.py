@@ -75,11 +75,14 @@ class TransformersExecutor(LoopExecutor):
             self._waiting.popleft()
         return {self._rows.pop(row): result for row, result in self._decoder.step(self.life.version).items()}
 
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
         row = next((row for row, held in self._rows.items() if held == key), None)
         if row is None or self._decoder is None:
-            return [], []
+            return [], [], []
         return self._decoder.drawn(row, since)
+
+    def _in_batch(self) -> int:
+        return len(self._rows)
 
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
         assert self._decoder is not None

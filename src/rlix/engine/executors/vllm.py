@@ -129,10 +129,14 @@ class VllmExecutor(LoopExecutor):
                 ended[key] = self._end(key, "stop" if answer.finish_reason == "stop" else "length")
         return ended
 
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
         progress = self._running[key]
         self._catch_up(progress)
-        return progress.tokens[since:], progress.logprobs[since:]
+        return progress.tokens[since:], progress.logprobs[since:], progress.versions[since:]
+
+    def _in_batch(self) -> int:
+        running, _ = self._engine.engine_core.engine_core.scheduler.get_request_counts()
+        return int(running)
 
     def _catch_up(self, progress: _Progress) -> None:
         """Take what vLLM has generated for a request that is still running."""

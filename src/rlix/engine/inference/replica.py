@@ -1,6 +1,7 @@
 """A replica: one executor on the devices of one bundle, as an actor."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.executors.registry import Backend
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import Collected, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Life, Part, Phase
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import PublishedWeights
@@ -22,6 +23,7 @@ from rlix.protocol.messages import Fence
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0
+REPORT_EVERY_S = 1.0  # how many seconds of tokens are lost, at most, when a replica is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Replica(Worker):
         self._executor: InferenceExecutor = Backend(backend).load()(source, options, site)
         self._moving = asyncio.Lock()
         self._generating: set[asyncio.Future[Any]] = set()
+        self._arrived = asyncio.Event()
+        self._chunks: list[GenerationChunk] = []
+        self._refused: list[tuple[tuple[str, ...], str]] = []
+        self._failure: BaseException | None = None
 
     async def load(
         self, weights: PublishedWeights | None, lease: Fence | int | None, parts: Sequence[Part] = ALL_PARTS
@@ -109,7 +115,7 @@ class Replica(Worker):
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
-        future = self._submit(requests, lambda chunk: _post(loop, arrived, chunk))
+        future = self._submit(requests, lambda chunk: loop.call_soon_threadsafe(arrived.put_nowait, chunk))
         future.add_done_callback(lambda _: arrived.put_nowait(None))
         while (chunk := await arrived.get()) is not None:
             chunks = [chunk]
@@ -120,11 +126,57 @@ class Replica(Worker):
                 break
         await future  # its error, if it has one
 
+    async def start(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin to generate; `collect` brings what comes of it.
+
+        Raises:
+            NotResidentError: the replica is not ready.
+        """
+        loop, ids = asyncio.get_running_loop(), tuple(request.id for request in requests)
+        future = self._submit(requests, lambda chunk: loop.call_soon_threadsafe(self._take, chunk), REPORT_EVERY_S)
+        future.add_done_callback(lambda done: self._started_ended(ids, done))
+
+    async def collect(self, timeout_s: float) -> Collected:
+        """What the requests of `start` have got since the last call; waits `timeout_s` for anything to come.
+
+        A request that ends is in it at once, the tokens of the others every `REPORT_EVERY_S`. What is collected is
+        told once: whoever loses the answer asks another replica for those tokens again, and is given the same.
+
+        Raises:
+            Whatever made the executor fail: nothing of what was started goes on.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        self._arrived.clear()
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+        chunks, self._chunks = self._chunks, []
+        refused, self._refused = self._refused, []
+        return Collected(tuple(chunks), self._executor.counters, tuple(refused))
+
+    def _take(self, chunk: GenerationChunk) -> None:
+        self._chunks.append(chunk)
+        self._arrived.set()
+
+    def _started_ended(self, ids: tuple[str, ...], done: "asyncio.Future[list[GenerationResult]]") -> None:
+        if done.cancelled() or (error := done.exception()) is None:
+            return
+        if isinstance(error, ValueError):  # the requests' fault, not the replica's
+            self._refused.append((ids, str(error)))
+        else:
+            self._failure = error
+        self._arrived.set()
+
     def _submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None,
+        every_s: float = 0.0,
     ) -> "asyncio.Future[list[GenerationResult]]":
         self._executor.life.check_accepting("this replica")
-        future = asyncio.wrap_future(self._executor.submit(requests, on_chunk))  # which a cancelled caller cancels
+        future = asyncio.wrap_future(self._executor.submit(requests, on_chunk, every_s))  # cancelled with its caller
         self._generating.add(future)
         future.add_done_callback(self._generating.discard)
         return future
@@ -193,9 +245,3 @@ class Replica(Worker):
 
     def _report(self, moved: int, seconds: float) -> ReplicaReport:
         return ReplicaReport(self._executor.life, moved, seconds, self._executor.device_bytes)
-
-
-def _post(
-    loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[GenerationChunk | None]", chunk: GenerationChunk
-) -> None:
-    loop.call_soon_threadsafe(queue.put_nowait, chunk)
