@@ -60,7 +60,6 @@ class InferenceEngine(Engine):
         self.source = ModelSource.of(source)
         self.executor = executor
         self._reader: PromptReader | None = None
-        self._known = True  # whether `_life` is what the replicas last said
         self._turn = itertools.count()  # of replicas to take the next stream
 
     def build(
@@ -160,11 +159,8 @@ class InferenceEngine(Engine):
         bundles = self.replicas.placements
         return bundles if self._backend.splits else tuple(bundle[:1] for bundle in bundles)
 
-    @property
-    def life(self) -> Life:
-        if not self._known:
-            self._life, self._known = joint([self._asked(rank) for rank in range(self.replicas.world_size)]), True
-        return self._life
+    def _ask_workers(self) -> Life:
+        return joint([self._asked(rank) for rank in range(self.replicas.world_size)])
 
     def _asked(self, rank: int) -> Life | str:
         """What a replica says of itself after a call that failed, once the replica is through with it."""
@@ -369,10 +365,6 @@ class InferenceEngine(Engine):
     def _release(self, *, keep_host: bool) -> MoveReport:
         reports = self._call("offload", None, keep_host)
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
-
-    def _end(self, *, graceful: bool) -> None:
-        self._known = True
-        super()._end(graceful=graceful)
 
 
 def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:
