@@ -106,7 +106,7 @@ class InferenceEngine(Engine):
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
         """
-        self.devices = self._choose_devices(
+        chosen = self._choose_devices(
             tensor_parallel_size,
             data_parallel_size,
             devices,
@@ -130,15 +130,16 @@ class InferenceEngine(Engine):
         self._group = WorkerGroup(
             Replica,
             name=self.name,
-            placements=[self.devices[i : i + size] for i in range(0, len(self.devices), size)],
+            placements=[chosen[i : i + size] for i in range(0, len(chosen), size)],
             kwargs={"source": self.source, "backend": self._backend.target, "options": options},
             namespace=namespace,
-            env=self._backend.environment(self.devices[0].kind, cpu_threads, self.source.is_local),
+            env=self._backend.environment(chosen[0].kind, cpu_threads, self.source.is_local),
             start=start or self._backend.start,
             max_concurrency=_CONCURRENT_CALLS,
             cpu_threads=cpu_threads,
             start_timeout_s=build_timeout_s,
         )
+        self.devices = chosen
         try:
             if load and self.source.has_weights:
                 self.cuda()
