@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.protocol.messages import Fence
 
@@ -67,13 +69,33 @@ class Executor(ABC):
     def update(self, published: PublishedWeights) -> int:
         """Replace the resident weights in place, between two decoding steps; returns the bytes copied.
 
-        `published` may say that a trainer is sending them now (`PublishedWeights.rendezvous`); then each receiver of
-        the executor takes part, as many as `InferenceEngine.receivers` says.
+        `published` may say that a trainer is sending them now (`PublishedWeights.delivery`); then each worker of the
+        executor takes part, through the channel that it has joined.
 
         Raises:
             NotResidentError: the weights are not on the devices. WeightSyncError: they do not fit, or were not sent.
             WaitTimeoutError, TransferError: they did not all arrive; the resident ones are undefined.
         """
+
+    @abstractmethod
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        """What each worker, as many as `InferenceEngine.receivers` says, needs of the tensors offered.
+
+        Raises:
+            NotResidentError: there is nothing yet that they could go into. WeightSyncError: they do not fit.
+        """
+
+    @abstractmethod
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        """Have each worker open its end of a channel (see `rlix.engine.weights.channel`).
+
+        Raises:
+            WaitTimeoutError: a member did not come; names whom.
+        """
+
+    @abstractmethod
+    def leave_channel(self, channel: str) -> None:
+        """Close what is open of it; nothing happens where nothing is."""
 
     @abstractmethod
     def submit(

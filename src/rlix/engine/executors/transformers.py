@@ -14,9 +14,11 @@ from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.model_source import ModelSource
 from rlix.engine.residency import Residency, ResidentSet
-from rlix.engine.weights import publication
+from rlix.engine.weights import channel, publication
+from rlix.engine.weights.channel import Ticket, TransferError
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.transfer import TransferError
+from rlix.engine.weights.shards import whole_layout
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError
 
 _VIRTUAL_KV_BYTES = 2**30
@@ -118,6 +120,18 @@ class TransformersExecutor(LoopExecutor):
         self._resident.check()
         return self._apply(published)
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        if self._model is None:
+            raise NotResidentError("weights were offered to an engine that was never loaded: load first")
+        return [whole_layout(publication.targets_of(self._model, offered))]
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        (ticket,) = tickets
+        channel.join(ticket, self._device)
+
+    def leave_channel(self, channel_name: str) -> None:
+        channel.leave(channel_name)
+
     def _load_weights(self, published: PublishedWeights | None) -> int:
         state = self._resident.state if self._resident else Residency.META
         if published is None and state is Residency.META:
@@ -157,6 +171,7 @@ class TransformersExecutor(LoopExecutor):
 
     def _apply(self, published: PublishedWeights) -> int:
         assert self._model is not None
+        published.check_base(self._version)
         try:
             report = publication.apply(self._model, published)
         except (WaitTimeoutError, TransferError) as error:  # some tensors may be new and some old

@@ -21,9 +21,11 @@ from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.scratch import Scratch
-from rlix.protocol.errors import NotResidentError
+from rlix.protocol.errors import NotResidentError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
 _MIN_VIRTUAL_KV_BYTES = 64 * 2**20
@@ -215,6 +217,22 @@ class VllmExecutor(LoopExecutor):
             self._version, self._defined = SOURCE_VERSION, True
         return moved
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        def ask() -> list[Layout]:
+            if self._engine is None:
+                raise NotResidentError("weights were offered to an engine that was never loaded: load first")
+            self._check_fit(offered)
+            layouts: list[Layout] = self._rpc("rlix_layout", offered.manifest)
+            return layouts
+
+        return self._run("weight_layouts", ask)
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        self._run("join_channel", lambda: self._rpc("rlix_join", tickets))
+
+    def leave_channel(self, channel: str) -> None:
+        self._run("leave_channel", lambda: None if self._engine is None else self._rpc("rlix_leave", channel))
+
     def _update(self, published: PublishedWeights) -> int:
         if Part.WEIGHTS not in self._resident:
             raise NotResidentError("update() while the weights are off the device: load first")
@@ -223,6 +241,9 @@ class VllmExecutor(LoopExecutor):
 
     def _apply(self, published: PublishedWeights) -> int:
         """Weights in place. Requests in flight go on, their KV cache computed anew with the new weights."""
+        published.check_base(self._version)
+        if published.delivery is not None and published.delivery.names is not None:
+            raise WeightSyncError("vLLM loads a layer's tensors together, not some of them: sync all names")
         # Tensor-parallel workers are no Ray processes, so the buckets are pulled here; one node, so by shared memory.
         for progress in self._running.values():  # these tokens are the old weights'
             self._catch_up(progress)

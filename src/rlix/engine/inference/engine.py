@@ -22,6 +22,8 @@ from rlix.engine.inference.turns import OnTurn, all_or_first_error, converse, ru
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import split_sizes
 from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
@@ -299,6 +301,21 @@ class InferenceEngine(Engine):
             WorkerError: the weights are not on the devices, or do not fit; `__cause__` says which.
         """
         return tuple(self.replicas.run("update", published, timeout_s=self._timeout_s))
+
+    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
+        """What of a trainer's tensors each worker of each replica needs.
+
+        Raises:
+            WorkerError: the weights are not on the devices, or do not fit; `__cause__` says which.
+        """
+        return self.replicas.run("weight_layouts", offered, timeout_s=self._timeout_s)
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
+        """Have every worker take its end of a channel. Raises WorkerError: one could not; `__cause__` says why."""
+        self.replicas.run("join_channel", PerRank(tickets), timeout_s=self._timeout_s)
+
+    def leave_channel(self, channel: str) -> None:
+        self.replicas.run("leave_channel", channel, timeout_s=self._timeout_s)
 
     def cuda(
         self, what: Literal["weights", "kv_cache"] | None = None, *, weights: PublishedWeights | None = None

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
 from rlix.engine.train import checkpoint
-from rlix.engine.train.adapters import aliases_of, exported, tensors_of
+from rlix.engine.train.adapters import aliases_of, exported
 from rlix.engine.train.materialize import Checkpoint, ModuleSpec, build_module, fsdp_modules
 from rlix.engine.train.saving import BackgroundSaver
-from rlix.engine.weights import publication
-from rlix.engine.weights.buckets import layout, pack_stream
-from rlix.engine.weights.gather import whole_tensors
-from rlix.engine.weights.transfer import Rendezvous, Sender
+from rlix.engine.weights import channel, publication, streams
+from rlix.engine.weights.layout import Layout
+from rlix.engine.weights.shards import Share, held, layout_of, sliced
 from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
 from rlix.nn import TrainContext
-from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import StaleEpochError, WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
 logger = logging.getLogger(__name__)
@@ -106,43 +106,34 @@ class TrainWorker(Worker):
         finally:
             self._reshard()
 
-    def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights | None:
-        """Rank 0 stores the whole weights; the other ranks hand it their shards."""
+    def publish(self, version: int, bucket_bytes: int, share: Share, epoch: int | None) -> publication.PublishedWeights:
+        """Store this rank's share of the weights."""
         self._guard(epoch)
-        published = exported(self._module)
-        whole = whole_tensors(tensors_of(published), bucket_bytes)
-        if self.ctx.rank != 0:
-            for _ in whole:
-                pass
-            return None
-        return publication.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases_of(published))
+        weights = exported(self._module)
+        mine = sliced(weights, share)
+        return publication.publish(mine, version, bucket_bytes=bucket_bytes, aliases=aliases_of(weights))
 
-    def describe(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights:
-        """What `send` would send now: every name, shape, dtype and place, and no bytes."""
-        self._guard(epoch)
-        published = exported(self._module)
-        named = ((weight.name, weight.base) for weight in published)
-        return publication.PublishedWeights(version, layout(named, bucket_bytes, aliases_of(published)))
+    def weight_layout(self) -> tuple[Layout, dict[str, tuple[str, ...]]]:
+        """What this rank holds of the exported weights, and the further names of tied ones."""
+        weights = exported(self._module)
+        self._offered = [weight.name for weight in weights]
+        return layout_of(weights), aliases_of(weights)
 
-    def send(self, meeting: Rendezvous, bucket_bytes: int, epoch: int | None) -> None:
-        """Rank 0 hands the whole weights to replicas, from device to device; the other ranks hand it their shards."""
-        self._guard(epoch)
-        whole = whole_tensors(tensors_of(exported(self._module)), bucket_bytes, on_device=True)
-        if self.ctx.rank != 0:
-            for _ in whole:
-                pass
-            return
-        failed: RlixError | None = None
-        with Sender(meeting, self._module.device) as sender:
-            for bucket in pack_stream(whole, bucket_bytes, self._module.device):
-                if failed is None:
-                    try:
-                        sender.send(bucket.data)
-                    except RlixError as error:  # raised below: the other ranks still hand in their shards
-                        failed = error
-            if failed is not None:
-                raise failed
-            sender.finish()
+    def join_channel(self, ticket: channel.Ticket) -> None:
+        channel.join(ticket, self._module.device)
+
+    def leave_channel(self, name: str) -> None:
+        channel.leave(name)
+
+    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> int:
+        """Hand this rank's shards to those who need them; returns the bytes written."""
+        delivery = delivery.sent_by(self.ctx.rank)
+        with channel.answering(delivery):
+            self._guard(epoch)
+            weights = exported(self._module)
+            if [weight.name for weight in weights] != self._offered:
+                raise WeightSyncError("the module has other weights than when the channel was opened: sync again")
+        return streams.send(delivery, ((weight.name, partial(held, weight)) for weight in weights))
 
     # ---- residency and fencing ---------------------------------------------------------------------------------
 
