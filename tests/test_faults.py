@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.light import JOBS, work_of
 from benchmarks.faults.table import Fault, quantile
 from benchmarks.faults.watcher import Ledger
-from rlix.protocol.events import DrainStarted, LeaseGranted, LeaseReleased
+from rlix.protocol.events import DrainStarted, LeaseGranted, LeaseReleased, PipelineEnding
 from rlix.protocol.messages import Lease, ReleaseReason
 from rlix.protocol.types import Phase
 
@@ -26,6 +26,17 @@ def test_a_device_passes_on_only_from_a_lease_that_drains() -> None:
     assert ledger.double == []
     ledger.apply(granted(4, 1))
     assert ledger.double == ["device 1: lease 4 beside 2 and None"]
+
+
+def test_a_pipeline_that_ends_never_begins_what_it_waited_for() -> None:
+    ledger = Ledger()
+    other = LeaseGranted(Lease(1, "ft_2", "actor_infer", Phase.ROLLOUT, (0,), 0))
+    for event in (other, DrainStarted(1), granted(2, 0), granted(3, 1), PipelineEnding("ft_1", "enough")):
+        ledger.apply(event)
+    ledger.apply(LeaseReleased(1, ReleaseReason.SHRUNK))
+    assert (ledger.holder, ledger.draining) == ({1: 3}, {3})
+    ledger.apply(LeaseGranted(Lease(4, "ft_3", "actor_train", Phase.ACTOR_TRAINING, (0,))))
+    assert ledger.double == []
 
 
 def test_an_epoch_that_does_not_grow_is_found() -> None:

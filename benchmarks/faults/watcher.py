@@ -16,6 +16,7 @@ from rlix.protocol.events import (
     LeaseGranted,
     LeaseQuarantined,
     LeaseReleased,
+    PipelineEnding,
 )
 from rlix.protocol.messages import Device, Lease
 
@@ -44,6 +45,12 @@ class Ledger:
                 self.draining.add(epoch)
             case LeaseReleased(epoch) | GrantRevoked(epoch):
                 self._end(epoch)
+            case PipelineEnding(pipeline_id):
+                for lease in [lease for lease in self.leases.values() if lease.pipeline_id == pipeline_id]:
+                    if lease.epoch in self.holder.values():
+                        self.draining.add(lease.epoch)
+                    else:  # it never began
+                        self._end(lease.epoch)
 
     def _grant(self, lease: Lease) -> None:
         if lease.epoch <= self.last_epoch:

@@ -1,6 +1,7 @@
 """The single writer without Ray: what it records, how leases end, and how it takes failures."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rlix.control.journal import Journal, JournalError
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
+from rlix.protocol.events import Event, LeaseReleased
 from rlix.protocol.messages import Cluster, Demand, LeaseState, ReleaseReason
 from tests.control.world import DEVICES, INFER, TRAIN, World, process
 
@@ -274,6 +276,34 @@ def test_a_lease_that_is_not_in_the_journal_is_nobodys_yet(tmp_path: Path) -> No
         journal.append = append  # type: ignore[method-assign]
         world.run(2.0)
         assert second.outcome == world.held("ft_2")[0]
+
+
+def test_bundles_given_back_together_are_one_change_and_no_news_to_their_rollout() -> None:
+    world = World()
+    assert len(world.roll("ft_1", 99)) == 4
+    second = world.ask("ft_2")
+    taken = world.held("ft_1", LeaseState.DRAINING)
+    changes: list[Sequence[Event]] = []
+    news: list[str] = []
+    world.journal.append = changes.append  # type: ignore[method-assign]
+    world.core.rollouts.watchers("ft_1", INFER.name).append(lambda: news.append("ft_1"))
+    world.core.endings.given_back(*taken)
+    assert changes == [[LeaseReleased(lease.epoch, ReleaseReason.SHRUNK) for lease in taken]]
+    assert second.outcome == world.held("ft_2")[0]
+    assert news == []
+
+
+def test_a_bundle_that_is_still_locked_keeps_back_none_of_those_given_back_with_it() -> None:
+    world = World()
+    bundles = world.roll("ft_1", 99)
+    world.machine.lock(bundles[1], process(7))
+    world.core.endings.given_back(*bundles)
+    world.run(0.1)
+    assert world.held("ft_1", LeaseState.DRAINING) == (bundles[1],)
+    world.machine.unlock(process(7))
+    world.run(0.1)
+    assert world.held("ft_1", LeaseState.DRAINING) == ()
+    assert world.machine.killed == []
 
 
 def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_numbers() -> None:

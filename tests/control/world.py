@@ -105,6 +105,7 @@ class World:
             pool=POOL,
             wall=lambda: 1e9 + self.clock.time(),
             policy=policy,
+            stopwatch=lambda: 0.0,  # a busy machine must not postpone the planning of a heartbeat
         )
 
     def restart(self, events: Iterable[tuple[float, Event]]) -> None:

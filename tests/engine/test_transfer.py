@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rlix.engine import placement
-from rlix.engine.executors.base import ALL_PARTS, SOURCE_VERSION, ExecutorOptions
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.inference.requests import GenerationRequest
+from rlix.engine.life_cycle import SOURCE_VERSION
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import channel, streams
 from rlix.engine.weights.buckets import views
@@ -89,7 +90,7 @@ class Ranks:
     def __call__(self, method: str, *args: Any) -> list[Any]:
         return each([partial(getattr(self, method), rank, *args) for rank in range(len(self.held))])
 
-    def weight_layout(self, rank: int) -> tuple[Layout, dict[str, tuple[str, ...]]]:
+    def weight_layout(self, rank: int, as_trained: bool) -> tuple[Layout, dict[str, tuple[str, ...]]]:
         return self.held[rank], {}
 
     def join_channel(self, rank: int, tickets: Any) -> None:
@@ -313,7 +314,7 @@ class OneReplica:
 
 def test_a_replica_drops_weights_that_arrived_in_part(tmp_path: Path) -> None:
     request = GenerationRequest("r", (3, 4, 5), 8, temperature=0.0)
-    executor = TransformersExecutor(ModelSource.of(folder(tmp_path, 0)), ExecutorOptions(), CPU)
+    executor = TransformersExecutor(ModelSource.of(folder(tmp_path, 0)), ExecutorOptions(), Site(DeviceKind.CPU))
     executor.load(None, ALL_PARTS)
     source, engine = Model(model(1)), OneReplica(executor)
     trainer = Trainer("train", source.devices, source)

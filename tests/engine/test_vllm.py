@@ -15,7 +15,7 @@ from rlix.engine.weights.publication import PublishedWeights, named_weights, pub
 from rlix.node import process
 from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node
-from rlix.protocol.errors import NotResidentError, WorkerError
+from rlix.protocol.errors import NotResidentError, WeightSyncError
 from rlix.protocol.messages import Fence, Process
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
 from tests.engine.training_models import Policy
@@ -79,7 +79,7 @@ def test_weights_are_replaced_in_place(engine: InferenceEngine) -> None:
     (report,) = engine.update_weights(stored(4, version=9))
     assert report.bytes == sum(p.nbytes for p in model(4, CONFIG).parameters())
     assert answers(engine) == expected(4) != expected(0)
-    with pytest.raises(WorkerError, match="nothing was changed"):
+    with pytest.raises(WeightSyncError, match="nothing was changed"):
         engine.update_weights(publish([], 10))
     engine.meta()
     with pytest.raises(NotResidentError, match="call cuda"):

@@ -17,7 +17,7 @@ from rlix.pipeline.algorithms import (
 )
 from rlix.pipeline.batch import align
 from rlix.pipeline.policy import PolicyBatch
-from rlix.pipeline.rollout.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached
+from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Samples, digest
 from rlix.pipeline.sources.rewards import Reward
@@ -120,19 +120,19 @@ class TestSamples:
 class TestRebalance:
     def test_half_the_work_moves_when_moving_is_cheap(self) -> None:
         # knee 4, four chunks of one, 12 tokens left each: 12 * (1 + 4/4) = 24 steps against 1/4 + 12 * (1 + 2/4) = 18.5
-        chunks = [Chunk(1, 1, 12.0)] * 4
+        chunks = [Work(1, 12.0)] * 4
         estimates = Estimates(4, move_s=0.0, step_s=1.0)
-        assert len(chunks_to_move(chunks, [], estimates)) == 2
+        assert len(to_move(chunks, [], estimates)) == 2
 
     def test_nothing_moves_when_the_prefill_costs_more_than_is_gained(self) -> None:
         estimates = Estimates(4, move_s=0.0, step_s=1.0)
-        assert chunks_to_move([Chunk(1, 1000, 12.0)] * 4, [], estimates) == []
+        assert to_move([Work(1000, 12.0)] * 4, [], estimates) == []
 
     def test_nothing_moves_when_the_rest_is_done_before_the_move(self) -> None:
-        assert chunks_to_move([Chunk(1, 1, 2.0)] * 4, [], Estimates(4, move_s=10.0, step_s=1.0)) == []
+        assert to_move([Work(1, 2.0)] * 4, [], Estimates(4, move_s=10.0, step_s=1.0)) == []
 
     def test_nothing_moves_before_a_step_was_measured(self) -> None:
-        assert chunks_to_move([Chunk(1, 1, 12.0)] * 4, [], Estimates(4)) == []
+        assert to_move([Work(1, 12.0)] * 4, [], Estimates(4)) == []
 
     def test_a_cached_prefix_is_worth_some_load_and_no_more(self) -> None:
         assert prefers_cached(held=1000, left=100, extra_load=10)

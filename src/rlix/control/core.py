@@ -53,6 +53,7 @@ Decide = Callable[[Snapshot, State, Policy], tuple[Event, ...]]
 
 _SHORT_TURN_S = 0.001
 _PAUSE_TURNS = 4
+_ANSWER_S = 0.001  # for the answer to be on its way to who was given a lease, before a turn of planning keeps it back
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +132,14 @@ class Core:
 
         They are in the journal before anybody learns of them.
         """
-        self._record(events)
+        answered = self._record(events)
         if all(isinstance(event, DemandReported) for event in events):
             self._changed_a_little()
         else:
-            self.changed()
+            self._plan_at(self.clock.time() + (min(self._turn_s, _ANSWER_S) if answered else 0.0))
 
-    def _record(self, events: Sequence[Event]) -> None:
-        """Without calling for another turn of planning."""
+    def _record(self, events: Sequence[Event]) -> bool:
+        """Without calling for another turn of planning. Returns whether a lease became active."""
         now = self.clock.time()
         active: list[Lease] = []
         applied = 0
@@ -151,6 +152,7 @@ class Core:
         self._unwritten += active
         if not self.writer.trouble:
             self._hand_out_written()
+        return bool(active)
 
     def _written(self) -> None:
         """The journal can be written again: what became active meanwhile is told now."""

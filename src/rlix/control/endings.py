@@ -1,7 +1,7 @@
 """How leases and pipelines end: a device passes on when its holder's bytes are gone or its holder is dead."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from rlix.protocol.events import (
     PipelineEnding,
     PipelineUnregistered,
 )
-from rlix.protocol.messages import Lease, LeaseState, Occupant, Process, ReleaseReason
+from rlix.protocol.messages import Device, Lease, LeaseState, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
 
 if TYPE_CHECKING:
@@ -39,34 +39,47 @@ class Endings:
 
     # -- a holder gives back -----------------------------------------------------------------------------------------
 
-    def given_back(self, lease: Lease) -> None:
-        """The holder says that its bytes are gone from the lease's devices."""
-        status = self._core.state.leases.get(lease.epoch)
-        if status is None or lease.epoch in self._taking:
-            return
-        if status.state is LeaseState.PENDING:
-            self._release(lease, ReleaseReason.RELEASED)
-            return
-        shrunk = lease.phase is Phase.ROLLOUT and status.state is LeaseState.DRAINING
-        reason = ReleaseReason.SHRUNK if shrunk else ReleaseReason.RELEASED
-        until = self._core.clock.time() + self._core.settings.release_grace_s
-        self._look(lease, partial(self._seen_after_word, lease, reason, until))
+    def given_back(self, *leases: Lease) -> None:
+        """Their holder says that its bytes are gone from the devices of these leases.
 
-    def _seen_after_word(self, lease: Lease, reason: ReleaseReason, until: float, there: Sequence[Occupant]) -> None:
-        status = self._core.state.leases.get(lease.epoch)
-        if status is None or lease.epoch in self._taking:
-            return
-        if not there:
-            self._release(lease, reason)
-            return
-        why = f"its holder says that its bytes are gone, but {_describe(there)}"
-        if self._core.clock.time() >= until:
-            self.take(lease, why)
-            return
-        if status.state is LeaseState.ACTIVE:
-            self._core.record(DrainStarted(lease.epoch, why))
-        again = partial(self._look, lease, partial(self._seen_after_word, lease, reason, until))
-        self._core.clock.call_later(_LOOK_AGAIN_S, again)
+        Those whose devices are free are released in one change. A node that does not answer holds up its own only.
+        """
+        core, by_nodes = self._core, dict[frozenset[str], dict[Lease, ReleaseReason]]()
+        for lease in leases:
+            status = core.state.leases.get(lease.epoch)
+            if status is None or lease.epoch in self._taking:
+                continue
+            if status.state is LeaseState.PENDING:
+                self._release({lease: ReleaseReason.RELEASED})
+                continue
+            shrunk = lease.phase is Phase.ROLLOUT and status.state is LeaseState.DRAINING
+            nodes = frozenset(device.node_id for device in self._devices(lease))
+            by_nodes.setdefault(nodes, {})[lease] = ReleaseReason.SHRUNK if shrunk else ReleaseReason.RELEASED
+        until = core.clock.time() + core.settings.release_grace_s
+        for given in by_nodes.values():
+            self._look(given, partial(self._seen_after_word, given, until))
+
+    def _seen_after_word(
+        self, given: Mapping[Lease, ReleaseReason], until: float, there: Mapping[int, Sequence[Occupant]]
+    ) -> None:
+        core = self._core
+        given = {
+            lease: reason
+            for lease, reason in given.items()
+            if lease.epoch in core.state.leases and lease.epoch not in self._taking
+        }
+        self._release({lease: reason for lease, reason in given.items() if not there[lease.epoch]})
+        locked = {lease: reason for lease, reason in given.items() if there[lease.epoch]}
+        late = core.clock.time() >= until
+        for lease in locked:
+            why = f"its holder says that its bytes are gone, but {_describe(there[lease.epoch])}"
+            if late:
+                self.take(lease, why)
+            elif core.state.leases[lease.epoch].state is LeaseState.ACTIVE:
+                core.record(DrainStarted(lease.epoch, why))
+        if locked and not late:
+            again = partial(self._look, locked, partial(self._seen_after_word, locked, until))
+            core.clock.call_later(_LOOK_AGAIN_S, again)
 
     # -- a lease is taken --------------------------------------------------------------------------------------------
 
@@ -77,7 +90,7 @@ class Endings:
         if status is None or lease.epoch in self._taking:
             return
         if status.state is LeaseState.PENDING:
-            self._release(lease, reason)
+            self._release({lease: reason})
             return
         self._taking.add(lease.epoch)
         name = f"lease {lease.epoch} of {lease.pipeline_id}/{lease.cluster} on devices {list(lease.devices)}"
@@ -115,14 +128,17 @@ class Endings:
         core = self._core
 
         def after_named(survivors: tuple[Process, ...]) -> None:
-            self._look(lease, partial(after_look, survivors))
+            self._look((lease,), lambda there: after_look(survivors, there[lease.epoch]))
 
         def after_look(survivors: tuple[Process, ...], there: Sequence[Occupant]) -> None:
             found = tuple({process: None for occupant in there for process in occupant.processes})
             if not found:
                 done(survivors, there)
                 return
-            core.nodes.kill(found, lambda left: self._look(lease, partial(done, (*survivors, *left))))
+            core.nodes.kill(found, lambda left: after_all((*survivors, *left)))
+
+        def after_all(survivors: tuple[Process, ...]) -> None:
+            self._look((lease,), lambda there: done(survivors, there[lease.epoch]))
 
         core.nodes.kill(tuple(named), after_named)
 
@@ -142,7 +158,7 @@ class Endings:
             self._quarantine(lease, f"{why}; and {left}, although it was killed")
         else:
             self._quarantine_s.pop(lease.epoch, None)
-            self._release(lease, reason)
+            self._release({lease: reason})
 
     # -- quarantine --------------------------------------------------------------------------------------------------
 
@@ -172,7 +188,7 @@ class Endings:
         ]
         for lease in quarantined:
             self._quarantine_s.pop(lease.epoch, None)
-            self._release(lease, ReleaseReason.GIVEN_UP)
+            self._release({lease: ReleaseReason.GIVEN_UP})
         return tuple(quarantined)
 
     # -- a pipeline ends ---------------------------------------------------------------------------------------------
@@ -250,27 +266,41 @@ class Endings:
 
     # -- below -------------------------------------------------------------------------------------------------------
 
-    def _look(self, lease: Lease, done: Callable[[tuple[Occupant, ...]], None]) -> None:
-        """Whom of the lease's own its devices' locks name."""
-        core = self._core
+    def _look(self, leases: Iterable[Lease], done: Callable[[dict[int, tuple[Occupant, ...]]], None]) -> None:
+        """Whom of each lease's own, by its epoch, the locks of its devices name."""
+        core, leases = self._core, tuple(leases)
 
         def seen(occupants: tuple[Occupant, ...]) -> None:
-            done(tuple(o for o in occupants if o.pool == core.pool and o.epoch <= lease.epoch))
+            ours = [occupant for occupant in occupants if occupant.pool == core.pool]
+            done({lease.epoch: tuple(o for o in ours if _is_on(o, lease)) for lease in leases})
 
-        here = [device for d in lease.devices if (device := core.state.device(d)) is not None]
-        core.nodes.occupied(here, seen)
+        core.nodes.occupied([device for lease in leases for device in self._devices(lease)], seen)
 
-    def _release(self, lease: Lease, reason: ReleaseReason) -> None:
+    def _devices(self, lease: Lease) -> list[Device]:
+        """Those that have not left the pool."""
+        return [device for d in lease.devices if (device := self._core.state.device(d)) is not None]
+
+    def _release(self, leases: Mapping[Lease, ReleaseReason]) -> None:
+        """In one change, which makes those active that wait for any of the devices."""
+        if not leases:
+            return
         core = self._core
-        core.record(LeaseReleased(lease.epoch, reason))
-        if lease.phase is Phase.ROLLOUT:
-            core.rollouts.ended(lease)
-        self._forget_if_empty(lease.pipeline_id)
+        core.record(*(LeaseReleased(lease.epoch, reason) for lease, reason in leases.items()))
+        for lease, reason in leases.items():
+            if lease.phase is Phase.ROLLOUT:
+                by_its_word = reason in (ReleaseReason.RELEASED, ReleaseReason.SHRUNK)
+                core.rollouts.ended(lease, wake=not by_its_word)  # else it would be told what it has said
+        for pipeline_id in {lease.pipeline_id: None for lease in leases}:
+            self._forget_if_empty(pipeline_id)
 
     def _forget_if_empty(self, pipeline_id: str) -> None:
         state = self._core.state
         if pipeline_id in state.ending and not state.leases_of(pipeline_id):
             self._core.record(PipelineUnregistered(pipeline_id, state.ending[pipeline_id]))
+
+
+def _is_on(occupant: Occupant, lease: Lease) -> bool:
+    return occupant.device_id in lease.devices and occupant.epoch <= lease.epoch
 
 
 def _describe(there: Sequence[Occupant]) -> str:

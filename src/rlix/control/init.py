@@ -21,6 +21,7 @@ from rlix.control.settings import Settings
 from rlix.node.process import this_process
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import (
+    HEAD_RESOURCE,
     NAMESPACE,
     ORCHESTRATOR_ACTOR_NAME,
     RESOURCE_MANAGER_ACTOR_NAME,
@@ -36,6 +37,9 @@ _STOP_POLL_S = 0.1
 _STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more at a time than there are cores is fine
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
 _NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence it for longer than its callers wait
+# A node that is gone refuses each question at once, and is known to be within 3 s instead of Ray's 15. One that is slow
+# has Ray's 10 s for each answer, so that busy cores raise no false alarm.
+_HEALTH_PERIOD_MS, _HEALTH_FAILURES = 1000, 3
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
 _SCHEDULER_CALLS = 10_000  # that wait inside the scheduler at the same time; they cost it no thread
 _RAY = f"{Path(ray.__file__).parent}/"
@@ -179,6 +183,8 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             _system_config={
                 "worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY,
                 "worker_niceness": _NICENESS,
+                "health_check_period_ms": _HEALTH_PERIOD_MS,
+                "health_check_failure_threshold": _HEALTH_FAILURES,
             },
             **devices,
         )
@@ -194,7 +200,7 @@ def _start_control_plane(settings: Settings, log_level: int) -> Any:
             "lifetime": "detached",
             "max_restarts": -1,  # each comes back by itself, with what it was made with
             "max_concurrency": calls,
-            "resources": {"node:__internal_head__": 0.001},
+            "resources": {HEAD_RESOURCE: 0.001},
         }
         return ray.remote(num_cpus=0)(actor_class).options(**options).remote(*args)
 
@@ -207,7 +213,7 @@ def _start_control_plane(settings: Settings, log_level: int) -> Any:
 
 def _pool_id() -> str:
     """The head node's id: no other Ray cluster ever has it."""
-    head = next(node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"])
+    head = next(node for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE in node["Resources"])
     return str(head["NodeID"])
 
 

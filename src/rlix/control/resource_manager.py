@@ -17,6 +17,7 @@ from rlix.node.devices import device_keys
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, DeviceKind, Process
 from rlix.protocol.types import (
+    HEAD_RESOURCE,
     NAMESPACE,
     NODE_AGENT_NAME_PREFIX,
     ORCHESTRATOR_ACTOR_NAME,
@@ -26,7 +27,6 @@ from rlix.protocol.types import (
 
 logger = logging.getLogger(__name__)
 
-_HEAD_RESOURCE = "node:__internal_head__"
 _LOOK_EVERY_S = 1.0
 _ANSWER_TIMEOUT_S = 30.0
 
@@ -121,7 +121,7 @@ def devices_of(
         RlixError: Ray counts more GPUs on a node than it has keys.
     """
     alive = [node for node in nodes if node["Alive"]]
-    alive.sort(key=lambda node: (_HEAD_RESOURCE not in node["Resources"], *_address(node), node["NodeID"]))
+    alive.sort(key=lambda node: (HEAD_RESOURCE not in node["Resources"], *_address(node), node["NodeID"]))
     slots = [(node, i, key) for node in alive for i, key in enumerate(_keys_of(node, (keys or {}).get(node["NodeID"])))]
     return tuple(
         Device(

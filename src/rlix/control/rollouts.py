@@ -50,9 +50,9 @@ class Rollouts:
                     deadlines.append(0.0 if at is None else max(0.0, at[0] - now))
         return RolloutAnswer(tuple(granted), tuple(taken), tuple(deadlines), tuple(sorted(held - existing)))
 
-    def watch(self, pipeline_id: str, cluster: str, changed: Callable[[], None]) -> None:
-        """Calls `changed`, once, when a later `poll` may have something new to say."""
-        self._watchers.setdefault((pipeline_id, cluster), []).append(changed)
+    def watchers(self, pipeline_id: str, cluster: str) -> list[Callable[[], None]]:
+        """What is called, once, when a later `poll` may have something new to say."""
+        return self._watchers.setdefault((pipeline_id, cluster), [])
 
     def granted(self, lease: Lease) -> None:
         """A bundle became active: the rollout has to note it in time."""
@@ -66,12 +66,13 @@ class Rollouts:
         self._set_deadline(lease, limit_s, f"the job did not give it back within {limit_s:g} s")
         self.wake(lease.pipeline_id, lease.cluster)
 
-    def ended(self, lease: Lease) -> None:
-        """The lease is over, or somebody else ends it."""
+    def ended(self, lease: Lease, *, wake: bool = True) -> None:
+        """The lease is over, or somebody else ends it. `wake`: it is news to the rollout."""
         at = self._deadlines.pop(lease.epoch, None)
         if at is not None:
             at[1].cancel()
-        self.wake(lease.pipeline_id, lease.cluster)
+        if wake:
+            self.wake(lease.pipeline_id, lease.cluster)
 
     def recover(self) -> None:
         """After a restart every rollout has its time again."""

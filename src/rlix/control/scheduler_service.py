@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -226,12 +226,8 @@ class Scheduler:
             ticket = self._ask(core, pipeline_id, cluster, phase, asked)
         core.gangs.stop_timer(ticket, "abandoned")
         if ticket.outcome is None:
-            decided = asyncio.Event()
-            ticket.watchers.append(decided.set)
             try:
-                await asyncio.wait_for(decided.wait(), wait_s)
-            except TimeoutError:
-                pass
+                await _called(ticket.watchers, wait_s)
             except asyncio.CancelledError:
                 core.abandon(ticket)
                 raise
@@ -263,14 +259,9 @@ class Scheduler:
         """
         checks.epochs(f"release({pipeline_id!r})", epochs)
         core = await self._core()
-        gone = []
-        for epoch in epochs:
-            status = core.state.leases.get(epoch)
-            if status is None or status.lease.pipeline_id != pipeline_id:
-                gone.append(epoch)
-            else:
-                core.endings.given_back(status.lease)
-        if gone:
+        held = {status.lease.epoch: status.lease for status in core.state.leases_of(pipeline_id)}
+        core.endings.given_back(*(held[epoch] for epoch in epochs if epoch in held))
+        if gone := [epoch for epoch in epochs if epoch not in held]:
             names = ", ".join(map(str, gone))
             raise StaleEpochError(f"release: lease {names} is not held by {pipeline_id!r} (any more)")
 
@@ -300,11 +291,7 @@ class Scheduler:
             left_s = deadline - core.clock.time()
             if answer != RolloutAnswer() or left_s <= 0:
                 return answer
-            changed = asyncio.Event()
-            core.rollouts.watch(pipeline_id, cluster, changed.set)
-            try:
-                await asyncio.wait_for(changed.wait(), left_s)
-            except TimeoutError:
+            if not await _called(core.rollouts.watchers(pipeline_id, cluster), left_s):
                 return RolloutAnswer()
             _job(core, pipeline_id, "poll_rollout")
 
@@ -374,6 +361,28 @@ def numbered(known: Sequence[Device], found: Sequence[Device], next_id: int) -> 
             number, next_id = next_id, next_id + 1
         devices.append(Device(number, device.node_id, device.node_ip, device.index, device.kind, device.key))
     return tuple(sorted(devices, key=lambda device: device.id))
+
+
+async def _called(watchers: list[Callable[[], None]], wait_s: float) -> bool:
+    """Whether the watchers were called within `wait_s` seconds.
+
+    `asyncio.wait_for` would answer a few turns of the loop later: it waits in a task of its own.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[bool] = loop.create_future()
+
+    def decide(called: bool = True) -> None:
+        if not outcome.done():
+            outcome.set_result(called)
+
+    timer = loop.call_later(wait_s, decide, False)
+    watchers.append(decide)
+    try:
+        return await outcome
+    finally:
+        timer.cancel()
+        if decide in watchers:
+            watchers.remove(decide)
 
 
 async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | None) -> None:

@@ -15,8 +15,8 @@ from rlix.protocol.types import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 1.0
-_ANSWER_S = 2.0
+_EVERY_S = 0.5
+_ANSWER_S = 1.0
 _KILL_TIMEOUT_S = 5.0
 
 

@@ -12,9 +12,10 @@ from rlix.engine.train.engine import TrainEngine
 from rlix.pipeline.algorithms import gae, rewards_at_end, whiten
 from rlix.pipeline.batch import TokenBatch
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
-from rlix.pipeline.full_finetune import FullFinetunePipeline, mean_metrics
+from rlix.pipeline.full_finetune import FullFinetunePipeline
 from rlix.pipeline.policy import PolicyBatch
 from rlix.pipeline.spec.training import CriticSpec
+from rlix.pipeline.training.metrics import mean_metrics
 from rlix.protocol.types import ClusterName, Phase
 
 

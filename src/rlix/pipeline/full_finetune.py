@@ -23,7 +23,7 @@ from rlix.pipeline.algorithms import (
 )
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import TokenBatch, collate
-from rlix.pipeline.policy import OptimizedModule, PolicyBatch, policy_on_meta
+from rlix.pipeline.policy import PolicyBatch, policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling, Trajectory
@@ -32,10 +32,9 @@ from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.tasks import Prompt
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.pipeline.training.metrics import mean_metrics
+from rlix.pipeline.training.module import OptimizedModule
 from rlix.protocol.types import ClusterName, Phase
-
-_SLOTS_PER_REPLICA = 64
-_CHUNK = 32
 
 
 class FullFinetunePipeline(Pipeline):
@@ -240,7 +239,7 @@ class FullFinetunePipeline(Pipeline):
             self.replicas = replicas.result()
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
         caches = spec.rollout.executor == "vllm"
-        router = Router(len(cluster.bundles), _SLOTS_PER_REPLICA, _CHUNK, prefix_cache=caches)
+        router = Router(len(cluster.bundles), spec.rollout.max_num_seqs, prefix_cache=caches)
         self.bundles = BundleFeed(self.client, cluster.name)
         self.rollouts = RolloutManager(
             cluster, replicas=self.replicas.replicas, router=router, client=self.bundles, folder=self.folder
@@ -301,6 +300,8 @@ class FullFinetunePipeline(Pipeline):
             tensor_parallel_size=cluster.tensor_parallel_size,
             devices=self.devices_of(cluster.devices),
             namespace=self.registration.ray_namespace,
+            dtype=self.spec.model.dtype,
+            max_num_seqs=self.spec.rollout.max_num_seqs,
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
@@ -312,7 +313,7 @@ class FullFinetunePipeline(Pipeline):
         self, name: ClusterName, module: OptimizedModule, path: Path, optimizer: OptimizerSpec
     ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
-        cluster = self.registration.cluster(name)
+        cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
@@ -320,21 +321,15 @@ class FullFinetunePipeline(Pipeline):
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
-                dtype=self.spec.model.dtype,
+                dtype=dtype if name is ClusterName.REFERENCE else "float32",
+                compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
             )
             self.client.name_holders(name, engine.processes)
-            engine.configure_optimizer(optimizer)
+            engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
             engine.release(lease.epoch)
         return engine
-
-
-def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric; a loss of 0 when there was nothing to learn from."""
-    if not metrics:
-        return {"loss": 0.0}
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
 
 
 def _replaced(samples: Samples, flat: Sequence[int], more: Samples, useful: Sequence[int], size: int) -> Samples:

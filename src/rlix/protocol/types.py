@@ -9,6 +9,8 @@ RESOURCE_MANAGER_ACTOR_NAME = "rlix:resource_manager"
 COORDINATOR_ACTOR_NAME_PREFIX = "rlix:coordinator:"
 NODE_AGENT_NAME_PREFIX = "rlix:node:"
 
+HEAD_RESOURCE = "node:__internal_head__"
+"""What Ray calls the head node, among a node's resources."""
 VIRTUAL_DEVICE_RESOURCE = "rlix_virtual"
 """Ray custom resource that marks a node whose GPUs are virtual (CPU-backed)."""
 

@@ -71,7 +71,7 @@ class Program:
         return max(0, more * self._registration.cluster(_INFER).tensor_parallel_size)
 
     def start(self) -> None:
-        self._core.rollouts.watch(self.id, _INFER, self._woken)
+        self._core.rollouts.watchers(self.id, _INFER).append(self._woken)
         self._request(ClusterName.ACTOR_TRAIN, Phase.INITIALIZATION)
 
     def leave(self) -> None:
@@ -192,7 +192,7 @@ class Program:
             for epoch in answer.lost:
                 self._forget(epoch)
             news = bool(answer.granted or answer.taken or answer.lost)
-        self._core.rollouts.watch(self.id, _INFER, self._woken)
+        self._core.rollouts.watchers(self.id, _INFER).append(self._woken)
 
     def _load(self, lease: Lease) -> None:
         self._bundles[lease.epoch] = lease

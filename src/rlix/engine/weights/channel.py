@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import ALIGNMENT, HOST
 from rlix.engine.weights.group import open_nccl, open_store
 from rlix.engine.weights.links import Links, Listener, connect
@@ -64,14 +65,14 @@ class Delivery:
     Attributes:
         names: the tensors that move; None: all.
         firsts: of each replica: which member its first worker is.
-        base: with `names`: the version that receivers must have, of which the other tensors stay.
+        base: with `names`: the weights that receivers must have, of which the other tensors stay.
     """
 
     channel: str
     number: int
     names: frozenset[str] | None
     firsts: tuple[int, ...]
-    base: int | None = None
+    base: WeightsId | None = None
     member: int = -1
 
     def sent_by(self, rank: int) -> "Delivery":
@@ -200,7 +201,9 @@ class Member:
                 self._deadline = time.monotonic() + self.ticket.timeout_s
                 self._say(f"ready {delivery.number}")
                 self._await(f"ready {delivery.number}", range(len(self.ticket.members)), delivery.number)
-            except (TransferError, RuntimeError) as error:
+            except RuntimeError as error:
+                if isinstance(error, RlixError) and not isinstance(error, TransferError):
+                    raise  # it says itself who did not come
                 raise WeightSyncError(f"weights were not sent, and nothing was changed: {error}") from error
             yield tuple(load for each in self.ticket.loads if (load := each.only(delivery.names)) is not None)
         except BaseException as error:  # re-raised

@@ -6,15 +6,17 @@ sends directly (see `channel`) comes as the same buckets and is checked and appl
 """
 
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlix.engine.life_cycle import WeightsId
 from rlix.engine.residency import local_tensor
 from rlix.engine.weights import streams
 from rlix.engine.weights.buckets import (
@@ -46,18 +48,24 @@ class PublishedWeights:
     manifest: Manifest
     buckets: tuple[Any, ...] = ()
     delivery: Delivery | None = None
+    publication: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def id(self) -> WeightsId:
+        """Which weights these are, also among those of other trainers, whose numbers begin at 1 as well."""
+        return WeightsId(self.version, self.publication)
 
     def received_by(self, *, replica: int | None = None, worker: int | None = None) -> "PublishedWeights":
         """The same, in the hands of one of the receivers."""
         return self if self.delivery is None else replace(self, delivery=self.delivery.received_by(replica, worker))
 
-    def check_base(self, version: int | None) -> None:
-        """Raise WeightSyncError unless what comes is all there is to a version, or goes on `version`."""
+    def check_base(self, here: WeightsId | None) -> None:
+        """Raise WeightSyncError unless what comes is whole, or goes onto the weights that are here."""
         base = None if self.delivery is None else self.delivery.base
-        if base not in (None, version):
+        if base not in (None, here):
             raise WeightSyncError(
-                f"only some tensors of weight version {self.version} were to be sent, onto version {base}, but "
-                f"version {version} is here; nothing was changed: sync all names"
+                f"only some tensors of weight version {self.version} were to be sent, onto this trainer's version "
+                f"{base.version if base else None}, but other weights are here; nothing was changed: sync all names"
             )
 
 

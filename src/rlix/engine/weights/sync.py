@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from ray.exceptions import RayError
 
 from rlix.engine import placement
+from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.channel import OPENING, Delivery, Ticket, failed_key
 from rlix.engine.weights.group import open_store
@@ -61,16 +62,18 @@ class Trainer:
     def __init__(self, name: str, devices: Sequence[Device], run: Callable[..., list[Any]]) -> None:
         self.name, self.devices, self._run = name, devices, run
 
-    def layouts(self) -> tuple[list[Layout], Manifest]:
+    def layouts(self, *, as_trained: bool = False) -> tuple[list[Layout], Manifest]:
         """What each rank holds now, and the whole tensors that these are parts of."""
-        rows = self._run("weight_layout")
+        rows = self._run("weight_layout", as_trained)
         layouts = [layout for layout, _ in rows]
         return layouts, described(layouts, {name: more for _, aliases in rows for name, more in aliases.items()})
 
-    def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> PublishedWeights:
+    def publish(
+        self, version: int, bucket_bytes: int, epoch: int | None, *, as_trained: bool = False
+    ) -> PublishedWeights:
         """Every rank stores a share of what it holds."""
-        rows = shares(*self.layouts())
-        return joined(self._run("publish", version, bucket_bytes, PerRank(rows), epoch))
+        rows = shares(*self.layouts(as_trained=as_trained))
+        return joined(self._run("publish", version, bucket_bytes, PerRank(rows), epoch, as_trained))
 
     def join_channel(self, tickets: Sequence[Ticket]) -> None:
         self._run("join_channel", PerRank(tickets))
@@ -152,7 +155,7 @@ class Channel:
         self.name = f"{trainer.name} to {engine.name}#{next(_numbers)}"
         self._processes = engine.processes
         self._transfers = itertools.count(1)
-        self._synced: int | None = None  # the version that receivers have whole
+        self._synced: WeightsId | None = None  # the weights that receivers have whole
         layouts, self.manifest = trainer.layouts()
         held = [_on(layout, device) for layout, device in zip(layouts, trainer.devices, strict=True)]
         needed = [
@@ -213,7 +216,7 @@ class Channel:
             lambda: self._trainer.send_weights(delivery, epoch),
             lambda: self._engine.update_weights(coming),
         )
-        self._synced = version
+        self._synced = coming.id
         return sum(self._bytes.values()) if names is None else sum(self._bytes[name] for name in names)
 
     def _known(self, only: Collection[str]) -> frozenset[str]:

@@ -32,6 +32,7 @@ from rlix.pipeline.spec.training import (
     Positive,
     Section,
     Share,
+    TrainingSpec,
 )
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
@@ -135,7 +136,7 @@ class PretrainedModel(Section):
     kind: Literal["pretrained"] = "pretrained"
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights, in training and in rollouts."""
+    """Type in which training computes and rollouts hold the weights. The optimizer's own weights are always float32."""
 
     @property
     def torch_dtype(self) -> "torch.dtype":
@@ -179,6 +180,8 @@ class RolloutSpec(Section):
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
     executor: Literal["transformers", "vllm"] = "transformers"
+    max_num_seqs: Count = 64
+    """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
 
 class JobSpec(Section):
@@ -198,6 +201,7 @@ class JobSpec(Section):
     rollout: RolloutSpec
     algorithm: AlgorithmSpec = AlgorithmSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    training: TrainingSpec = TrainingSpec()
     critic: CriticSpec | None = None
     asynchronous: AsynchronousSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -219,6 +223,11 @@ class JobSpec(Section):
     @property
     def trajectories_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole job."""
+        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
 
     def build_task(self, tokenizer: "PreTrainedTokenizerBase") -> "Task":
         """The prompts and the reward. Raises SpecError when the data does not hold what the spec says."""

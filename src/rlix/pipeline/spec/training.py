@@ -62,6 +62,35 @@ class OptimizerSpec(Section):
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this L2 norm. A step whose norm is not a finite number is left out, on all devices,
+    and counted in the metric `skipped_updates`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after its warm-up: as it is, or falling over the rest of the job."""
+    warmup_updates: Index = 0
+    """Optimizer steps over which the learning rate rises linearly to `learning_rate`."""
+    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where linear and cosine end, as a share of `learning_rate`."""
+
+
+class TrainingSpec(Section):
+    """How training and log-probs fit in a device's memory. None of it changes what is learnt, except by rounding
+    and by `dropout`."""
+
+    micro_batch_tokens: Count = 16384
+    """Most tokens, padding included, that a device takes through the model at once; gradients are summed up over as
+    many such passes as a minibatch needs, and memory does not grow with the batch. A longer sequence goes alone."""
+    packing: bool = False
+    """Sequences one after the other in a row without padding, instead of those of like length padded to the longest.
+    Pays with `attention: flash_attention_2`; with sdpa, attention over such a row costs the square of its length."""
+    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    """flash_attention_2 needs a GPU, bfloat16 and the package flash-attn."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each transformer block and compute the rest again in the backward pass: about a third
+    more computation for a small part of the memory."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory, and bring it to the device for each optimizer step."""
+    dropout: bool = False
+    """Apply the model's own dropout in training steps; log-probs never have any."""
 
 
 class CriticSpec(Section):
