@@ -98,7 +98,7 @@ def test_a_trainer_sends_weights_directly(engine: InferenceEngine) -> None:
     long = list(range(3, 90)) * 2  # several blocks of vLLM's cache
     engine.generate([long], GREEDY)  # leaves them there, computed with the old weights
     with TrainEngine((Policy, CONFIG)).build(seed=3) as trainer:
-        report = trainer.p2p_weight_sync(engine, transport="broadcast")
+        report = trainer.p2p_weight_sync(engine, transport="direct")
         trained = model(0, CONFIG)
         trained.load_state_dict(trainer.state_dict())
     (output,) = engine.generate([long], GREEDY)

@@ -24,6 +24,8 @@ from rlix.engine.life_cycle import Life, Part, Phase, joint
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import split_sizes
 from rlix.engine.residency import MoveReport
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
@@ -322,6 +324,22 @@ class InferenceEngine(Engine):
         return [self._reader.output(request, result) for request, result in zip(requests, flat, strict=True)]
 
     # ---- weights and residency -------------------------------------------------------------------------------
+
+    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
+        """What of a trainer's tensors each worker of each replica needs.
+
+        Raises:
+            WorkerError: the weights do not fit; `__cause__` says why.
+        """
+        return self.replicas.run("weight_layouts", offered, timeout_s=self._timeout_s)
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
+        """Have every worker take its end of a channel. Raises WorkerError: one could not; `__cause__` says why."""
+        self.replicas.run("join_channel", PerRank(tickets), timeout_s=self._timeout_s)
+
+    def leave_channel(self, channel: str) -> None:
+        if self._group is not None:
+            self._group.run("leave_channel", channel, timeout_s=self._timeout_s)
 
     def update_weights(self, published: PublishedWeights) -> tuple[ReplicaReport, ...]:
         """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
