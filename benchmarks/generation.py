@@ -26,7 +26,7 @@ import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlix
-from rlix.engine.executors.environment import replica_environment
+from rlix.engine.executors.registry import backend
 from rlix.flow.prefork.server import NICENESS
 from rlix.protocol.messages import DeviceKind
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
-    os.environ.update(replica_environment(options.executor, kind, 1, local=True))
+    os.environ.update(backend(options.executor).environment(kind, 1, True))
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     shape = (options.prompts, options.prompt_tokens)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.common import Row, qwen_config, seconds
+from rlix.engine.train.fsdp2 import shard
 from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.nn import HuggingFaceFsdp2TrainModule
 
@@ -37,7 +38,7 @@ def measure(device: torch.device) -> list[Row]:
 def _step_seconds(
     spec: ModuleSpec, ids: torch.Tensor, device: torch.device, mesh: dist.device_mesh.DeviceMesh | None
 ) -> float:
-    module = build_module(spec, device, mesh)
+    module = build_module(spec, device, None if mesh is None else lambda unit: shard(unit, mesh, spec))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
 
     def step() -> None:

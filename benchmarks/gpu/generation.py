@@ -6,10 +6,11 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.common import Row, qwen_config, seconds
-from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.inference.requests import GenerationRequest
 from rlix.engine.model_source import ModelSource
+from rlix.protocol.messages import DeviceKind
 
 
 def measure(device: torch.device) -> list[Row]:
@@ -34,7 +35,9 @@ def measure(device: torch.device) -> list[Row]:
         options = ExecutorOptions(
             max_model_len=512, max_num_seqs=prompts, gpu_memory_utilization=0.5, dtype=str(dtype).split(".")[-1]
         )
-        executor = TransformersExecutor(ModelSource(path=folder), options, device)
+        executor = TransformersExecutor(
+            ModelSource(path=folder), options, Site(DeviceKind.CUDA if cuda else DeviceKind.CPU)
+        )
         try:
             executor.load(None, ALL_PARTS)
             requests = [

@@ -3,7 +3,8 @@
 import torch
 
 from benchmarks.gpu.common import Row, seconds, settle
-from rlix.engine.residency import ResidentSet, SwapMover
+from rlix.engine.movers import SwapMover
+from rlix.engine.residency import ResidentSet
 
 
 def measure(device: torch.device) -> list[Row]:

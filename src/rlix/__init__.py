@@ -16,10 +16,26 @@ if TYPE_CHECKING:
     from rlix.control.init import init, shutdown
     from rlix.control.program import attach
     from rlix.engine.inference.engine import InferenceEngine
+    from rlix.engine.inference.turns import Turn, TurnError
     from rlix.engine.parallel import NeedParallel
     from rlix.engine.train.engine import TrainEngine
+    from rlix.engine.weights.channel import TransferError
     from rlix.pipeline.jobs.launch import launch
     from rlix.pipeline.spec.job import JobSpec, load_job
+    from rlix.protocol.errors import (
+        ChannelError,
+        DeadlockError,
+        DeviceBusyError,
+        NotResidentError,
+        PipelineGoneError,
+        PlanError,
+        RlixError,
+        SpecError,
+        StaleEpochError,
+        WaitTimeoutError,
+        WeightSyncError,
+        WorkerError,
+    )
     from rlix.protocol.types import Phase
 
 try:
@@ -27,6 +43,20 @@ try:
 except PackageNotFoundError:  # running from a source tree that was never installed
     __version__ = "0+unknown"
 
+_ERRORS = (
+    "ChannelError",
+    "DeadlockError",
+    "DeviceBusyError",
+    "NotResidentError",
+    "PipelineGoneError",
+    "PlanError",
+    "RlixError",
+    "SpecError",
+    "StaleEpochError",
+    "WaitTimeoutError",
+    "WeightSyncError",
+    "WorkerError",
+)
 _LAZY = {
     "init": "rlix.control.init",
     "shutdown": "rlix.control.init",
@@ -40,7 +70,10 @@ _LAZY = {
     "launch": "rlix.pipeline.jobs.launch",
     "load_job": "rlix.pipeline.spec.job",
     "Phase": "rlix.protocol.types",
-}
+    "Turn": "rlix.engine.inference.turns",
+    "TurnError": "rlix.engine.inference.turns",
+    "TransferError": "rlix.engine.weights.channel",
+} | dict.fromkeys(_ERRORS, "rlix.protocol.errors")
 _MODULES = ("nn", "pipeline", "protocol")
 _OLDER_NAMES = {
     "RLiteInferenceEngine": "InferenceEngine",
@@ -50,12 +83,27 @@ _OLDER_NAMES = {
 }
 
 __all__ = [
+    "ChannelError",
+    "DeadlockError",
+    "DeviceBusyError",
     "InferenceEngine",
     "JobClient",
     "JobSpec",
     "NeedParallel",
+    "NotResidentError",
     "Phase",
+    "PipelineGoneError",
+    "PlanError",
+    "RlixError",
+    "SpecError",
+    "StaleEpochError",
     "TrainEngine",
+    "TransferError",
+    "Turn",
+    "TurnError",
+    "WaitTimeoutError",
+    "WeightSyncError",
+    "WorkerError",
     "__version__",
     "attach",
     "device",

@@ -12,12 +12,14 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 Reduction = Literal["gather", "first", "mean", "sum", "all"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _RETURNS = "_rlix_returns"
+_CONFIGURES = "_rlix_configures"
 
 
 def returns(reduction: Reduction) -> Callable[[F], F]:
@@ -41,15 +43,44 @@ def reduction_of(method: Callable[..., Any]) -> Reduction | None:
     return reduction
 
 
+def configures(method: F) -> F:
+    """Mark a method that makes optimizers or schedulers, or sets what `training_state` does not return.
+
+    An engine that is built anew (`TrainEngine.resize`) calls such methods again, with the arguments they had, in the
+    order they were called, before it takes the state back.
+    """
+    setattr(method, _CONFIGURES, True)
+    return method
+
+
+def is_configuring(method: Callable[..., Any]) -> bool:
+    return getattr(method, _CONFIGURES, False)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroups:
+    """A rank's process groups by purpose; None where this rank is alone in it.
+
+    `data`: ranks that compute on different parts of a batch. `tensor`: ranks that compute on one part together, each
+    with a part of every layer. `sequence`: ranks that hold different stretches of the same sequences.
+    """
+
+    world: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TrainContext:
-    """A module's place in its engine. With FSDP every rank computes on its own part of the batch."""
+    """A module's place in its engine. `dp_rank` of `dp_size`: which part of a split batch this rank computes on."""
 
     rank: int = 0
     world_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
     device: torch.device | None = None
+    groups: ProcessGroups = ProcessGroups()
 
 
 class BaseTrainModule(nn.Module):
@@ -58,8 +89,8 @@ class BaseTrainModule(nn.Module):
     FSDP averages gradients over all data-parallel ranks, so a loss that is a mean over the *global* batch must be
     written with `global_mean`; a plain local mean is the same only when every rank holds equally many items.
 
-    Optimizers and learning-rate schedulers that are attributes of the module are found there: they move with the
-    engine and are part of its checkpoints.
+    Optimizers and learning-rate schedulers that are attributes of the module or of its submodules, or are in a list,
+    tuple or dictionary that is one, are found there: they move with the engine and are part of its checkpoints.
     """
 
     context: TrainContext = TrainContext()
@@ -68,6 +99,8 @@ class BaseTrainModule(nn.Module):
     """Patterns (fnmatch) of parameters a checkpoint need not hold, such as a new head; they keep a seeded init."""
     allow_unknown: tuple[str, ...] = ()
     """Patterns (fnmatch) of what a checkpoint may hold besides, such as the head of another kind of model."""
+    publish_dtype: torch.dtype | None = None
+    """In which floating-point parameters are published, whatever they are trained in; None: as they are."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Remembered so that the workers can build the same module from a driver's copy without weights.
@@ -117,7 +150,7 @@ class BaseTrainModule(nn.Module):
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks that each compute a part of a split batch."""
+        """Number of parts that a split batch has."""
         return self.context.dp_size
 
     # ---- reductions over data-parallel ranks -------------------------------------------------------------------
@@ -148,14 +181,34 @@ class BaseTrainModule(nn.Module):
             total = self.dp_sum(weights.sum())
         return (values * weights).sum() * self.dp_size / total
 
+    def sync_gradients(self, last: bool) -> None:
+        """Say before each backward pass of several, whose gradients add up, whether it is the last one.
+
+        Shards are summed over their ranks in every pass, so that no rank ever holds whole gradients; copies of a model
+        (HSDP) are averaged once, in the last. Ranks must do equally many passes.
+        """
+        if isinstance(self, FSDPModule):
+            self.set_requires_all_reduce(last)
+            self.set_is_last_backward(last)
+
     def clip_grad_norm(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Scale gradients to a global L2 norm of at most `max_norm`; return the norm before. All ranks call it.
 
         `torch.nn.utils.clip_grad_norm_` refuses parameters on different device meshes; here the norm is taken mesh by
-        mesh and the parts are combined.
+        mesh and the parts are combined. Parameters whose attribute `tensor_model_parallel` is true hold different
+        parts of a whole on each rank of the tensor group.
         """
-        grads = [p.grad for p in (self.parameters() if parameters is None else parameters) if p.grad is not None]
-        total = global_norm(grads)
+        chosen = [p for p in (self.parameters() if parameters is None else parameters) if p.grad is not None]
+        grads = [p.grad for p in chosen if p.grad is not None]
+        tensor = self.context.groups.tensor
+        if tensor is None:
+            total = global_norm(grads)
+        else:
+            parts = [p.grad for p in chosen if p.grad is not None and getattr(p, "tensor_model_parallel", False)]
+            wholes = [p.grad for p in chosen if p.grad is not None and not getattr(p, "tensor_model_parallel", False)]
+            squared = global_norm(parts).to(self.device).square()
+            dist.all_reduce(squared, group=tensor)
+            total = (squared + global_norm(wholes).to(self.device).square()).sqrt()
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -167,7 +220,7 @@ class BaseTrainModule(nn.Module):
         if not tensor.is_floating_point():
             tensor = tensor.double()
         if self.dp_size > 1:
-            dist.all_reduce(tensor, op)
+            dist.all_reduce(tensor, op, group=self.context.groups.data)
         return tensor
 
 

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult, continued
+from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
 from rlix.protocol.errors import NotResidentError, WeightSyncError
+from rlix.protocol.messages import DeviceKind
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 
 CPU = torch.device("cpu")
@@ -18,7 +20,7 @@ WAIT_S = 60.0
 
 def make(source: object = None, seed: int | None = 0, **options: object) -> TransformersExecutor:
     options = {"tile_tokens": 64, **options}
-    executor = TransformersExecutor(ModelSource.of(source or qwen()), ExecutorOptions(**options), CPU)
+    executor = TransformersExecutor(ModelSource.of(source or qwen()), ExecutorOptions(**options), Site(DeviceKind.CPU))
     if seed is not None:
         executor.load(published(model(seed), version=1), ALL_PARTS)
     return executor
@@ -174,7 +176,7 @@ def test_offload_releases_everything_and_load_brings_it_back() -> None:
     before, held = run(executor, batch), executor.device_bytes
     assert executor.offload(keep_host=True) == held > 0
     assert executor.device_bytes == 0
-    with pytest.raises(NotResidentError, match="load first"):
+    with pytest.raises(NotResidentError, match="call cuda"):
         run(executor, batch)
     executor.load(None, [Part.WEIGHTS])
     executor.load(None, [Part.KV_CACHE])
@@ -313,3 +315,18 @@ def test_chunks_make_up_the_answer(exact: bool) -> None:
         assert tuple(logprob for chunk in own for logprob in chunk.logprobs) == result.logprobs
         assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
     executor.close()
+
+
+def test_counters_tell_what_was_decoded_and_what_waits() -> None:
+    small = make(max_num_seqs=2)
+    before = small.counters
+    pieces: list[GenerationChunk] = []
+    small.submit(requests(5, tokens=8), pieces.append, 3600.0).result(timeout=WAIT_S)
+    after = small.counters
+    assert before.steps == 0
+    assert after.tokens >= 5 * 8, "a step that only feeds a prompt draws nothing"
+    assert after.steps >= after.tokens / 2
+    assert after.seconds > 0
+    assert (after.running, after.waiting) == (0, 0)
+    assert [len(piece.token_ids) for piece in pieces] == [8] * 5, "within the hour only what ends is told"
+    small.close()

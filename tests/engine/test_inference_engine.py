@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from transformers import AutoTokenizer
 
 import rlix
 from rlix import InferenceEngine
-from rlix.engine.inference.requests import GenerationRequest, continued
+from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, continued
 from rlix.engine.inference.turns import Turn, TurnError
-from rlix.engine.residency import Residency
+from rlix.engine.life_cycle import Residency
 from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, RlixError, StaleEpochError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Fence
@@ -175,7 +176,7 @@ def test_a_replica_under_leases(replica: Any) -> None:
     with pytest.raises(NotResidentError, match="publish weights"):
         call("load", None, lease(1))
     report = call("load", stored(0, version=1), lease(2))
-    assert (report.phase, report.version) == ("ready", 1)
+    assert (report.phase, report.version) == ("serving", 1)
     assert report.bytes == sum(p.nbytes for p in model(0).parameters()) <= report.device_bytes
     (whole,) = call("generate", [request])
 
@@ -196,10 +197,46 @@ def test_a_replica_under_leases(replica: Any) -> None:
     assert call("update", stored(1, version=2)).version == 2
     with pytest.raises(WeightSyncError, match="nothing was changed"):
         call("update", publish([], 3))
-    with pytest.raises(NotResidentError, match="dead"):
+    assert call("generate", [request])[0].weight_version == 2  # a refused update is no harm
+    broken = stored(0, version=3)
+    with pytest.raises(AttributeError):
+        call("update", replace(broken, buckets=(None,)))
+    with pytest.raises(NotResidentError, match=r"is failed.*an update of the weights broke off.*call cuda"):
         call("generate", [request])
-    call("load", stored(1, version=2), lease(4))
-    assert call("generate", [request])[0].weight_version == 2
+    call("load", broken, lease(4))
+    assert call("generate", [request])[0].weight_version == 3
+
+
+def test_a_replica_hands_over_each_trajectory_when_it_ends(replica: Any) -> None:
+    def call(method: str, *args: Any) -> Any:
+        return ray.get(getattr(replica, method).remote(*args), timeout=WAIT_S)
+
+    call("load", stored(0, version=1), lease(11))
+    batch = [GenerationRequest(f"t{n}", (5, 6, 7), n, seed=n) for n in (1, 40, 200)]
+    whole = call("generate", batch[:2])
+    call("start", batch)
+    got: dict[str, list[GenerationChunk]] = {request.id: [] for request in batch}
+    ended: list[str] = []
+    while len(ended) < len(batch):
+        collected = call("collect", 1.0)
+        assert not collected.refused
+        for chunk in collected.chunks:
+            got[chunk.id].append(chunk)
+            if chunk.finish_reason is not None:
+                ended.append(chunk.id)
+        if len(ended) == 1:
+            call("abort", ["t200"])
+    for result in whole:
+        pieces = got[result.id]
+        assert tuple(token for piece in pieces for token in piece.token_ids) == result.token_ids
+        assert tuple(p for piece in pieces for p in piece.logprobs) == result.logprobs
+        assert {version for piece in pieces for version in piece.versions} == {1}
+    assert ended[0] == "t1", "the short one does not wait for the long ones"
+    assert got["t200"][-1].finish_reason in ("abort", "length")
+    call("start", [GenerationRequest("bad", (99_999,), 4)])
+    assert "token 99999" in call("collect", WAIT_S).refused[0][1]
+    assert call("collect", 0.0).chunks == ()
+    call("offload", 11)
 
 
 def test_streamed_pieces_make_up_the_answer(engine: InferenceEngine) -> None:

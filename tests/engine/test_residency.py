@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from rlix.engine.residency import Mover, Residency, ResidentSet, SwapMover, VirtualMover, local_tensor, module_tensors
+from rlix.engine.life_cycle import Phase, Residency
+from rlix.engine.movers import HostBuffer, Mover, SwapMover, VirtualMover
+from rlix.engine.residency import ResidentSet, local_tensor, module_tensors
 from rlix.protocol.errors import NotResidentError
 
 CPU = torch.device("cpu")
@@ -100,18 +102,74 @@ def test_use_while_away_is_an_error(mover: Mover) -> None:
 
 @pytest.mark.parametrize("mover", [SwapMover(CPU), VirtualMover()])
 @pytest.mark.parametrize("from_host", [False, True])
-def test_meta_drops_the_bytes_and_allocate_makes_room_again(mover: Mover, from_host: bool) -> None:
+def test_meta_drops_the_bytes_and_filling_brings_the_set_back(mover: Mover, from_host: bool) -> None:
     tensor = torch.ones(4)
     subject = resident([tensor], mover)
-    with pytest.raises(NotResidentError, match="only a set on meta"):
-        subject.allocate()
+    with pytest.raises(NotResidentError, match="only a set on meta"), subject.filling():
+        pass
     if from_host:
         subject.to_host()
     assert subject.to_meta().bytes == 16
     assert (subject.device_bytes, subject.host_bytes, tensor.untyped_storage().nbytes()) == (0, 0, 0)
-    assert subject.allocate().bytes == 16
-    tensor.fill_(7)
-    assert (subject.device_bytes, tensor.tolist()) == (16, [7.0] * 4)
+    with pytest.raises(RuntimeError, match="no such file"), subject.filling():
+        assert subject.life.phase is Phase.RESIDENT
+        raise RuntimeError("no such file")
+    assert (subject.state, tensor.untyped_storage().nbytes()) == (Residency.META, 0)
+    with subject.filling() as report:
+        tensor.fill_(7)
+    assert report.bytes == 16
+    assert (subject.device_bytes, tensor.tolist(), subject.life.phase) == (16, [7.0] * 4, Phase.SERVING)
+
+
+class Broken(SwapMover):
+    """Breaks off at the nth of its copies, or at the nth storage that grows."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(CPU)
+        self.at = at
+
+    def _wait(self) -> None:
+        self.at -= 1
+        if self.at == 0:
+            raise MemoryError("no room")
+
+
+def test_a_move_that_fails_has_changed_nothing_and_the_next_one_works() -> None:
+    tensors = [torch.arange(4.0), torch.arange(9)]
+    before = [bits(tensor) for tensor in tensors]
+    away = Broken(at=1)
+    subject = resident(tensors, away)
+    with pytest.raises(MemoryError):
+        subject.to_host()
+    assert (subject.state, [bits(tensor) for tensor in tensors]) == (Residency.DEVICE, before)
+    subject.to_host()
+    away.at = 1
+    with pytest.raises(MemoryError):
+        subject.to_device()
+    assert subject.state is Residency.HOST
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)  # the half that had come is free again
+    subject.to_device()
+    assert [bits(tensor) for tensor in tensors] == before
+
+
+def test_host_memory_is_of_exact_size_kept_for_the_next_move_and_pinned_up_to_a_bound() -> None:
+    pinned: dict[int, int] = {}
+
+    def pin(address: int, size: int) -> bool:
+        pinned[address] = size
+        return True
+
+    buffer = HostBuffer(pin, lambda address: pinned.pop(address) and None, limit_bytes=3000)
+    first, second = buffer.lend([700, 9])
+    assert (first.numel(), second.numel(), second.data_ptr() - first.data_ptr()) == (700, 9, 1024)
+    assert (list(pinned.values()), buffer.pinned_bytes) == ([1536], 1536)  # not 2048, as torch would take
+    (again,) = buffer.lend([1200])
+    assert (again.data_ptr(), len(pinned)) == (first.data_ptr(), 1)
+    buffer.lend([4000])
+    assert (pinned, buffer.pinned_bytes, buffer.nbytes) == ({}, 0, 4096)  # beyond the bound: ordinary memory
+    buffer.lend([100])
+    buffer.free()
+    assert buffer.nbytes == 0
 
 
 def test_borrowed_memory_can_move(tmp_path: Path) -> None:

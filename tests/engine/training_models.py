@@ -1,5 +1,6 @@
 """A small policy that trains, for the training engine's tests."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 import rlix.nn
-from rlix.engine.train.worker import TrainWorker
+from rlix.engine.movers import Mover, SwapMover
+from rlix.engine.train.fsdp2 import Fsdp2Executor
+from rlix.engine.train.layout import Layout
 from tests.engine.models import qwen
 
 
@@ -46,6 +49,17 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def where(self) -> tuple[int, int]:
         return self.dp_rank, self.dp_size
 
+    @rlix.nn.returns("first")
+    def counted(self, items: list[list[int]]) -> int:
+        return int(self.dp_sum(len(items)))
+
+    @rlix.nn.returns("all")
+    def groups(self) -> tuple[int, ...]:
+        """Data rank and size, and the sizes of the world, data and tensor groups."""
+        of = self.context.groups
+        sizes = (1 if group is None else group.size() for group in (of.world, of.data, of.tensor))
+        return self.dp_rank, self.dp_size, *sizes
+
     def numbers(self) -> Iterator[int]:
         yield from range(3)
 
@@ -55,10 +69,25 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def fail(self) -> None:
         raise KeyError("no such thing")
 
-    def fail_on_one_rank(self) -> None:
+    def step_on_one_rank(self) -> None:
         if self.rank == 1:
             raise KeyError("only here")
+        with torch.no_grad():
+            next(self.parameters()).mul_(2.0)
         self.dp_sum(1.0)  # waits for a rank that does not come
+
+    def sleep_on_the_others(self, seconds: float) -> None:
+        if self.rank == 1:
+            raise KeyError("only here")
+        time.sleep(seconds)
+
+    @rlix.nn.configures
+    def use_sgd(self, learning_rate: float) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=learning_rate, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
+
+    def learning_rates(self) -> list[float]:
+        return self.scheduler.get_last_lr()
 
     def training_state(self) -> dict[str, Any]:
         return {"steps": self.steps}
@@ -81,11 +110,50 @@ def batch(seed: int, size: int = 9, length: int = 12) -> list[list[int]]:
     return ids
 
 
-class OneBatch(TrainWorker):
+class Descending(Policy):
+    """Without AdamW, which makes whole steps of gradients that are rounding alone."""
+
+    def on_weights_materialized(self) -> None:
+        self.use_sgd(0.05)
+        self.steps = 0
+
+
+class Several(Policy):
+    """Its optimizers are in a dictionary of lists; each has a part of the parameters."""
+
+    def on_weights_materialized(self) -> None:
+        parameters = list(self.parameters())
+        self.by_part = {
+            "first": [torch.optim.AdamW(parameters[:5], lr=1e-3)],
+            "rest": [torch.optim.AdamW(parameters[5:], lr=2e-3)],
+        }
+        self.steps = 0
+
+    @rlix.nn.returns("first")
+    def train_step(self, ids: list[list[int]]) -> dict[str, float]:
+        tokens = torch.tensor(ids, device=self.device)
+        loss = self(tokens, labels=tokens).loss
+        loss.backward()
+        for optimizers in self.by_part.values():
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        self.steps += 1
+        return {"loss": loss.item()}
+
+
+class OneBatch(Fsdp2Executor):
     """As of an executor whose ranks compute on one batch together."""
 
-    def _data_part(self, shards: int) -> tuple[int, int]:
-        return self.ctx.rank // shards, self.ctx.world_size // shards
+    @classmethod
+    def arrange(cls, asked: Layout) -> Layout:
+        return asked
+
+
+class Swapping(Fsdp2Executor):
+    """On a virtual GPU whose bytes leave it as they leave a real one."""
+
+    def mover(self) -> Mover:
+        return SwapMover(self.device)
 
 
 class LoraPolicy(Policy):

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.node import process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from tests.flow.workers import EchoWorker, wait_gone
@@ -92,9 +93,11 @@ def test_process_groups_form_over_files_and_over_tcp(group: WorkerGroup) -> None
 def test_a_killed_rank_is_restarted_under_its_name(group: WorkerGroup) -> None:
     before = facts(group)
     child = group.run("leave_a_child", ranks=[1], timeout_s=TIMEOUT_S)[0]
+    started = process.describe(child)
+    assert started is not None
     group.kill(1)
     wait_gone(before[1]["pid"])
-    wait_gone(child)
+    assert not process.alive(started)  # `kill` has waited for it
     with pytest.raises(WorkerError, match="rank 1 failed in facts"):
         facts(group)
     group.restart(1)

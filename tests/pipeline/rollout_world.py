@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import Collected, DecodingCounters, GenerationChunk, GenerationRequest
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling, Trajectory
 from rlix.protocol.errors import StaleEpochError
@@ -35,10 +35,18 @@ class Call:
     method: str
     args: tuple[Any, ...]
     answer: "Future[Any]" = field(default_factory=Future)
-    aborted: set[str] = field(default_factory=set)
 
     def future(self) -> "Future[Any]":
         return self.answer
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that a replica works on. `aborted`: its next chunk is its last."""
+
+    request: GenerationRequest
+    drawn: int = 0
+    aborted: bool = False
 
 
 class ManualExecutor(Executor):
@@ -64,12 +72,14 @@ class ManualExecutor(Executor):
 class World:
     """`held[bundle]` is what the control plane believes the job holds; `messages` it sent that have not arrived."""
 
-    def __init__(self, replicas: int = 3, slots: int = 4, chunk: int = 2) -> None:
+    def __init__(self, replicas: int = 3, slots: int = 4) -> None:
         self.cluster = Cluster("actor_infer", 1, tuple(range(replicas)))
         self.calls: list[Call] = []
         self.alive = [True] * replicas
         self.lives = [0] * replicas
         self.resident = [False] * replicas
+        self.running: list[dict[str, Running]] = [{} for _ in range(replicas)]
+        self.counters = [DecodingCounters() for _ in range(replicas)]
         self.version = [-1] * replicas
         self.held: dict[int, Lease] = {}
         self.draining: set[int] = set()
@@ -80,7 +90,7 @@ class World:
         self.spans_written = 0
         self.now = 0.0
         self.background = ManualExecutor()
-        self.router = Router(replicas, slots, chunk)
+        self.router = Router(replicas, slots)
         self.manager = RolloutManager(
             self.cluster,
             replicas=self,
@@ -106,9 +116,8 @@ class World:
             return [call]
         if method == "abort":
             (ids,) = args
-            for other in self.calls:
-                if other.rank == rank and other.method == "generate":
-                    other.aborted |= {r.id for r in other.args[0] if ids is None or r.id in ids}
+            for id, running in self.running[rank].items():
+                running.aborted |= ids is None or id in ids
             call.answer.set_result(None)
             return [call]
         assert rank in self.held, f"{method} on replica {rank}, which has no lease"
@@ -118,13 +127,22 @@ class World:
             self.resident[rank] = True
         else:
             assert self.resident[rank], f"{method} on a replica that is not loaded"
-        if method == "generate":
+        if method == "start":
             assert not [c for c in self.calls if c.rank == rank and c.method in ("load", "offload")]
+            for request in args[0]:
+                assert request.id not in self.running[rank], f"{request.id} was started twice on replica {rank}"
+                self.running[rank][request.id] = Running(request)
+        if method == "collect":
+            assert not [c for c in self.calls if c.rank == rank and c.method == "collect"]
+        if method == "offload":
+            assert not self.running[rank], f"offload of replica {rank} while it works on {sorted(self.running[rank])}"
         self.calls.append(call)
         return [call]
 
     def kill(self, rank: int) -> None:
         self.alive[rank] = self.resident[rank] = False
+        self.running[rank].clear()
+        self.counters[rank] = DecodingCounters()
         for call in [c for c in self.calls if c.rank == rank]:
             self.fail(call, ActorDiedError(f"replica {rank} died"))
 
@@ -137,8 +155,16 @@ class World:
         self.calls.remove(call)
         call.answer.set_exception(error)
 
-    def finish(self, call: Call, counts: Sequence[int] = ()) -> None:
-        """Let a call return. A trajectory that was aborted has got `counts` new tokens, the others all of theirs."""
+    def refuse(self, rank: int, reason: str) -> None:
+        """Answer the replica's `collect`: everything it was given can never be answered."""
+        (call,) = [c for c in self.calls if c.rank == rank and c.method == "collect"]
+        self.calls.remove(call)
+        ids = tuple(self.running[rank])
+        self.running[rank].clear()
+        call.answer.set_result(Collected((), self.counters[rank], ((ids, reason),)))
+
+    def finish(self, call: Call, counts: Sequence[int] | None = None) -> None:
+        """Let a call return. A `collect` brings `counts` tokens for each of the replica's requests; None: all."""
         if not self.alive[call.rank]:
             self.fail(call, ActorDiedError(f"replica {call.rank} died"))
             return
@@ -148,13 +174,25 @@ class World:
             self.version[call.rank] = call.args[0].version
         elif call.method == "offload":
             self.resident[call.rank] = False
-        elif call.method == "generate":
-            given = itertools.chain(counts, itertools.repeat(0))
-            result = [
-                answer(r, next(given) if r.id in call.aborted else r.max_new_tokens, self.version[call.rank])
-                for r in call.args[0]
-            ]
+        elif call.method == "collect":
+            result = self._collected(call.rank, counts)
         call.answer.set_result(result)
+
+    def _collected(self, rank: int, counts: Sequence[int] | None) -> Collected:
+        given = iter(counts or ())
+        chunks, steps, tokens, before = [], 0, 0, self.counters[rank]
+        for id, running in list(self.running[rank].items()):
+            count = next(given, 0) if counts is not None or running.aborted else running.request.max_new_tokens
+            piece = chunk(running.request, running.drawn, count, self.version[rank], aborted=running.aborted)
+            running.drawn += len(piece.token_ids)
+            steps, tokens = max(steps, len(piece.token_ids)), tokens + len(piece.token_ids)
+            if piece.finish_reason is not None:
+                del self.running[rank][id]
+            chunks.append(piece)
+        self.counters[rank] = DecodingCounters(
+            before.steps + steps, self.now, before.tokens + tokens, running=len(self.running[rank])
+        )
+        return Collected(tuple(chunks), self.counters[rank])
 
     # ---- the control plane's side ----------------------------------------------------------------------------
 
@@ -234,17 +272,16 @@ def trajectory(name: str, length: int) -> Trajectory:
     return Trajectory(name, prompt_ids=(1, 2), seed=len(name), sampling=Sampling(max_new_tokens=length))
 
 
-def answer(request: GenerationRequest, count: int, version: int = 0) -> GenerationResult:
+def chunk(
+    request: GenerationRequest, drawn: int, count: int, version: int = 0, *, aborted: bool = False
+) -> GenerationChunk:
     """Token `p` of every trajectory is `p`, so a doubled or dropped token shows."""
-    start = len(request.generated_ids)
+    start = len(request.generated_ids) + drawn
     end = min(start + count, request.max_new_tokens)
-    finished = end == request.max_new_tokens
     tokens = tuple(range(start, end))
-    return GenerationResult(
-        id=request.id,
-        token_ids=tokens,
-        logprobs=tuple(-0.5 for _ in tokens),
-        finished=finished,
-        finish_reason="length" if finished else "abort",
-        weight_version=version,
-    )
+    reason = "length" if end == request.max_new_tokens else "abort" if aborted else None
+    return GenerationChunk(request.id, tokens, tuple(-0.5 for _ in tokens), reason, (version,) * len(tokens))
+
+
+def collected(*chunks: GenerationChunk, counters: DecodingCounters | None = None) -> Collected:
+    return Collected(chunks, counters or DecodingCounters())

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlix.engine.inference.requests import DecodingCounters
 from rlix.pipeline.rollout.rebalance import Estimates, StepLine, rollout_s
 from rlix.pipeline.rollout.router import Router
-from tests.pipeline.rollout_world import answer, trajectory
+from tests.pipeline.rollout_world import chunk, collected, trajectory
 
 
 @given(st.floats(0.001, 1.0), st.floats(1.0, 200.0), st.lists(st.integers(1, 64), min_size=30, max_size=60))
@@ -30,10 +31,10 @@ def test_no_knee_is_made_up() -> None:
 def test_a_learnt_knee_stays_within_the_slots() -> None:
     estimates = Estimates(slots=8)
     for batch in (1, 2, 4, 8):
-        estimates.saw_call(seconds=1 + batch / 1000, steps=1, batch=batch)
+        estimates.saw_steps(seconds=1 + batch / 1000, steps=1, tokens=batch)
     assert estimates.knee == 8
     for batch in (1, 2, 4, 8):
-        estimates.saw_call(seconds=0.001 + batch, steps=1, batch=batch)
+        estimates.saw_steps(seconds=0.001 + batch, steps=1, tokens=batch)
     assert estimates.knee == 1
 
 
@@ -48,13 +49,14 @@ def test_the_time_of_a_rollout_by_hand() -> None:
 
 
 def test_demand_is_what_is_expected_and_not_what_is_allowed() -> None:
-    router = Router(replicas=1, slots=4, chunk=1)
+    router = Router(replicas=1, slots=4, spare=1)
     router.submit([trajectory("a", 100)])
     assert router.demand(0.0).tokens == 100
     router.loading(0)
     router.ready(0)
     ((_, requests),) = router.dispatch(0.0)
-    router.complete(0, [answer(requests[0], 100)], now=10.0)
+    counters = DecodingCounters(steps=100, seconds=10.0, tokens=100)
+    router.take(0, collected(chunk(requests[0], 0, 100), counters=counters), now=10.0)
     router.submit([trajectory("b", 1000), trajectory("c", 1000)])
     router.dispatch(10.0)
     start, later = router.demand(10.0), router.demand(15.0)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,13 @@ def test_a_stopped_job_keeps_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_beside_it(
-    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, tmp_path: Path
 ) -> None:
-    broken = small("sort_digits", name="broken", pipeline="tests.pipeline.broken_pipeline:BrokenPipeline")
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))  # as it is for whoever runs the file
-    custom = small(str(EXAMPLE.with_suffix(".yaml")), pipeline="examples.custom_pipeline:BestOfGroup")
+    broken = small("sort_digits", name="broken", pipeline={"name": "tests.pipeline.broken_pipeline:BrokenPipeline"})
+    custom = small(str(EXAMPLE.with_suffix(".yaml")))
     failed, fine = wait_all(jobs.start(broken, custom, runs=tmp_path), timeout_s=280)
-    assert (failed.state, failed.error) == ("failed", "RuntimeError: no luck today")
+    assert failed.state == "failed"
+    assert re.fullmatch(r"RuntimeError: no luck today \(.*broken_pipeline\.py:10\)", failed.error or "")
     assert fine.state == "finished", fine
     metrics = rows(tmp_path / "best_of_group" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(STEPS))
@@ -101,7 +102,7 @@ def test_split_gives_parts_of_a_pool_with_gaps() -> None:
     job = load_job("sort_digits")
     kept = job.clusters.model_copy(update={"actor_infer": ClusterSpec(tensor_parallel=2)})
     job = job.model_copy(
-        update={"clusters": kept, "algorithm": job.algorithm.model_copy(update={"kl_coefficient": 0.1})}
+        update={"clusters": kept, "algorithm": job.algorithm.model_copy(update={"options": {"kl_coefficient": 0.1}})}
     )
     _, second = split_devices([job, job], [2, 3, 5, 7, 11, 13, 17])
     assert {name: cluster.devices for name, cluster in second.clusters_in_use.items()} == {

@@ -11,7 +11,7 @@ from rlix.pipeline.rollout.rollout import RolloutError
 from rlix.pipeline.rollout.router import ReplicaState
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Demand
-from tests.pipeline.rollout_world import ActorDiedError, Weights, World, trajectory
+from tests.pipeline.rollout_world import ActorDiedError, Call, Weights, World, trajectory
 
 REPLICAS = 3
 FAULTS = 8  # nine in a row without a result end a rollout of three replicas, by design
@@ -70,7 +70,7 @@ class RolloutMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def call_returns(self, data: st.DataObject) -> None:
         call = self.world.calls[data.draw(st.integers(0, len(self.world.calls) - 1))]
-        self.world.finish(call, data.draw(st.lists(st.integers(0, 6), max_size=2)))
+        self.world.finish(call, data.draw(st.none() | st.lists(st.integers(0, 6), max_size=3)))
         self.world.manager.handle_posted()
 
     @precondition(lambda self: self.world.calls and self.faults < FAULTS)
@@ -149,22 +149,26 @@ def ready(world: World, *bundles: int) -> None:
         world.manager.handle_posted()
 
 
+def collect(world: World, bundle: int) -> Call:
+    """The call by which the manager listens to a replica."""
+    (call,) = [c for c in world.calls if c.rank == bundle and c.method == "collect"]
+    return call
+
+
 def test_a_shrunk_trajectory_goes_on_elsewhere_from_its_prefix(world: World) -> None:
     ready(world, 0)
     done = world.manager.submit(0, trajectory("a", 5))
     world.manager.handle_posted()
-    (generate,) = world.calls
+    world.finish(collect(world, 0), [2])
     world.ask_back(0)
     world.settle(calls=False)
-    assert generate.aborted == {"a"}
-    world.finish(generate, [3])
+    assert world.running[0]["a"].aborted
+    world.finish(collect(world, 0), [1])
     world.settle()
     assert world.acks[1].done()
     assert not done.done()
     ready(world, 2)
-    (resumed,) = world.calls
-    assert resumed.rank == 2
-    assert resumed.args[0][0].generated_ids == (0, 1, 2)
+    assert world.running[2]["a"].request.generated_ids == (0, 1, 2)
     world.settle()
     assert done.result().token_ids == [0, 1, 2, 3, 4]
 
@@ -247,7 +251,7 @@ def test_a_refused_request_ends_the_rollout_and_not_the_replica(world: World) ->
     ready(world, 0)
     done = world.manager.submit_all(0, [trajectory("a", 5)])
     world.manager.handle_posted()
-    world.fail(world.calls[0], ValueError("token 99 is not in 0..15"))
+    world.refuse(0, "token 99 is not in 0..15")
     world.manager.handle_posted()
     with pytest.raises(RolloutError, match="refused a request: token 99"):
         done.result(timeout=0)
@@ -266,9 +270,9 @@ def test_requests_in_flight_survive_new_weights_and_nothing_new_starts_before_th
     world.manager.publish(Weights(1))  # type: ignore[arg-type]
     second = world.manager.submit(0, trajectory("b", 5))
     world.manager.handle_posted()
-    generate, update = world.calls
-    assert (generate.method, update.method) == ("generate", "update")
-    assert not generate.aborted
+    (update,) = [call for call in world.calls if call.method == "update"]
+    assert list(world.running[0]) == ["a"]
+    assert not world.running[0]["a"].aborted
     world.finish(update)
     world.settle()
     assert (first.result(timeout=0).versions, second.result(timeout=0).versions) == ([1] * 5, [1] * 5)
@@ -283,11 +287,33 @@ def test_growth_takes_work_over_when_that_pays(world: World) -> None:
     world.manager.submit_all(0, [trajectory(f"t{i}", 10) for i in range(4)])
     world.manager.handle_posted()
     ready(world, 1)
-    aborted = [call for call in world.calls if call.aborted]
-    assert [(call.rank, len(call.aborted)) for call in aborted] == [(0, 2)]
-    world.finish(aborted[0], [4, 4])
+    assert sum(running.aborted for running in world.running[0].values()) == 2
+    world.finish(collect(world, 0), [4, 4])
     world.manager.handle_posted()
-    assert sorted((call.rank, len(call.args[0])) for call in world.calls) == [(0, 2), (1, 2)]
+    assert [len(running) for running in world.running] == [2, 2, 0]
+
+
+def test_a_killed_replica_costs_the_tokens_since_its_last_report(world: World) -> None:
+    ready(world, 0)
+    world.manager.submit(0, trajectory("a", 9))
+    world.manager.handle_posted()
+    world.finish(collect(world, 0), [4])
+    world.manager.handle_posted()
+    world.kill(0)
+    world.settle()
+    ready(world, 1)
+    assert world.running[1]["a"].request.generated_ids == (0, 1, 2, 3)
+
+
+def test_a_finished_trajectory_is_followed_at_once(world: World) -> None:
+    ready(world, 0)
+    done = world.manager.submit_all(0, [trajectory(f"t{i}", 4) for i in range(8)])
+    world.manager.handle_posted()
+    assert len(world.running[0]) == 5, "four slots, and one that waits for the first to be free"
+    world.finish(collect(world, 0), [4])
+    world.manager.handle_posted()
+    assert len(world.running[0]) == 5
+    assert not done.done()
 
 
 def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> None:
@@ -326,7 +352,7 @@ def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -
     world.manager.abandon()
     world.manager.handle_posted()
     assert isinstance(done.exception(timeout=0), InterruptedError)
-    assert world.calls[0].aborted == {"a"}
+    assert world.running[0]["a"].aborted
     world.settle()
     world.ask_back(0)
     world.settle()

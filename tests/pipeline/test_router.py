@@ -5,18 +5,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlix.engine.inference.requests import GenerationRequest
+from rlix.engine.inference.requests import DecodingCounters, GenerationRequest
 from rlix.pipeline.rollout.router import ReplicaState, Router, Trajectory
-from tests.pipeline.rollout_world import answer, trajectory
+from tests.pipeline.rollout_world import chunk, collected, trajectory
 
-SLOTS, CHUNK, REPLICAS = 4, 2, 3
+SLOTS, SPARE, REPLICAS = 4, 1, 3
 
 
 class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(REPLICAS, SLOTS, CHUNK)
-        self.calls: list[tuple[int, list[GenerationRequest]]] = []
+        self.router = Router(REPLICAS, SLOTS, spare=SPARE)
+        self.running: list[dict[str, tuple[GenerationRequest, int]]] = [
+            {} for _ in range(REPLICAS)
+        ]  # with tokens drawn
         self.lengths: dict[str, int] = {}
         self.done: list[Trajectory] = []
 
@@ -38,19 +40,24 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule()
     def dispatch(self) -> None:
-        calls = self.router.dispatch()
-        for bundle, requests in calls:
+        for bundle, requests in self.router.dispatch():
             assert self.router.state(bundle) is ReplicaState.READY
-            assert 0 < len(requests) <= CHUNK
-        self.calls += calls
+            assert requests
+            self.running[bundle] |= {request.id: (request, 0) for request in requests}
 
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data())
-    def a_call_returns(self, data: st.DataObject) -> None:
-        bundle, requests = self.calls.pop(data.draw(st.integers(0, len(self.calls) - 1)))
-        counts = data.draw(st.lists(st.integers(0, 7), min_size=len(requests), max_size=len(requests)))
-        results = [answer(request, count) for request, count in zip(requests, counts, strict=True)]
-        self.done += self.router.complete(bundle, results)
+    @precondition(lambda self: any(self.running))
+    @rule(data=st.data(), waiting=st.integers(0, 2))
+    def a_replica_reports(self, data: st.DataObject, waiting: int) -> None:
+        bundle = data.draw(st.sampled_from([b for b in range(REPLICAS) if self.running[b]]))
+        chunks = []
+        for id, (request, drawn) in list(self.running[bundle].items()):
+            piece = chunk(request, drawn, data.draw(st.integers(0, 7)), aborted=data.draw(st.booleans()))
+            self.running[bundle][id] = request, drawn + len(piece.token_ids)
+            if piece.finish_reason is not None:
+                del self.running[bundle][id]
+            chunks.append(piece)
+        counters = DecodingCounters(running=len(self.running[bundle]), waiting=waiting)
+        self.done += self.router.take(bundle, collected(*chunks, counters=counters))
         if self.router.state(bundle) is ReplicaState.DRAINING and not self.router.in_flight(bundle):
             self.router.off(bundle)
 
@@ -64,7 +71,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(bundle=st.integers(0, REPLICAS - 1))
     def die(self, bundle: int) -> None:
         self.router.off(bundle)
-        self.calls = [call for call in self.calls if call[0] != bundle]
+        self.running[bundle].clear()
 
     @invariant()
     def every_trajectory_is_open_or_done_once(self) -> None:
@@ -81,8 +88,7 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def slots_are_respected(self) -> None:
         for bundle in range(REPLICAS):
-            in_calls = [r.id for b, requests in self.calls if b == bundle for r in requests]
-            assert len(in_calls) == len(set(in_calls)) == self.router.in_flight(bundle) <= SLOTS
+            assert len(self.running[bundle]) == self.router.in_flight(bundle) <= SLOTS + SPARE
 
     def teardown(self) -> None:
         """From any state, healthy replicas finish everything."""
@@ -90,13 +96,12 @@ class RouterMachine(RuleBasedStateMachine):
             self.router.off(bundle)
             self.router.loading(bundle)
             self.router.ready(bundle)
-        self.calls.clear()
         for _ in range(1000):
             calls = self.router.dispatch()
             if not calls:
                 break
             for bundle, requests in calls:
-                self.done += self.router.complete(bundle, [answer(r, 2) for r in requests])
+                self.done += self.router.take(bundle, collected(*(chunk(r, 0, 2, aborted=True) for r in requests)))
         assert self.router.demand().trajectories == 0
         self.every_trajectory_is_open_or_done_once()
         self.finished_trajectories_have_each_token_once()
@@ -107,7 +112,7 @@ TestRouter.settings = settings(max_examples=60, stateful_step_count=50, deadline
 
 
 def test_work_is_spread_evenly_over_ready_replicas() -> None:
-    router = Router(replicas=2, slots=8, chunk=8)
+    router = Router(replicas=2, slots=8)
     for bundle in range(2):
         router.loading(bundle)
         router.ready(bundle)
@@ -116,34 +121,48 @@ def test_work_is_spread_evenly_over_ready_replicas() -> None:
 
 
 def test_tokens_carry_the_version_that_produced_them() -> None:
-    router = Router(1, 4, 4)
+    router = Router(1, 4)
     router.loading(0)
     router.ready(0)
     router.submit([trajectory("a", 4)])
     ((_, (first,)),) = router.dispatch()
-    assert router.complete(0, [answer(first, 2, version=5)]) == []
+    assert router.take(0, collected(chunk(first, 0, 2, version=5, aborted=True))) == []
     ((_, (second,)),) = router.dispatch()
     assert second.generated_ids == (0, 1)
-    (done,) = router.complete(0, [answer(second, 2, version=6)])
+    (done,) = router.take(0, collected(chunk(second, 0, 2, version=6)))
     assert done.versions == [5, 5, 6, 6]
 
 
-def test_dropped_trajectories_are_ignored_when_their_call_returns() -> None:
-    router = Router(1, 4, 4)
+def test_dropped_trajectories_are_ignored_when_they_end() -> None:
+    router = Router(1, 4)
     router.loading(0)
     router.ready(0)
     router.submit([trajectory("a", 4)])
     ((_, (request,)),) = router.dispatch()
     router.drop_all()
     assert router.in_flight(0) == 1
-    assert router.complete(0, [answer(request, 4)]) == []
+    assert router.take(0, collected(chunk(request, 0, 4))) == []
     assert router.in_flight(0) == 0
 
 
 def test_wrong_moves_and_doubled_ids_are_errors() -> None:
-    router = Router(1, 4, 4)
+    router = Router(1, 4)
     with pytest.raises(RuntimeError, match="replica 0 is off, so it cannot become ready"):
         router.ready(0)
     router.submit([trajectory("a", 1)])
     with pytest.raises(ValueError, match="'a' was submitted twice"):
         router.submit([trajectory("a", 1)])
+
+
+def test_a_replica_without_memory_is_given_less_and_then_more_again() -> None:
+    router = Router(1, 8, spare=2)
+    router.loading(0)
+    router.ready(0)
+    router.submit(trajectory(str(i), 3) for i in range(30))
+    ((_, requests),) = router.dispatch()
+    assert len(requests) == 10
+    done = [chunk(request, 0, 3) for request in requests]
+    router.take(0, collected(*done[:6], counters=DecodingCounters(running=3, waiting=1)))
+    assert [len(requests) for _, requests in router.dispatch()] == [1], "three run, and two may wait"
+    router.take(0, collected(counters=DecodingCounters(running=5)))
+    assert [len(requests) for _, requests in router.dispatch()] == [2], "none waits: there is room for more"

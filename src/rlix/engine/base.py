@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 
 from rlix.engine import placement
-from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.life_cycle import Life, Residency, training
+from rlix.engine.residency import MoveReport
 from rlix.flow.worker_group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, Process
@@ -22,7 +23,8 @@ class Engine(ABC):
     def __init__(self, name: str) -> None:
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"
         self._group: WorkerGroup | None = None
-        self._residency = Residency.META
+        self._life = Life()
+        self._known = True  # whether that is what the workers last said; after a call that failed they are asked
         self._timeout_s = 0.0  # longest a call may take
 
     @property
@@ -31,15 +33,42 @@ class Engine(ABC):
         return {} if self._group is None else self._group.processes
 
     @property
+    def life(self) -> Life:
+        """Where the bytes are, and which weights they are, of all workers together."""
+        if not self._known:
+            self._known = True
+            try:
+                self._life = self._ask_workers()
+            except BaseException:  # raised again: they are asked the next time
+                self._known = False
+                raise
+        return self._life
+
+    @abstractmethod
+    def _ask_workers(self) -> Life:
+        """What is so once they are through with whatever they were called for last."""
+
+    @property
     def residency(self) -> Residency:
-        return self._residency
+        return self.life.residency
+
+    @property
+    def _residency(self) -> Residency:
+        return self.life.residency
+
+    @_residency.setter
+    def _residency(self, where: Residency) -> None:
+        """What a trainer's handle notes after a move; its bytes are one part, and define themselves."""
+        self._known = True
+        resident = training(resident=where is not Residency.META)
+        self._life = resident.released(keep_host=True) if where is Residency.HOST else resident
 
     @property
     def device(self) -> torch.device:
         """Where the bytes are: the devices' kind ("cuda", "cpu"), "cpu" for the host, "meta" for nowhere."""
-        if self._residency is Residency.DEVICE and self.devices:
+        if self.residency is Residency.DEVICE and self.devices:
             return torch.device(self.devices[0].kind.value)
-        return torch.device("cpu" if self._residency is Residency.HOST else "meta")
+        return torch.device("cpu" if self.residency is Residency.HOST else "meta")
 
     @abstractmethod
     def cuda(self) -> MoveReport:
@@ -85,7 +114,7 @@ class Engine(ABC):
         if self._group is not None:
             raise RlixError(f"{self.name} is built already; close() it first")
         count = _device_count(size, replicas, devices)
-        return placement.choose(count, devices=devices, **where)
+        return placement.choose(count, bundle=size, devices=devices, **where)
 
     def _workers(self) -> WorkerGroup:
         if self._group is None:
@@ -95,7 +124,8 @@ class Engine(ABC):
     def _end(self, *, graceful: bool) -> None:
         group, self._group = self._group, None
         placement.vacate(self)
-        self._residency = Residency.META
+        self._life, self._known = Life(self._life.whole), True
+        self.devices = ()
         if group is not None:
             group.close(graceful=graceful)
 

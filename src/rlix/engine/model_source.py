@@ -1,5 +1,6 @@
 """What a model is made of: a folder or hub name with weights, or a configuration whose weights are published later."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from transformers.initialization import no_init_weights
 
 from rlix.engine.executors.attention import ATTENTION
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -21,10 +24,17 @@ class ModelSource:
 
     @classmethod
     def of(cls, source: "ModelSource | str | Path | PretrainedConfig | Mapping[str, Any]") -> "ModelSource":
-        """Raises ValueError for a dictionary without `model_type`, TypeError for anything else that is no model."""
+        """From whatever a user calls a model.
+
+        Raises:
+            FileNotFoundError: there is no such folder, and it cannot be a hub name.
+            ValueError: a dictionary without `model_type`. TypeError: anything else that is no model.
+        """
         if isinstance(source, ModelSource):
             return source
         if isinstance(source, str | Path):
+            if (isinstance(source, Path) or not _HUB_NAME.fullmatch(source)) and not Path(source).is_dir():
+                raise FileNotFoundError(f"no model folder {source}: give a folder that is there, or a hub name")
             return cls(path=str(source))
         if isinstance(source, PretrainedConfig):
             return cls(config=source.to_dict())
@@ -44,7 +54,12 @@ class ModelSource:
 
     def load_config(self) -> PretrainedConfig:
         if self.path is not None:
-            return AutoConfig.from_pretrained(self.path)
+            if self.is_local and not (Path(self.path) / "config.json").is_file():
+                raise FileNotFoundError(f"model folder {self.path} has no config.json")
+            try:
+                return AutoConfig.from_pretrained(self.path)
+            except OSError as error:
+                raise FileNotFoundError(f"model {self.path}: no folder here, nor on the hub: {error}") from error
         values = dict(self.config or {})
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
@@ -61,6 +76,12 @@ class ModelSource:
             # Memory-mapped weights lie at odd addresses, and some CPU matrix kernels round by alignment.
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         return model.eval()
+
+    def on_meta(self) -> PreTrainedModel:
+        """The model's names, shapes and ties, and no bytes."""
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.load_config())
+            return model
 
     def tokenizer(self) -> Any | None:
         """The source's tokenizer, or None where it has none."""

@@ -88,10 +88,20 @@ def combine(results: Sequence[Any], reduction: Reduction, sizes: tuple[int, ...]
     return _weighted(results, weights)
 
 
+def like(first: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The values as a dictionary of the first's kind: of transformers' outputs, whose keys are attributes too.
+
+    What such an output caches for the next token stays on the rank that computed it.
+    """
+    if not hasattr(first, "to_tuple"):
+        return values
+    return type(first)(**{key: value for key, value in values.items() if key != "past_key_values"})
+
+
 def _gather(results: Sequence[Any], padded: int, length: int) -> Any:
     first = results[0]
     if isinstance(first, dict):
-        return {key: _gather([result[key] for result in results], padded, length) for key in first}
+        return like(first, {key: _gather([result[key] for result in results], padded, length) for key in first})
     if isinstance(first, torch.Tensor) and first.dim():
         joined: Any = torch.cat(list(results))
     elif isinstance(first, np.ndarray) and first.ndim:

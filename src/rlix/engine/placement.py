@@ -1,18 +1,21 @@
 """Which devices an engine gets when its user does not name them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import ray
 
 from rlix.control.rpc import get
+from rlix.flow.worker import program_fence
+from rlix.node.device_lock import holder
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import ControlStatus, Device
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
 _POOL_TIMEOUT_S = 30.0
+_STRANGERS = 1000  # how loaded a device with another program's bytes counts: more than engines of this one make it
 
 
 class Placed(Protocol):
@@ -39,6 +42,7 @@ def vacate(engine: Placed) -> None:
 def choose(
     count: int,
     *,
+    bundle: int = 1,
     devices: Sequence[Device] | None = None,
     colocate_with: Engines = None,
     not_colocate_with: Engines = None,
@@ -46,17 +50,32 @@ def choose(
 ) -> tuple[Device, ...]:
     """`count` devices: those named, else those of `colocate_with`, else from the pool, free ones first.
 
+    Devices from the pool, unless they are those of `colocate_with`, are never under a job's lease; those that another
+    program of this machine has bytes on come last. They come in groups of `bundle`, each on one node where that can be.
+
     Raises:
-        ValueError: no such choice; the message says how many devices each condition leaves.
+        ValueError: no such choice; the message says how many devices each condition leaves. Or an engine that is
+            named has no devices.
     """
-    pool = tuple(devices) if devices is not None else pool_devices()
+    beside = None if colocate_with is None else _devices_of("colocate_with", colocate_with)
+    avoid = _devices_of("not_colocate_with", not_colocate_with)
+    load: Counter[Device] = Counter()
+    leased: frozenset[Device] = frozenset()
+    if devices is None:
+        pool, leased = _pool()
+        load.update(device for used in _occupied.values() for device in used)
+        load.update(dict.fromkeys(_held_by_others(pool), _STRANGERS))
+    else:
+        pool, bundle = tuple(devices), 1  # in the order in which they are named
     return select(
         count,
         pool,
-        beside=None if colocate_with is None else _devices_of(colocate_with),
-        avoid=_devices_of(not_colocate_with),
+        bundle=bundle,
+        beside=beside,
+        avoid=avoid,
+        leased=leased if beside is None else frozenset(),
         acceptable_node_ips=acceptable_node_ips,
-        load=Counter() if devices is not None else Counter(d for used in _occupied.values() for d in used),
+        load=load,
     )
 
 
@@ -64,34 +83,51 @@ def select(
     count: int,
     pool: Sequence[Device],
     *,
-    beside: frozenset[Device] | None,
-    avoid: frozenset[Device],
-    acceptable_node_ips: Sequence[str] | None,
+    bundle: int = 1,
+    beside: frozenset[Device] | None = None,
+    avoid: frozenset[Device] = frozenset(),
+    leased: frozenset[Device] = frozenset(),
+    acceptable_node_ips: Sequence[str] | None = None,
     load: Counter[Device],
 ) -> tuple[Device, ...]:
-    """The pure choice: least loaded devices, in pool order, preferring to stay on one node."""
-    left = [device for device in pool if acceptable_node_ips is None or device.node_ip in acceptable_node_ips]
+    """The pure choice: least loaded devices, in pool order, preferring one node, else one node for each bundle."""
+    left = list(pool)
     conditions = [f"{len(pool)} in the pool"]
+
+    def keep(condition: str, allowed: Callable[[Device], bool]) -> None:
+        left[:] = [device for device in left if allowed(device)]
+        conditions.append(f"{len(left)} {condition}")
+
     if acceptable_node_ips is not None:
-        conditions.append(f"{len(left)} on nodes {', '.join(acceptable_node_ips) or '(none)'}")
+        keep(f"on nodes {', '.join(acceptable_node_ips) or '(none)'}", lambda d: d.node_ip in acceptable_node_ips)
     if beside is not None:
-        left = [device for device in left if device in beside]
-        conditions.append(f"{len(left)} of colocate_with")
+        keep("of colocate_with", lambda d: d in beside)
     if avoid:
-        left = [device for device in left if device not in avoid]
-        conditions.append(f"{len(left)} outside not_colocate_with")
+        keep("outside not_colocate_with", lambda d: d not in avoid)
+    if leased:
+        keep("under no job's lease", lambda d: d not in leased)
     if len(left) < count:
         raise ValueError(f"{count} device(s) wanted, but there are {', '.join(conditions)}")
     order = {device: place for place, device in enumerate(left)}
     nodes: dict[str, list[Device]] = {}
     for device in sorted(left, key=lambda device: (load[device], order[device])):
         nodes.setdefault(device.node_id, []).append(device)
-    fitting = [chosen[:count] for chosen in nodes.values() if len(chosen) >= count]
-    if fitting:
-        best = min(fitting, key=lambda chosen: sum(load[device] for device in chosen))
-    else:
-        best = sorted(left, key=lambda device: (load[device], order[device]))[:count]
-    return tuple(sorted(best, key=lambda device: order[device]))
+    bundles = _on_one_node(nodes, count, load) or _on_one_node(nodes, bundle, load, count // bundle)
+    if not bundles:
+        bundles = [sorted(left, key=lambda device: (load[device], order[device]))[:count]]
+    in_order = [sorted(chosen, key=lambda device: order[device]) for chosen in bundles]
+    return tuple(device for chosen in sorted(in_order, key=lambda chosen: order[chosen[0]]) for device in chosen)
+
+
+def _on_one_node(
+    nodes: Mapping[str, Sequence[Device]], size: int, load: Counter[Device], count: int = 1
+) -> list[Sequence[Device]]:
+    """The `count` least loaded groups of `size` devices, each on one node; none when there are not so many."""
+    groups = [
+        devices[first : first + size] for devices in nodes.values() for first in range(0, len(devices) - size + 1, size)
+    ]
+    groups.sort(key=lambda group: sum(load[device] for device in group))
+    return groups[:count] if len(groups) >= count else []
 
 
 def common_address(devices: Iterable[Device]) -> str:
@@ -103,18 +139,39 @@ def common_address(devices: Iterable[Device]) -> str:
 
 def pool_devices() -> tuple[Device, ...]:
     """The devices of the running control plane."""
+    return _pool()[0]
+
+
+def _pool() -> tuple[tuple[Device, ...], frozenset[Device]]:
+    """The devices of the running control plane, and those of them that jobs hold leases of."""
+    if not ray.is_initialized():
+        raise RlixError("no Ray, and so no devices to choose from: call rlix.init() first")
     try:
         orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     except ValueError:
         raise RlixError("no control plane to choose devices from: call rlix.init() first, or pass devices") from None
-    devices: tuple[Device, ...] = get(
-        orchestrator.devices.remote(), what="the orchestrator's list of devices", timeout_s=_POOL_TIMEOUT_S
+    status: ControlStatus = get(
+        orchestrator.status.remote(), what="the orchestrator's list of devices", timeout_s=_POOL_TIMEOUT_S
     )
-    return devices
+    leased = {number for held in status.leases for number in held.lease.devices}
+    return status.devices, frozenset(device for device in status.devices if device.id in leased)
 
 
-def _devices_of(engines: Engines) -> frozenset[Device]:
+def _held_by_others(pool: Iterable[Device]) -> list[Device]:
+    """Devices of this machine that another program has bytes on."""
+    here, mine = ray.get_runtime_context().get_node_id(), program_fence()
+    records = [(device, holder(device.key)) for device in pool if device.key and device.node_id == here]
+    return [device for device, record in records if record is not None and record.fence != mine]
+
+
+def _devices_of(condition: str, engines: Engines) -> frozenset[Device]:
     if engines is None:
         return frozenset()
     each: Iterable[Placed] = engines if isinstance(engines, Sequence) else (engines,)
-    return frozenset(device for engine in each for device in engine.devices)
+    found: set[Device] = set()
+    for engine in each:
+        if not engine.devices:
+            name = getattr(engine, "name", type(engine).__name__)
+            raise ValueError(f"{condition} names {name}, which has no devices: it is not built, or was closed")
+        found.update(engine.devices)
+    return frozenset(found)

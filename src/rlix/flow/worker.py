@@ -26,6 +26,8 @@ WORKER_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # what workers print ends up in the terminal of whoever started the job
 }
 """Of every process of a job, so that all can be forked from one server."""
+CONTROL = "control"
+"""Concurrency group of methods that are answered while another method runs, even where methods run one at a time."""
 LOCK_TIMEOUT_S = 5.0
 """For a device that is ours by now: for whoever had it to be gone."""
 _STORE_NAMESPACE = b"rlix_rendezvous"

@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
-from inspect import Parameter, Signature
-from types import FunctionType
 from typing import Any, Literal, Self
 
 import ray
@@ -20,9 +18,11 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
+from rlix.flow.actor_class import actor_class
 from rlix.flow.scratch import Scratch
-from rlix.flow.worker import WORKER_ENVIRONMENT, Worker, WorkerContext, prepare_process, program_fence
-from rlix.node.process import this_process
+from rlix.flow.user_errors import worker_error
+from rlix.flow.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
+from rlix.node.process import descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
 
@@ -74,10 +74,14 @@ class WorkerGroup:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         _check_placements(name, placements)
+        if not ray.is_initialized():
+            raise WorkerError(f"{name}: there is no Ray to start workers in: call rlix.init() first")
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
         self._kwargs = dict(kwargs or {})
-        self._cls = _actor_class(worker_cls)
+        control = any(getattr(m, "__ray_concurrency_group__", None) == CONTROL for m in vars(worker_cls).values())
+        remote = ray.remote(concurrency_groups={CONTROL: 1}) if control else ray.remote
+        self._cls: Any = remote(actor_class(worker_cls))
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
         self._group_id = uuid.uuid4().hex
@@ -134,8 +138,7 @@ class WorkerGroup:
 
         An argument that is large and the same for all ranks is best passed as `ray.put(argument)`.
         """
-        if self._closed:
-            raise WorkerError(f"{self.name}: {method}() called on a closed group")
+        self.check_usable(method)
         called = self._ranks(ranks)
         self._check_per_rank(method, called, args, kwargs)
         return [
@@ -145,18 +148,43 @@ class WorkerGroup:
             for i, rank in enumerate(called)
         ]
 
+    def check_usable(self, method: str) -> None:
+        """Raise WorkerError when there is nobody to call."""
+        if self._closed:
+            raise WorkerError(f"{self.name}: {method}() called on a closed group")
+        if not ray.is_initialized():  # or Ray would start itself anew
+            raise WorkerError(
+                f"{self.name}: {method}() called after Ray was shut down, and with it these workers: call rlix.init() "
+                "and build them again"
+            )
+
     def run(
-        self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call `method` on `ranks` (default: all) and return their results, in the order of `ranks`.
 
         Raises:
             WorkerError: a rank raised or died; raised as soon as the first one does, with the cause as `__cause__`.
+                What a method raised is also of its own type (`except ValueError`); `rank` is an attribute.
             WaitTimeoutError: ranks, which are named, did not answer within `timeout_s`.
         """
-        called = self._ranks(ranks)
-        futures = _futures(self.call(method, *args, ranks=called, **kwargs))
-        return self._wait(method, called, futures, timeout_s)
+        return self.results(method, self.call(method, *args, ranks=ranks, **kwargs), timeout_s=timeout_s, ranks=ranks)
+
+    def results(
+        self,
+        method: str,
+        called: "Sequence[ray.ObjectRef[Any]]",
+        *,
+        timeout_s: float,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Wait for what `call` returned; `method` is what errors name. Raises what `run` raises."""
+        return self._wait(method, self._ranks(ranks), _futures(called), timeout_s)
 
     async def arun(
         self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
@@ -177,11 +205,21 @@ class WorkerGroup:
         self._construct([rank])
 
     def kill(self, rank: int, *, timeout_s: float = EXIT_TIMEOUT_S) -> None:
-        """Kill the worker, whatever it is doing, and wait until its process is gone."""
-        ray.kill(self._handles[rank])
+        """Kill the worker, whatever it is doing, and wait until its process is gone, and those that it started.
+
+        Raises:
+            WaitTimeoutError: one of them did not end within `timeout_s`; they are named.
+        """
         process = self._processes.pop(rank, None)
-        if process is not None and not process.wait(time.monotonic() + timeout_s):
+        children = descendants(self._named[rank]) if process is not None else ()
+        ray.kill(self._handles[rank])
+        deadline = time.monotonic() + timeout_s
+        if process is not None and not process.wait(deadline):
             raise WaitTimeoutError(f"{self.name}: rank {rank} did not end within {timeout_s:g} s of being killed")
+        if alive := kill(children, max(0.0, deadline - time.monotonic())):
+            raise WaitTimeoutError(
+                f"{self.name}: rank {rank} left process(es) {_join_pids(alive)}, alive {timeout_s:g} s later"
+            )
 
     def close(self, timeout_s: float = 10.0, *, graceful: bool = True) -> None:
         """End every worker: `Worker.close()` where it still answers, then kill. Never raises on a worker's account.
@@ -202,12 +240,15 @@ class WorkerGroup:
                     logger.warning("%s: rank %d did not close within %g s", self.name, rank, timeout_s)
                 elif isinstance(error := future.exception(), RayTaskError):
                     logger.warning("%s: rank %d failed in close(): %s", self.name, rank, error)
+        children = [child for rank in self._processes for child in descendants(self._named[rank])]
         for handle in self._handles:
             ray.kill(handle)
         deadline = time.monotonic() + timeout_s
         alive = [rank for rank, process in self._processes.items() if not process.wait(deadline)]
         if alive:
             logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
+        if left := kill(children, max(0.0, deadline - time.monotonic())):
+            logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
 
     def _create(self, rank: int) -> "ActorHandle[Any]":
         devices = self.placements[rank]
@@ -224,7 +265,7 @@ class WorkerGroup:
         options = dict(self._options, name=f"{self.name}:{rank}")
         if devices:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(devices[0].node_id, soft=False)
-        return ray.remote(self._cls).options(**options).remote(context)
+        return self._cls.options(**options).remote(context)
 
     def _create_again(self, rank: int) -> "ActorHandle[Any]":
         """Ray frees the name of a killed actor a moment later."""
@@ -270,7 +311,8 @@ class WorkerGroup:
 
     def _worker_error(self, method: str, rank: int, error: RayError) -> WorkerError:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        return WorkerError(f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}")
+        message = f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}"
+        return worker_error(message, rank, error if cause is None else cause)
 
     def _ranks(self, ranks: Sequence[int] | None) -> list[int]:
         if ranks is None:
@@ -312,44 +354,6 @@ class _Process:
         return ended
 
 
-def _actor_class(worker_cls: type[Worker]) -> type[Worker]:
-    """The class Ray instantiates: bare at first, so that the context is there before the worker's own `__init__`."""
-
-    def bare(self: Any, context: WorkerContext) -> None:
-        prepare_process(context)
-        self.ctx = context
-        self._rlix_constructed = False
-
-    def construct(self: Any, kwargs: Mapping[str, Any]) -> Process:
-        worker_cls.__init__(self, **kwargs)
-        self._rlix_constructed = True
-        return this_process(ray.get_runtime_context().get_node_id())
-
-    def close(self: Any) -> None:
-        if self._rlix_constructed:  # a group may close while a rank of it is being started again
-            worker_cls.close(self)
-
-    members: dict[str, Any] = {name: getattr(worker_cls, name) for name in dir(worker_cls) if not name.startswith("__")}
-    members |= {"__init__": bare, "_rlix_construct": construct, "close": close}
-    members = {name: _without_types(m) for name, m in members.items() if isinstance(m, FunctionType)}
-    members["__module__"] = worker_cls.__module__
-    return type(worker_cls.__name__, (worker_cls,), members)
-
-
-def _without_types(method: FunctionType) -> FunctionType:
-    """A copy whose signature names no type and no default.
-
-    Ray sends the signatures of an actor's methods with every handle, and whoever receives one imports what they name:
-    the control plane, which is given handles so that it can kill, would import torch.
-    """
-    copy = FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    copy.__kwdefaults__ = method.__kwdefaults__
-    copy.__dict__.update(method.__dict__)
-    kinds = {"self": Parameter.POSITIONAL_OR_KEYWORD, "args": Parameter.VAR_POSITIONAL, "kwargs": Parameter.VAR_KEYWORD}
-    copy.__signature__ = Signature([Parameter(name, kind) for name, kind in kinds.items()])  # type: ignore[attr-defined]
-    return copy
-
-
 def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:
     if not placements:
         raise ValueError(f"{name}: a worker group needs at least one placement")
@@ -378,6 +382,10 @@ def _read_error(future: "asyncio.Future[Any]") -> None:
 
 def _pick(value: Any, index: int) -> Any:
     return value.values[index] if isinstance(value, PerRank) else value
+
+
+def _join_pids(processes: Iterable[Process]) -> str:
+    return _join(process.pid for process in processes)
 
 
 def _join(ranks: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlix.protocol.errors import RlixError
@@ -10,6 +11,7 @@ from rlix.protocol.errors import RlixError
 VIRTUAL_KEYS = "virtual-"
 _TOOL_TIMEOUT_S = 20.0
 _GPU_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
+_MEMORY_LINE = re.compile(r"(\d+), *(\d+)")
 _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 
@@ -43,6 +45,34 @@ def device_keys() -> tuple[str, ...]:
     if listing.returncode:
         raise RlixError(f"nvidia-smi -L failed: {(listing.stderr or listing.stdout).strip()}")
     return visible(gpus_in(listing.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_memory(keys: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Bytes free and in all of GPUs by their UUIDs, without a CUDA context, which would take some itself.
+
+    Raises:
+        RlixError: `nvidia-smi` failed, or says nothing of one of them.
+    """
+    query = [
+        "nvidia-smi",
+        "--query-gpu=memory.free,memory.total",
+        "--format=csv,noheader,nounits",
+        "-i",
+        ",".join(keys),
+    ]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise RlixError(f"nvidia-smi does not say how much memory is free: {error}") from None
+    return memory_in(answer.stdout, keys)
+
+
+def memory_in(answer: str, keys: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Bytes free and in all from what `nvidia-smi` prints in MiB, a line for each of `keys`."""
+    found = [_MEMORY_LINE.fullmatch(line.strip()) for line in answer.splitlines() if line.strip()]
+    if len(found) != len(keys) or None in found:
+        raise RlixError(f"nvidia-smi does not say how much memory of {', '.join(keys)} is free: {answer.strip()!r}")
+    return tuple((int(match[1]) * 2**20, int(match[2]) * 2**20) for match in found if match)
 
 
 def gpus_in(listing: str) -> tuple[Gpu, ...]:

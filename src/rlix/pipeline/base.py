@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, Fence, Lease
 from rlix.protocol.types import Phase
@@ -84,12 +85,16 @@ class Pipeline(ABC):
     Runs as a Ray actor with several threads: `run` occupies one, the coordinator's calls use the others.
     """
 
+    Options: Any = None
+    """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
     rollout_timeout_s = 3600.0  # longest that a step's trajectories may take, once there are devices for them
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
         self.pipeline_id = pipeline_id
         self.config = config
         self.spec = config.spec
+        given = self.spec.pipeline.options if self.spec.pipeline is not None else {}
+        self.options = parse_options(type(self), given) if self.Options is not None else given
         self.client = JobClient(pipeline_id)
         self.registration = self.client.registration()
         self.devices = self.client.devices()
@@ -137,7 +142,7 @@ class Pipeline(ABC):
             first = self._prepare()
             state = self._train(first)
         except BaseException as error:  # noted, and raised again
-            detail = f"{type(error).__name__}: {error}"
+            detail = where_raised(error)
             self._update(state="failed", phase="failed", error=detail)
             if self.folder.is_open:
                 self._event("job", event="failed", detail=detail)

@@ -1,5 +1,6 @@
 """The critic as a train module: a value for every position, learnt beside the policy."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,8 +10,11 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from rlix.nn import returns
 from rlix.pipeline.algorithms import masked_mean, value_loss
+from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.policy import OptimizedModule
+from rlix.pipeline.training.metrics import TOKENS
+from rlix.pipeline.training.micro_batches import in_place
+from rlix.pipeline.training.module import OptimizedModule
 
 
 class CriticBatch(TokenBatch):
@@ -28,40 +32,38 @@ class CriticModule(OptimizedModule):
 
     @torch.no_grad()
     def values(self, batch: TokenBatch) -> Tensor:
-        """Estimated return before each next token: [batch, length - 1], float32, on the CPU."""
-        return self._values(batch).cpu()
+        """Estimated return before each token that the mask counts, 0 elsewhere: [batch, length - 1], on the CPU."""
+        return self.gathered(cast(Mapping[str, Tensor], batch), self._values)
 
     @returns("sum")
     def critic_step(
-        self, batch: CriticBatch, tokens: float, clip: float | None, aggregation: Any, max_grad_norm: float
+        self, batch: CriticBatch, denominator: float, clip: float | None, aggregation: Any, max_grad_norm: float
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
-        values, mask = self._values(batch), batch["mask"].to(self.device)
-        target = batch["returns"].to(self.device)
-        rows = float(self.dp_sum(mask.any(dim=1).sum()))
-        loss = value_loss(
-            values,
-            batch["old_values"].to(self.device),
-            target,
-            mask,
-            clip=clip,
-            aggregation=aggregation,
-            denominator=(tokens if aggregation == "token" else rows) / self.dp_size,
-        )
-        loss.backward()
-        norm = self.clip_grad_norm(max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        metrics = {
-            "value_loss": loss.detach(),
-            "value_grad_norm": norm,
-            "value_error": masked_mean((values.detach() - target).abs(), mask),
-        }
-        return {name: float(value) / self.dp_size for name, value in metrics.items()}
+        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`.
 
-    def _values(self, batch: TokenBatch) -> Tensor:
-        logits = self(input_ids=batch["input_ids"].to(self.device), use_cache=False).logits
-        return logits[:, :-1, 0].float()
+        Returns this rank's part of each metric's global value.
+        """
+
+        def loss_of(part: Mapping[str, Tensor]) -> Terms:
+            values, mask = self._values(part), part["mask"]
+            loss = value_loss(
+                values,
+                part["old_values"],
+                part["returns"],
+                mask,
+                clip=clip,
+                aggregation=aggregation,
+                denominator=denominator / self.dp_size,
+            )
+            return loss, {"error": masked_mean((values.detach() - part["returns"]).abs(), mask)}
+
+        metrics = self.update(self.accumulate(cast(Mapping[str, Tensor], batch), loss_of), max_grad_norm)
+        return {name if name == TOKENS else f"value_{name}": value for name, value in metrics.items()}
+
+    def _values(self, part: Mapping[str, Tensor]) -> Tensor:
+        inputs = self.inputs(part)
+        logits = self._model(**inputs.tensors, use_cache=False).logits
+        return in_place(logits.flatten(0, 1)[inputs.predictions, 0].float(), part["mask"])
 
 
 def critic_on_meta(path: Path) -> CriticModule:

@@ -1,7 +1,7 @@
 """Errors that cross layers. Each message says what is wrong, where, and what to do."""
 
 
-class RlixError(Exception):
+class RlixError(RuntimeError):
     """Base of every error RLix raises on purpose."""
 
 

@@ -1,24 +1,29 @@
-"""What a replica needs of a generation backend. A new backend implements `Executor`; nothing above it changes."""
+"""The contract of a generation backend: what `InferenceExecutor` says is all that anything above it relies on.
 
+A new backend is a class, made known by its "module:Class" or by `registry.register`; no file of RLix changes. Most
+derive from `LoopExecutor`, which keeps the life cycle and turns concurrent calls into one batch. Whatever it derives
+from, it passes `tests/engine/conformance`.
+"""
+
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
+from typing import Any
 
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.life_cycle import Life, Part
+from rlix.engine.model_source import ModelSource
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.protocol.messages import Fence
-
-
-class Part(StrEnum):
-    """What of an inference engine occupies a device; the parts can be brought back one after the other."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-
+from rlix.protocol.messages import DeviceKind, Fence
 
 ALL_PARTS = (Part.WEIGHTS, Part.KV_CACHE)
+
+DEFAULT_SHARE = 0.9
+"""Of the GPU memory that is free when a replica is built: what it may use unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,61 +33,123 @@ class ExecutorOptions:
     Attributes:
         max_model_len: most tokens of one trajectory, prompt included; None: what the model's configuration says.
         max_num_seqs: trajectories decoded at a time; more wait inside the executor.
-        gpu_memory_utilization: share of a GPU's memory this replica may use in all (a virtual GPU has no such share).
+        gpu_memory_utilization: share of a GPU's memory this replica may use in all (a virtual GPU has no such share);
+            None: nine tenths of what is free when it is built.
         kv_cache_bytes: upper bound of the KV cache; None: 1 GiB on a virtual GPU, else from the share above.
         dtype: "float32", "bfloat16", ...; "auto": float32 on a virtual GPU, else what the configuration says.
         exact: of the transformers executor: what is drawn does not depend, to the bit, on what it is batched with,
             for less speed. None: True on a virtual GPU, so that sharing is invisible to learning; False on a GPU.
         tile_tokens: most tokens per forward of an exact executor; None lets it choose. Results are equal to the bit
             only between replicas of the same value.
+        more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None
     kv_cache_bytes: int | None = None
     dtype: str = "auto"
     exact: bool | None = None
     tile_tokens: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Executor(ABC):
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an executor runs: its bundle's devices, which alone are visible to its process, by their keys.
+
+    `scratch` is a folder for temporary files that goes with the replica's group, even if the replica is killed.
+    """
+
+    kind: DeviceKind
+    keys: tuple[str, ...] = ()
+    scratch: str | None = None
+
+
+class InferenceExecutor(ABC):
     """One full set of weights on the devices of one bundle, generating for any number of concurrent calls.
 
     `load`, `update` and `offload` block and are never called concurrently with each other; `submit` and `abort` may be
-    called from any thread at any time.
+    called from any thread at any time. Each of the three ends in a `life` that says what is so: as it was when it
+    refused, and `Phase.FAILED` when it broke off; from there `load` and `offload` work. Weights are current when every
+    byte of them is in place: nothing is ever drawn from weights that are partly new.
     """
+
+    def __init__(self, source: ModelSource, options: ExecutorOptions, site: Site) -> None:
+        """Cheap: no weights, no device. Raises ValueError for a model or options that the backend does not know."""
+        self._source, self._options, self._site = source, options, site
+        self._life, self._life_lock = Life(), threading.Lock()
+
+    @property
+    def life(self) -> Life:
+        return self._life
+
+    def change(self, step: Callable[[Life], Life]) -> Life:
+        """Go on to the next state, whichever thread asks; the executor moves bytes, its replica leases."""
+        with self._life_lock:
+            self._life = step(self._life)
+            return self._life
 
     @abstractmethod
     def load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
         """Bring `parts` onto the devices; returns the bytes moved. `published` replaces the source's own weights.
 
+        What is there already stays; weights are replaced when they are another publication's.
+
         Raises:
-            NotResidentError: there are no bytes to bring: nothing was published and the source has no weights.
-            WeightSyncError: published weights do not fit the model.
+            NotResidentError: there are no bytes to bring: nothing was published and the source has no weights; or the
+                KV cache was asked for before the weights.
+            WeightSyncError: published weights do not fit the model; what was there before still is.
         """
 
     @abstractmethod
     def update(self, published: PublishedWeights) -> int:
         """Replace the resident weights in place, between two decoding steps; returns the bytes copied.
 
-        `published` may say that a trainer is sending them now (`PublishedWeights.rendezvous`); then each receiver of
-        the executor takes part, as many as `InferenceEngine.receivers` says.
+        Requests in flight go on with the new weights. `published` may say that a trainer is sending them now
+        (`PublishedWeights.delivery`); then each worker of the executor takes part, through the channel it has joined.
 
         Raises:
-            NotResidentError: the weights are not on the devices. WeightSyncError: they do not fit, or were not sent.
-            WaitTimeoutError, TransferError: they did not all arrive; the resident ones are undefined.
+            NotResidentError: the weights are not on the devices.
+            WeightSyncError: they do not fit, or were not sent; nothing was changed, and generation goes on.
+            Anything else: they did not all arrive. The executor has failed, and what was in flight with it.
         """
 
     @abstractmethod
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        """What each worker, as many as `InferenceEngine.receivers` says, needs of the tensors offered.
+
+        Raises:
+            WeightSyncError: they do not fit.
+        """
+
+    @abstractmethod
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        """Have each worker open its end of a channel (see `rlix.engine.weights.channel`).
+
+        Raises:
+            WaitTimeoutError: a member did not come; names whom.
+        """
+
+    @abstractmethod
+    def leave_channel(self, channel_name: str) -> None:
+        """Close what is open of it; nothing happens where nothing is."""
+
+    @abstractmethod
     def submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None = None,
+        every_s: float = 0.0,
     ) -> "Future[list[GenerationResult]]":
         """Generate; the future completes, in the order of `requests`, when all are finished or aborted.
 
-        `on_chunk` is called, on a thread of the executor, after each step with what it added to each request; the last
-        chunks come before the future completes.
+        It fails with NotResidentError while `life` is not serving, and with a ValueError that names the request for
+        one that can never be answered; such a call generates nothing. Cancelling it ends its requests.
+
+        `on_chunk` is called, on a thread of the executor, with what was added to each request: after each step, or at
+        the first one of each `every_s` seconds. A request's last chunk comes when it ends.
         """
 
     @abstractmethod
@@ -104,18 +171,14 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End threads and child processes."""
+        """End threads and child processes. What is in flight, and what comes later, fails with NotResidentError."""
 
     @property
     @abstractmethod
-    def version(self) -> int:
-        """Version of the resident weights; -1 for the source's own."""
+    def counters(self) -> DecodingCounters:
+        """What has been decoded so far. May be read from any thread."""
 
     @property
     @abstractmethod
     def device_bytes(self) -> int:
         """Bytes on the devices now: weights and KV cache."""
-
-
-SOURCE_VERSION = -1
-"""The version of weights that came with the model's folder and were never published."""

@@ -172,10 +172,10 @@ class Decoder(ABC):
         self._free_rows.append(row)
         return result
 
-    def drawn(self, row: int, since: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities that a row has drawn after its first `since` ones."""
-        new = slice(int(self._rows.start[row]) + since, int(self._rows.length[row]))
-        return self._rows.tokens[row, new].tolist(), self._rows.logprobs[row, new].tolist()
+    def drawn(self, row: int, since: int) -> tuple[list[int], list[float], list[int]]:
+        """Tokens, their log-probabilities and versions, that a row has drawn after its first `since` ones."""
+        rows, new = self._rows, slice(int(self._rows.start[row]) + since, int(self._rows.length[row]))
+        return rows.tokens[row, new].tolist(), rows.logprobs[row, new].tolist(), rows.versions[row, new].tolist()
 
     def _sample(self, rows: Ints, logits: Tensor) -> Drawn:
         """Draw the next token of `rows` from logits (rows, vocabulary)."""

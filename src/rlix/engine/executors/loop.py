@@ -2,18 +2,30 @@
 
 import itertools
 import logging
+import math
 import queue
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rlix.engine.executors.base import Executor, Part
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+import torch
+
+from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
+from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.life_cycle import SOURCE, Part
+from rlix.engine.model_source import ModelSource
+from rlix.engine.weights import channel
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.protocol.errors import NotResidentError, WaitTimeoutError
+from rlix.engine.weights.shards import everything
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WeightSyncError
+from rlix.protocol.messages import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +41,8 @@ class _Call:
 
     size: int
     future: "Future[list[GenerationResult]]"
-    on_chunk: Callable[[GenerationChunk], None] | None = None
+    on_chunk: Callable[[GenerationChunk], object] | None = None
+    every_s: float = 0.0
     sent: dict[int, int] = field(default_factory=dict)  # index of a request -> its tokens that were in chunks
     results: dict[int, GenerationResult] = field(default_factory=dict)
 
@@ -43,27 +56,39 @@ class _Call:
         self.results[index] = result
         if self.on_chunk is not None:
             new = slice(self.sent.get(index, 0), None)
-            tokens, logprobs = result.token_ids[new], result.logprobs[new]
-            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason))
-        if len(self.results) == self.size and not self.future.done():
-            self.future.set_result([self.results[i] for i in range(self.size)])
+            tokens, logprobs, versions = result.token_ids[new], result.logprobs[new], result.versions[new]
+            self.send(index, GenerationChunk(result.id, tokens, logprobs, result.finish_reason, versions))
+        if len(self.results) == self.size:
+            with suppress(InvalidStateError):  # it was cancelled
+                self.future.set_result([self.results[i] for i in range(self.size)])
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
-class LoopExecutor(Executor):
-    """Turns concurrent calls into one running batch. Subclasses say what a step is; they run on the loop's thread."""
+class LoopExecutor(InferenceExecutor):
+    """Turns concurrent calls into one running batch, and keeps the life cycle.
 
-    def __init__(self) -> None:
+    Subclasses say what a step is and how bytes move. All that they implement runs on the loop's thread.
+    """
+
+    def __init__(self, source: ModelSource, options: ExecutorOptions, site: Site) -> None:
+        super().__init__(source, options, site)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._posting, self._closed = threading.Lock(), False
         self._open: dict[int, tuple[_Call, int, GenerationRequest]] = {}
         self._keys = itertools.count()
+        self._counters = DecodingCounters()
+        self._stream_due = math.inf  # monotonic seconds; when the next call wants chunks
         self._thread = threading.Thread(target=self._loop, name="decoder", daemon=True)
         self._thread.start()
 
-    # ---- what a backend does ---------------------------------------------------------------------------------
+    # ---- what a backend does: decoding -----------------------------------------------------------------------
 
     @abstractmethod
     def _check(self, request: GenerationRequest) -> None:
-        """Raise NotResidentError when nothing can be generated now, ValueError when this request never can."""
+        """Raise ValueError when this request can never be answered."""
 
     @abstractmethod
     def _start(self, key: int, request: GenerationRequest) -> None: ...
@@ -73,8 +98,12 @@ class LoopExecutor(Executor):
         """Advance what was started; the results of what ended."""
 
     @abstractmethod
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probabilities of what was started, after its first `since` ones."""
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
+        """Tokens, their log-probabilities and versions, of what was started, after its first `since` ones."""
+
+    @abstractmethod
+    def _in_batch(self) -> int:
+        """How many of those that were started the next step decodes, as far as is known."""
 
     @abstractmethod
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
@@ -82,110 +111,209 @@ class LoopExecutor(Executor):
 
     @abstractmethod
     def _recover(self) -> None:
-        """After a failed step: forget everything that was started."""
+        """After a failed step: forget everything that was started, and be ready for more."""
+
+    # ---- what a backend does: bytes --------------------------------------------------------------------------
 
     @abstractmethod
-    def _load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int: ...
+    def _check_fit(self, published: PublishedWeights) -> None:
+        """Raise WeightSyncError when these weights do not fit the model."""
 
     @abstractmethod
-    def _update(self, published: PublishedWeights) -> int: ...
+    def _fill(self, published: PublishedWeights | None) -> int:
+        """From no weights at all to whole ones on the devices, published or the source's own; the bytes moved."""
 
     @abstractmethod
-    def _offload(self, keep_host: bool) -> int: ...
+    def _restore(self) -> int:
+        """Weights from host memory to the devices. When it raises they are where they were."""
+
+    @abstractmethod
+    def _write(self, published: PublishedWeights) -> int:
+        """Overwrite the weights on the devices, and forget whatever was computed with the old ones.
+
+        A WeightSyncError says that nothing was changed; after any other error the weights are undefined.
+        """
+
+    @abstractmethod
+    def _open_cache(self) -> None:
+        """Bring the KV cache, empty, beside weights that are on the devices."""
+
+    @abstractmethod
+    def _leave(self, keep_host: bool) -> None:
+        """Release the devices' memory. When it raises, the weights are as they were and the cache is gone."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Release everything, whatever state it is in."""
 
     def _shut_down(self) -> None:
         """End what the backend started besides this thread."""
 
-    # ---- Executor --------------------------------------------------------------------------------------------
+    # ---- InferenceExecutor -----------------------------------------------------------------------------------
 
     def load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
         return self._run("load", lambda: self._load(published, parts))
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        """One worker, which takes every tensor as it is."""
+        self._check_fit(offered)
+        return [everything(offered.manifest)]
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        (ticket,) = tickets
+        channel.join(ticket, torch.device("cuda" if self._site.kind is DeviceKind.CUDA else "cpu"))
+
+    def leave_channel(self, channel_name: str) -> None:
+        channel.leave(channel_name)
+
     def update(self, published: PublishedWeights) -> int:
-        return self._run("update", lambda: self._update(published))
+        def action() -> int:
+            self.life.check_part(Part.WEIGHTS)
+            self._check_fit(published)
+            published.check_base(self.life.weights)
+            return self._overwrite(published)
+
+        return self._run("update", action)
 
     def offload(self, *, keep_host: bool) -> int:
-        def action() -> int:
-            if self._open:
-                raise RuntimeError(f"offload() while {len(self._open)} requests are being generated: abort them first")
-            return self._offload(keep_host)
-
-        return self._run("offload", action)
+        return self._run("offload", lambda: self._offload(keep_host))
 
     def submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None = None,
+        every_s: float = 0.0,
     ) -> "Future[list[GenerationResult]]":
         future: Future[list[GenerationResult]] = Future()
-        if requests:
-            self._commands.put(lambda: self._accept(tuple(requests), _Call(len(requests), future, on_chunk)))
-        else:
+        if not requests:
             future.set_result([])
+            return future
+        call = _Call(len(requests), future, on_chunk, every_s)
+        if not self._post(lambda: self._accept(tuple(requests), call)):
+            call.fail(_closed())
+        future.add_done_callback(lambda _: self._post(lambda: self._abandon(call)) if future.cancelled() else None)
         return future
+
+    @property
+    def counters(self) -> DecodingCounters:
+        return self._counters
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         ids = None if request_ids is None else frozenset(request_ids)
         self._run("abort", lambda: self._abort(ids))
 
     def close(self) -> None:
-        self._commands.put(None)
+        with self._posting:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(None)
         self._thread.join(timeout=_JOIN_TIMEOUT_S)
 
-    # ---- on the thread ---------------------------------------------------------------------------------------
+    # ---- on the thread: decoding -----------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while True:
-            if self._open and self._commands.empty():
-                self._advance()
-                continue
-            command = self._commands.get()
-            if command is None:
-                self._fail(NotResidentError("the executor was closed"))
-                self._shut_down()
-                return
-            command()
+            try:
+                if self._open and self._commands.empty():
+                    self._advance()
+                    continue
+                command = self._commands.get()
+                if command is None:
+                    break
+                command()
+            except Exception as error:  # or the thread would end, and everybody wait who comes after
+                logger.exception("the decoding loop failed")
+                self._break(error, f"the decoding loop failed: {error}", *Part)
+        self._fail(_closed())
+        self._shut_down()
 
     def _advance(self) -> None:
+        start = time.perf_counter()
         try:
             ended = self._step()
         except Exception as error:  # whatever it is, the calls in flight get it; the next starts with an empty batch
             logger.exception("a decoding step failed")
             self._fail(error)
-            self._recover()
+            try:
+                self._recover()
+            except Exception as second:  # whatever it is, it must not end the thread
+                logger.exception("a decoder could not be started again")
+                self._break(second, f"a decoding step failed ({error}), and the start after it: {second}", *Part)
             return
+        self._count(time.perf_counter() - start, len(ended))
         self._finish(ended.items())
         self._stream()
 
+    def _count(self, seconds: float, ended: int) -> None:
+        before, running = self._counters, self._in_batch()
+        self._counters = DecodingCounters(
+            steps=before.steps + 1,
+            seconds=before.seconds + seconds,
+            tokens=before.tokens + running + ended,
+            running=running,
+            waiting=len(self._open) - ended - running,
+        )
+
     def _stream(self) -> None:
-        for key, (call, index, request) in self._open.items():
-            if call.on_chunk is not None:
-                tokens, logprobs = self._drawn(key, call.sent.get(index, 0))
-                call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs)))
+        now = time.monotonic()
+        if now < self._stream_due:
+            return
+        due = math.inf
+        for key, (call, index, request) in list(self._open.items()):
+            if call.on_chunk is not None and key in self._open:
+                tokens, logprobs, versions = self._drawn(key, call.sent.get(index, 0))
+                due = min(due, now + call.every_s)
+                try:
+                    call.send(index, GenerationChunk(request.id, tuple(tokens), tuple(logprobs), None, tuple(versions)))
+                except Exception as error:  # noqa: BLE001 - the caller's own: its call ends, the others go on
+                    self._abandon(call, error)
+        self._stream_due = due
 
     def _finish(self, ended: Iterable[tuple[int, GenerationResult]]) -> None:
         for key, result in ended:
             call, index, _ = self._open.pop(key)
-            call.put(index, result)
+            try:
+                call.put(index, result)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._abandon(call, error)
 
     def _fail(self, error: Exception) -> None:
         calls = [call for call, _, _ in self._open.values()]
         self._open.clear()
         for call in calls:
-            if not call.future.done():
-                call.future.set_exception(error)
+            call.fail(error)
+
+    def _abandon(self, call: _Call, error: Exception | None = None) -> None:
+        """Nobody waits for this call any more: end what it started."""
+        for key, (owner, _, request) in list(self._open.items()):
+            if owner is call:
+                self._cancel(key, request)
+                del self._open[key]
+        if error is not None:
+            call.fail(error)
 
     def _accept(self, requests: tuple[GenerationRequest, ...], call: _Call) -> None:
+        if call.future.cancelled():
+            return
         try:
+            if self.life.draining:  # it was submitted just before that: aborted before its first token
+                for index, request in enumerate(requests):
+                    call.put(index, GenerationResult(request.id, (), (), False, "abort", self.life.version))
+                return
+            self.life.check_serving("this replica")
             for request in requests:
                 self._check(request)
+            if call.on_chunk is not None:
+                self._stream_due = min(self._stream_due, time.monotonic() + call.every_s)
             for index, request in enumerate(requests):
                 self._accept_one(call, index, request)
-        except Exception as error:  # noqa: BLE001 - the caller gets it; those of its requests that started just end
-            call.future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            self._abandon(call, error)
 
     def _accept_one(self, call: _Call, index: int, request: GenerationRequest) -> None:
         reason = _answered(request)
         if reason is not None:
-            call.put(index, GenerationResult(request.id, (), (), True, reason, self.version))
+            call.put(index, GenerationResult(request.id, (), (), True, reason, self.life.version))
             return
         key = next(self._keys)
         self._start(key, request)
@@ -194,6 +322,104 @@ class LoopExecutor(Executor):
     def _abort(self, ids: frozenset[str] | None) -> None:
         aborted = [(key, request) for key, (_, _, request) in self._open.items() if ids is None or request.id in ids]
         self._finish([(key, self._cancel(key, request)) for key, request in aborted])
+
+    # ---- on the thread: bytes --------------------------------------------------------------------------------
+
+    def _load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
+        moved = 0
+        if Part.WEIGHTS in parts:
+            moved = self._load_weights(published)
+        if Part.KV_CACHE in parts and Part.KV_CACHE not in self.life.on:
+            self.life.brought(Part.KV_CACHE)  # which refuses without weights
+            try:
+                self._open_cache()
+            except Exception as error:
+                reason = f"there is no KV cache: {error}"
+                self.change(lambda life: life.failed(reason, Part.KV_CACHE))
+                raise
+        self.change(lambda life: life.brought(*parts))
+        return moved
+
+    def _load_weights(self, published: PublishedWeights | None) -> int:
+        if published is None and self.life.weights is None and not self._source.has_weights:
+            raise NotResidentError(
+                "this model is a configuration without weights: publish weights and load those, or give a folder"
+            )
+        if published is not None:
+            self._check_fit(published)
+        if self.life.weights is None:
+            return self._load_from_nothing(published)
+        moved = 0
+        if Part.WEIGHTS not in self.life.on:
+            try:
+                moved = self._restore()
+            except Exception as error:
+                reason = f"the weights did not come back from host memory: {error}"
+                self.change(lambda life: life if life.failure else life.failed(reason))
+                raise
+            self.change(lambda life: life.brought(Part.WEIGHTS))
+        if published is not None and published.id != self.life.weights:
+            moved += self._overwrite(published)
+        return moved
+
+    def _load_from_nothing(self, published: PublishedWeights | None) -> int:
+        try:
+            moved = self._fill(published)
+        except Exception as error:
+            refused = isinstance(error, WeightSyncError)
+            self._break(error, f"loading weights failed: {error}", *Part)
+            if refused:
+                self.change(lambda life: life.released(keep_host=False))
+            raise
+        self.change(lambda life: life.brought(Part.WEIGHTS).filled(SOURCE if published is None else published.id))
+        return moved
+
+    def _overwrite(self, published: PublishedWeights) -> int:
+        before = self.life.weights
+        self.change(lambda life: life.overwriting())
+        try:
+            moved = self._write(published)
+        except WeightSyncError:
+            if before is not None:
+                self.change(lambda life: life.filled(before))
+            raise
+        except Exception as error:
+            self._break(error, f"an update of the weights broke off: {error}", *Part)
+            raise
+        self.change(lambda life: life.filled(published.id))
+        return moved
+
+    def _offload(self, keep_host: bool) -> int:
+        if self._open:
+            raise RlixError(f"offload() while {len(self._open)} requests are being generated: abort them first")
+        freed = self.device_bytes
+        keep = keep_host and self.life.weights is not None
+        try:
+            self._leave(keep)
+        except Exception as error:
+            reason = f"releasing the devices' memory failed: {error}"
+            self.change(lambda life: life if life.failure else life.failed(reason, Part.KV_CACHE))
+            raise
+        self.change(lambda life: life.released(keep_host=keep))
+        return freed
+
+    def _break(self, error: Exception, reason: str, *lost: Part) -> None:
+        """A transition broke off: nothing in flight goes on, and what is lost is dropped."""
+        self._fail(error)
+        try:
+            self._drop()
+        except Exception:  # what is left is undefined, which the life says anyhow
+            logger.exception("what was left of a failed executor could not be dropped")
+        self.change(lambda life: life.failed(reason, *lost))
+
+    # ---- commands --------------------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Have it run on the thread; False when that has ended."""
+        with self._posting:
+            if not self._closed:
+                self._commands.put(command)
+            return not self._closed
 
     def _run(self, name: str, action: Callable[[], T]) -> T:
         """Run between two steps and return the result; bounded."""
@@ -205,13 +431,18 @@ class LoopExecutor(Executor):
             except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
                 future.set_exception(error)
 
-        self._commands.put(command)
+        if not self._post(command):
+            raise _closed()
         try:
             return future.result(timeout=COMMAND_TIMEOUT_S)
         except TimeoutError:
             if future.done():  # the action's own
                 raise
             raise WaitTimeoutError(f"{name} waited {COMMAND_TIMEOUT_S:g} s for a decoding step to end") from None
+
+
+def _closed() -> NotResidentError:
+    return NotResidentError("the executor was closed: build() the engine again")
 
 
 def _answered(request: GenerationRequest) -> str | None:

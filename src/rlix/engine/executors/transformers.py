@@ -1,23 +1,23 @@
 """Generation with any Hugging Face causal LM, in one process and without further dependencies."""
 
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
+from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
 from rlix.engine.executors.batched_decoder import BatchedDecoder
 from rlix.engine.executors.decoder import Decoder, DecoderLimits
 from rlix.engine.executors.exact_decoder import ExactDecoder
 from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.model_source import ModelSource
-from rlix.engine.residency import Residency, ResidentSet
+from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.transfer import TransferError
-from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError
+from rlix.engine.weights.shards import whole_layout
+from rlix.protocol.messages import DeviceKind
 
 _VIRTUAL_KV_BYTES = 2**30
 _SMALL_MODEL = 16 * 2**20  # parameters; below, a forward costs its dispatch, above, its arithmetic
@@ -37,22 +37,20 @@ class TransformersExecutor(LoopExecutor):
     With `tensor_parallel_size` above 1 the whole model is on the bundle's first device; use vLLM to split one.
     """
 
-    def __init__(self, source: ModelSource, options: ExecutorOptions, device: torch.device) -> None:
-        self._source, self._options, self._device = source, options, device
-        self._exact = device.type != "cuda" if options.exact is None else options.exact
+    def __init__(self, source: ModelSource, options: ExecutorOptions, site: Site) -> None:
+        if options.more:
+            raise ValueError(f'executor="transformers" has no further options, got {sorted(options.more)}')
+        self._device = torch.device("cuda" if site.kind is DeviceKind.CUDA else "cpu")
+        self._exact = self._device.type != "cuda" if options.exact is None else options.exact
         self._config = source.load_config()
         _check_supported(self._config)
         self._model: PreTrainedModel | None = None
+        self._expected: PreTrainedModel | None = None
         self._resident: ResidentSet | None = None
         self._decoder: Decoder | None = None
-        self._version = SOURCE_VERSION
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._rows: dict[int, int] = {}  # row of the decoder -> key of the loop
-        super().__init__()
-
-    @property
-    def version(self) -> int:
-        return self._version
+        super().__init__(source, options, site)
 
     @property
     def device_bytes(self) -> int:
@@ -62,8 +60,7 @@ class TransformersExecutor(LoopExecutor):
     # ---- decoding --------------------------------------------------------------------------------------------
 
     def _check(self, request: GenerationRequest) -> None:
-        if self._decoder is None:
-            raise NotResidentError("generate() while weights or KV cache are off the device: load first")
+        assert self._decoder is not None
         self._decoder.check(request)
 
     def _start(self, key: int, request: GenerationRequest) -> None:
@@ -78,111 +75,89 @@ class TransformersExecutor(LoopExecutor):
                 break
             self._rows[row] = key
             self._waiting.popleft()
-        return {self._rows.pop(row): result for row, result in self._decoder.step(self._version).items()}
+        return {self._rows.pop(row): result for row, result in self._decoder.step(self.life.version).items()}
 
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
         row = next((row for row, held in self._rows.items() if held == key), None)
         if row is None or self._decoder is None:
-            return [], []
+            return [], [], []
         return self._decoder.drawn(row, since)
+
+    def _in_batch(self) -> int:
+        return len(self._rows)
 
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
         assert self._decoder is not None
         for row, held in self._rows.items():
             if held == key:
                 del self._rows[row]
-                return self._decoder.release(row, "abort", self._version)
+                return self._decoder.release(row, "abort", self.life.version)
         self._waiting.remove((key, request))
-        return GenerationResult(request.id, (), (), False, "abort", self._version)
+        return GenerationResult(request.id, (), (), False, "abort", self.life.version)
 
     def _recover(self) -> None:
+        self._forget()
+        self._open_cache()
+
+    def _forget(self) -> None:
         self._rows.clear()
         self._waiting.clear()
-        self._decoder = self._new_decoder()
+        self._decoder = None
 
-    # ---- weights ---------------------------------------------------------------------------------------------
+    # ---- bytes -----------------------------------------------------------------------------------------------
 
-    def _load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
-        moved = 0
-        if Part.WEIGHTS in parts:
-            moved = self._load_weights(published)
-        if Part.KV_CACHE in parts and self._decoder is None:
-            if self._resident is None or self._resident.state is not Residency.DEVICE:
-                raise NotResidentError("the KV cache was asked for before the weights: load the weights first")
-            self._decoder = self._new_decoder()
-        return moved
+    def _check_fit(self, published: PublishedWeights) -> None:
+        if self._expected is None:
+            self._expected = self._source.on_meta()
+        publication.check(self._expected, published)
 
-    def _update(self, published: PublishedWeights) -> int:
-        if self._model is None or self._resident is None:
-            raise NotResidentError("update() of an engine that was never loaded: load first")
-        self._resident.check()
-        return self._apply(published)
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        self._check_fit(offered)
+        assert self._expected is not None
+        return [whole_layout(publication.targets_of(self._model or self._expected, offered))]
 
-    def _load_weights(self, published: PublishedWeights | None) -> int:
-        state = self._resident.state if self._resident else Residency.META
-        if published is None and state is Residency.META:
-            if not self._source.has_weights:
-                raise NotResidentError(
-                    "this model is a configuration without weights: publish weights and load those, or give a folder"
-                )
+    def _fill(self, published: PublishedWeights | None) -> int:
+        if published is None:
             self._build(weights=True)
-            self._version = SOURCE_VERSION
             return self._weight_bytes()
         if self._resident is None:
             self._build(weights=False)
-        elif state is Residency.META:
-            self._resident.allocate()
-        if state is Residency.META:
-            assert published is not None
-            return self._fill(published)
-        assert self._resident is not None
-        moved = self._resident.to_device().bytes
-        if published is not None and published.version != self._version:
-            moved += self._apply(published)
-        return moved
+            return self._write(published)
+        with self._resident.filling():
+            return self._write(published)
 
-    def _fill(self, published: PublishedWeights) -> int:
-        """Into weights that are undefined: when it fails, they are dropped again."""
-        try:
-            return self._apply(published)
-        except RlixError:
-            self._drop()
-            raise
+    def _restore(self) -> int:
+        assert self._resident is not None
+        return self._resident.to_device().bytes
+
+    def _write(self, published: PublishedWeights) -> int:
+        assert self._model is not None
+        report = publication.apply(self._model, published)
+        if self._decoder is not None:
+            self._decoder.forget_prompts()
+        return report.bytes
+
+    def _open_cache(self) -> None:
+        self._decoder = self._new_decoder()
+
+    def _leave(self, keep_host: bool) -> None:
+        self._forget()
+        if self._resident is not None:
+            if keep_host:
+                self._resident.to_host()
+            else:
+                self._resident.to_meta()
+
+    def _drop(self) -> None:
+        self._forget()
+        if self._resident is not None:
+            self._resident.to_meta()
 
     def _build(self, *, weights: bool) -> None:
         model = self._source.build(self._dtype(), weights=weights).to(self._device)
         self._model = model
         # Persistent tensors only: what is computed from the configuration (rotary frequencies) is small and stays.
         self._resident = ResidentSet("inference model", lambda: model.state_dict(keep_vars=True).values(), self._device)
-
-    def _apply(self, published: PublishedWeights) -> int:
-        assert self._model is not None
-        try:
-            report = publication.apply(self._model, published)
-        except (WaitTimeoutError, TransferError) as error:  # some tensors may be new and some old
-            self._fail(error)
-            self._rows.clear()
-            self._waiting.clear()
-            self._drop()
-            raise
-        self._version = published.version
-        if self._decoder is not None:
-            self._decoder.forget_prompts()
-        return report.bytes
-
-    def _offload(self, keep_host: bool) -> int:
-        freed = self.device_bytes
-        self._decoder = None
-        if not keep_host:
-            self._drop()
-        elif self._resident is not None and self._resident.state is Residency.DEVICE:
-            self._resident.to_host()
-        return freed
-
-    def _drop(self) -> None:
-        self._decoder = None
-        if self._resident is not None:
-            self._resident.to_meta()
 
     def _new_decoder(self) -> Decoder:
         assert self._model is not None
@@ -204,8 +179,9 @@ class TransformersExecutor(LoopExecutor):
         if self._options.kv_cache_bytes is not None:
             return self._options.kv_cache_bytes
         if self._device.type == "cuda":
-            total = torch.cuda.mem_get_info(self._device)[1]
-            return max(0, int(total * self._options.gpu_memory_utilization) - self._weight_bytes())
+            return kv_budget(
+                *torch.cuda.mem_get_info(self._device), self._weight_bytes(), self._options.gpu_memory_utilization
+            )
         return _VIRTUAL_KV_BYTES
 
     def _weight_bytes(self) -> int:
@@ -218,6 +194,12 @@ class TransformersExecutor(LoopExecutor):
         configured = getattr(self._config, "dtype", None)
         on_gpu = self._device.type == "cuda" and isinstance(configured, torch.dtype)
         return configured if on_gpu and configured is not None else torch.float32
+
+
+def kv_budget(free: int, total: int, weights: int, utilization: float | None) -> int:
+    """Bytes for the KV cache of weights that are on a GPU: what is free, whatever else has the rest, is the most."""
+    wanted = int(free * DEFAULT_SHARE) if utilization is None else int(total * utilization) - weights
+    return max(0, min(wanted, free))
 
 
 def _check_supported(config: PretrainedConfig) -> None:

@@ -15,15 +15,19 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rlix.engine.executors import vllm_worker
-from rlix.engine.executors.base import SOURCE_VERSION, ExecutorOptions, Part
+from rlix.engine.executors import vllm_abi, vllm_worker
+from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
 from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
+from rlix.engine.weights.channel import Ticket, TransferError
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.scratch import Scratch
-from rlix.protocol.errors import NotResidentError
+from rlix.node.devices import gpu_memory
+from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
 _MIN_VIRTUAL_KV_BYTES = 64 * 2**20
@@ -61,38 +65,30 @@ class VllmExecutor(LoopExecutor):
     On GPUs `offload` is vLLM's sleep: level 1 keeps weights in host memory, level 2 drops them. On a virtual GPU vLLM
     cannot release anything: `offload` refuses further work and reports no device bytes, but the process keeps its host
     memory (weights and KV cache) until the replica is closed.
+
+    `ExecutorOptions.more` goes to vLLM's `EngineArgs`.
     """
 
-    def __init__(
-        self, source: ModelSource, options: ExecutorOptions, kind: DeviceKind, scratch: str | None = None
-    ) -> None:
-        self._scratch = scratch
-        self._source, self._options, self._kind = source, options, kind
+    def __init__(self, source: ModelSource, options: ExecutorOptions, site: Site) -> None:
+        vllm_abi.check()
+        vllm_abi.check_options(options.more)
+        self._virtual = site.kind is DeviceKind.CPU
         self._config = source.load_config()
         self._max_length = options.max_model_len or int(getattr(self._config, "max_position_embeddings", 2048))
         self._engine: Any = None
         self._expected: torch.nn.Module | None = None
         self._folder: tempfile.TemporaryDirectory[str] | Scratch | None = None
-        self._resident: set[Part] = set()
-        self._defined = False  # whether the engine's weights are those of `version`
         self._sizes = {Part.WEIGHTS: 0, Part.KV_CACHE: 0}
-        self._version = SOURCE_VERSION
         self._running: dict[int, _Progress] = {}
-        super().__init__()
-
-    @property
-    def version(self) -> int:
-        return self._version
+        super().__init__(source, options, site)
 
     @property
     def device_bytes(self) -> int:
-        return sum(self._sizes[part] for part in self._resident)
+        return sum(self._sizes[part] for part in self.life.on)
 
     # ---- decoding --------------------------------------------------------------------------------------------
 
     def _check(self, request: GenerationRequest) -> None:
-        if len(self._resident) < len(Part):
-            raise NotResidentError("generate() while weights or KV cache are off the device: load first")
         known = request.prompt_ids + request.generated_ids
         for token in (min(known), max(known)):
             if not 0 <= token < self._config.vocab_size:
@@ -129,20 +125,24 @@ class VllmExecutor(LoopExecutor):
             if progress is None:
                 continue
             (answer,) = output.outputs
-            progress.take(answer.token_ids, answer.logprobs, self._version)
+            progress.take(answer.token_ids, answer.logprobs, self.life.version)
             if output.finished:
                 ended[key] = self._end(key, "stop" if answer.finish_reason == "stop" else "length")
         return ended
 
-    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float]]:
+    def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
         progress = self._running[key]
         self._catch_up(progress)
-        return progress.tokens[since:], progress.logprobs[since:]
+        return progress.tokens[since:], progress.logprobs[since:], progress.versions[since:]
+
+    def _in_batch(self) -> int:
+        running, _ = self._engine.engine_core.engine_core.scheduler.get_request_counts()
+        return int(running)
 
     def _catch_up(self, progress: _Progress) -> None:
         """Take what vLLM has generated for a request that is still running."""
         state = self._engine.output_processor.request_states[progress.vllm_id]
-        progress.take(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs or [], self._version)
+        progress.take(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs or [], self.life.version)
 
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
         self._catch_up(self._running[key])
@@ -157,14 +157,15 @@ class VllmExecutor(LoopExecutor):
             logprobs=tuple(done.logprobs),
             finished=reason != "abort",
             finish_reason=reason,
-            weight_version=done.versions[-1] if done.versions else self._version,
+            weight_version=done.versions[-1] if done.versions else self.life.version,
             versions=tuple(done.versions),
         )
 
     def _recover(self) -> None:
-        for progress in self._running.values():
-            self._engine.abort_request([progress.vllm_id], internal=True)
+        ids = [progress.vllm_id for progress in self._running.values()]
         self._running.clear()
+        if ids:
+            self._engine.abort_request(ids, internal=True)
 
     def share_locks(self, keys: Sequence[str], fence: Fence | None) -> None:
         if self._options.tensor_parallel_size == 1:  # vLLM runs in this process
@@ -176,129 +177,171 @@ class VllmExecutor(LoopExecutor):
         self._run("share_locks", lambda: None if self._engine is None else self._rpc("rlix_lock", keys, fence))
 
     def _shut_down(self) -> None:
-        if self._engine is not None:
-            self._engine.engine_core.shutdown()
-            self._engine = None
+        self._end_engine()
         if self._folder is not None:
             self._folder.cleanup()
 
-    # ---- weights ---------------------------------------------------------------------------------------------
-
-    def _load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
-        moved = 0
-        if Part.WEIGHTS in parts:
-            moved = self._load_weights(published)
-        if Part.KV_CACHE in parts and Part.KV_CACHE not in self._resident:
-            if Part.WEIGHTS not in self._resident:
-                raise NotResidentError("the KV cache was asked for before the weights: load the weights first")
-            self._wake(Part.KV_CACHE)
-        return moved
-
-    def _load_weights(self, published: PublishedWeights | None) -> int:
-        if published is None and not self._defined and not self._source.has_weights:
-            raise NotResidentError(
-                "this model is a configuration without weights: publish weights and load those, or give a folder"
-            )
-        if published is not None:
-            self._check_fit(published)
-        moved = 0
-        if self._engine is None:
-            self._build(dummy=published is not None)
-            moved = self._sizes[Part.WEIGHTS]
-        elif Part.WEIGHTS not in self._resident:
-            self._wake(Part.WEIGHTS)
-            moved = self._sizes[Part.WEIGHTS]
-        if published is not None and (not self._defined or published.version != self._version):
-            moved = self._apply(published)
-        elif not self._defined:
-            self._rpc("rlix_reload_folder", self._source.path)
-            self._version, self._defined = SOURCE_VERSION, True
-        return moved
-
-    def _update(self, published: PublishedWeights) -> int:
-        if Part.WEIGHTS not in self._resident:
-            raise NotResidentError("update() while the weights are off the device: load first")
-        self._check_fit(published)
-        return self._apply(published)
-
-    def _apply(self, published: PublishedWeights) -> int:
-        """Weights in place. Requests in flight go on, their KV cache computed anew with the new weights."""
-        # Tensor-parallel workers are no Ray processes, so the buckets are pulled here; one node, so by shared memory.
-        for progress in self._running.values():  # these tokens are the old weights'
-            self._catch_up(progress)
-        self._defined = False
-        self._rpc("rlix_reload", publication.pulled(published))
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM kept a prefix cache computed with the old weights")
-        self._version, self._defined = published.version, True
-        return published.manifest.nbytes
-
-    def _offload(self, keep_host: bool) -> int:
-        freed = self.device_bytes
-        if self._engine is not None and self._resident:
-            self._engine.reset_prefix_cache()
-            if self._kind is DeviceKind.CUDA:
-                self._engine.sleep(level=1 if keep_host else 2)
-        if not keep_host:
-            self._defined = False
-        self._resident.clear()
-        return freed
-
-    def _wake(self, part: Part) -> None:
-        if self._kind is DeviceKind.CUDA and self._engine.is_sleeping():
-            self._engine.wake_up(tags=[str(part)])
-        self._resident.add(part)
+    # ---- bytes -----------------------------------------------------------------------------------------------
 
     def _check_fit(self, published: PublishedWeights) -> None:
         if self._expected is None:
-            with torch.device("meta"):
-                self._expected = AutoModelForCausalLM.from_config(self._config)
+            self._expected = self._source.on_meta()
         publication.check(self._expected, published)
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        def ask() -> list[Layout]:
+            self.life.check_part(Part.WEIGHTS)
+            self._check_fit(offered)
+            layouts: list[Layout] = self._rpc("rlix_layout", offered.manifest)
+            return layouts
+
+        return self._run("weight_layouts", ask)
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        for error in self._run("join_channel", lambda: self._rpc("rlix_join", tickets)):
+            if error is not None:
+                raise error
+
+    def leave_channel(self, channel_name: str) -> None:
+        self._run("leave_channel", lambda: None if self._engine is None else self._rpc("rlix_leave", channel_name))
+
+    def _fill(self, published: PublishedWeights | None) -> int:
+        built = self._engine is None
+        if built:
+            self._build(dummy=published is not None)
+        else:
+            self._wake(Part.WEIGHTS)
+        if published is not None:
+            return self._write(published)
+        if not built:
+            self._rpc("rlix_reload_folder", self._source.path)
+        return self._sizes[Part.WEIGHTS]
+
+    def _restore(self) -> int:
+        try:
+            self._wake(Part.WEIGHTS)
+        except Exception as error:  # some of it may be there and some not
+            reason = f"vLLM did not wake up: {error}"
+            self._end_engine()
+            self.change(lambda life: life.failed(reason, *Part))
+            raise
+        return self._sizes[Part.WEIGHTS]
+
+    def _write(self, published: PublishedWeights) -> int:
+        """Requests in flight go on, their KV cache computed anew with the new weights."""
+        if published.delivery is not None and published.delivery.names is not None:
+            raise WeightSyncError("vLLM loads a layer's tensors together, not some of them: sync all names")
+        for progress in self._running.values():  # these tokens are the old weights'
+            self._catch_up(progress)
+        # Tensor-parallel workers are no Ray processes, so the buckets are pulled here; one node, so by shared memory.
+        # A bucket that does not come is known before vLLM has been touched.
+        try:
+            ready = publication.pulled(published)
+        except RlixError as error:
+            raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
+        try:
+            ends: list[RlixError | None] = self._rpc("rlix_reload", ready)
+        except Exception:  # of vLLM itself, which is not fit for another load then
+            self._end_engine()
+            raise
+        errors = [error for error in ends if error is not None]
+        if errors:
+            broken = [error for error in errors if not isinstance(error, WeightSyncError)]
+            if broken or len(errors) < len(ends):
+                raise TransferError(f"weights reached vLLM in part: {(broken or errors)[0]}")
+            raise errors[0]
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RlixError("vLLM kept a prefix cache computed with the old weights")
+        return published.manifest.nbytes
+
+    def _open_cache(self) -> None:
+        self._wake(Part.KV_CACHE)
+
+    def _leave(self, keep_host: bool) -> None:
+        if self._engine is None:
+            return
+        try:
+            self._engine.reset_prefix_cache()
+            if not self._virtual:
+                self._engine.sleep(level=1 if keep_host else 2)
+        except Exception as error:  # asleep or not: only starting again is sure
+            reason = f"vLLM did not go to sleep: {error}"
+            self._end_engine()
+            self.change(lambda life: life.failed(reason, *Part))
+            raise
+
+    def _drop(self) -> None:
+        try:
+            if self._engine is not None:
+                self._recover()
+                self._leave(keep_host=False)
+        except Exception:
+            self._end_engine()
+            raise
+
+    def _wake(self, part: Part) -> None:
+        if not self._virtual and self._engine.is_sleeping():
+            self._engine.wake_up(tags=[str(part)])
+
+    def _end_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        self._running.clear()
+        if engine is not None:
+            engine.engine_core.shutdown()
+
     def _build(self, *, dummy: bool) -> None:
-        self._folder = (
-            tempfile.TemporaryDirectory(prefix="vllm-", dir=self._scratch, ignore_cleanup_errors=True)
-            if self._scratch
-            else Scratch("vllm")
-        )
+        if self._folder is None:
+            self._folder = (
+                tempfile.TemporaryDirectory(prefix="vllm-", dir=self._site.scratch, ignore_cleanup_errors=True)
+                if self._site.scratch
+                else Scratch("vllm")
+            )
         os.environ["VLLM_RPC_BASE_PATH"] = self._folder.name  # of the sockets of tensor-parallel workers
         path = self._source.path
         if path is None:
             path = self._folder.name
             self._config.architectures = self._config.architectures or [_architecture(self._config)]
             self._config.save_pretrained(path)
-        virtual = self._kind is DeviceKind.CPU
-        parallel = self._options.tensor_parallel_size
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(Path(path)),
-                skip_tokenizer_init=True,
-                load_format="dummy" if dummy else "auto",
-                dtype="float32" if virtual and self._options.dtype == "auto" else self._options.dtype,
-                tensor_parallel_size=parallel,
-                distributed_executor_backend="mp" if parallel > 1 else "uni",
-                max_model_len=self._max_length,
-                max_num_seqs=self._options.max_num_seqs,
-                gpu_memory_utilization=self._options.gpu_memory_utilization,
-                kv_cache_memory_bytes=self._kv_bytes(),
-                enforce_eager=virtual,
-                enable_sleep_mode=not virtual,
-                logprobs_mode="raw_logprobs",
-                # A step in flight while weights change would label its tokens with the wrong version.
-                async_scheduling=False,
-                worker_extension_cls=_WORKER,
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-            )
-        )
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments(path, dummy)))
         sizes: list[tuple[int, int]] = self._rpc("rlix_bytes")
         self._sizes = {Part.WEIGHTS: sum(s[0] for s in sizes), Part.KV_CACHE: sum(s[1] for s in sizes)}
-        self._resident = set(Part)  # vLLM allocates its KV cache with the weights
-        self._defined = not dummy
-        self._version = SOURCE_VERSION
+        self.change(lambda life: life.brought(*Part))  # vLLM allocates its KV cache with the weights
+
+    def _arguments(self, path: str, dummy: bool) -> dict[str, Any]:
+        """Of `EngineArgs`: the defaults that a user may change, and what RLix depends on."""
+        options, parallel = self._options, self._options.tensor_parallel_size
+        return {
+            "skip_tokenizer_init": True,
+            "enforce_eager": self._virtual,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            **options.more,
+            "model": str(Path(path)),
+            "load_format": "dummy" if dummy else options.more.get("load_format", "auto"),
+            "dtype": "float32" if self._virtual and options.dtype == "auto" else options.dtype,
+            "tensor_parallel_size": parallel,
+            "distributed_executor_backend": "mp" if parallel > 1 else "uni",
+            "max_model_len": self._max_length,
+            "max_num_seqs": options.max_num_seqs,
+            "gpu_memory_utilization": self._utilization(),
+            "kv_cache_memory_bytes": self._kv_bytes(),
+            "enable_sleep_mode": not self._virtual,
+            "logprobs_mode": "raw_logprobs",
+            # A step in flight while weights change would label its tokens with the wrong version.
+            "async_scheduling": False,
+            "worker_extension_cls": _WORKER,
+        }
+
+    def _utilization(self) -> float:
+        """vLLM takes a share of all memory, and starts only where that much is free."""
+        if self._options.gpu_memory_utilization is not None:
+            return self._options.gpu_memory_utilization
+        if self._virtual:
+            return DEFAULT_SHARE
+        return DEFAULT_SHARE * min(free / total for free, total in gpu_memory(self._site.keys))
 
     def _kv_bytes(self) -> int | None:
-        if self._options.kv_cache_bytes is not None or self._kind is DeviceKind.CUDA:
+        if self._options.kv_cache_bytes is not None or not self._virtual:
             return self._options.kv_cache_bytes
         config = self._config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,23 +14,26 @@ from transformers import PretrainedConfig
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, merged, plainly
-from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Part
-from rlix.engine.executors.environment import replica_environment
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
+from rlix.engine.executors.registry import backend
 from rlix.engine.inference.prompts import Params, Prompt, PromptReader, TextStream
 from rlix.engine.inference.replica import Replica, ReplicaReport
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult, RequestOutput, TextChunk
 from rlix.engine.inference.turns import OnTurn, all_or_first_error, converse, run_here
+from rlix.engine.life_cycle import Life, Part, Phase, joint
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import split_sizes
-from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.residency import MoveReport
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
-from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
 
-EXECUTORS = ("transformers", "vllm")
+_REPORT_TIMEOUT_S = 120.0  # for a replica to say what became of a call that failed
 _CONCURRENT_CALLS = 1024  # of one replica; they are coroutines and cost no thread
 
 
@@ -39,7 +43,8 @@ class InferenceEngine(Engine):
     Args:
         source: a folder or hub name of a Hugging Face causal LM, or its configuration (an object or a dictionary),
             whose weights are then given by `cuda(weights=...)` or by `Replica.load`.
-        executor: "transformers" or "vllm"; what holds for the answers of each is said at its executor.
+        executor: "transformers", "vllm", a name given to `executors.registry.register`, or the "module:Class" of an
+            `InferenceExecutor`; what holds for the answers of each is said at its class.
         name: of the workers, in logs and errors.
 
     With executor "transformers" and `tensor_parallel_size` above 1, a bundle's model is on its first device.
@@ -48,17 +53,15 @@ class InferenceEngine(Engine):
     def __init__(
         self,
         source: str | Path | PretrainedConfig | Mapping[str, Any] | ModelSource,
-        executor: Literal["transformers", "vllm"] = "transformers",
+        executor: str = "transformers",
         *,
         name: str = "infer",
     ) -> None:
         super().__init__(name)
-        if executor not in EXECUTORS:
-            raise ValueError(f"unknown executor {executor!r} for InferenceEngine; known: {', '.join(EXECUTORS)}")
+        self._backend = backend(executor)
         self.source = ModelSource.of(source)
         self.executor = executor
         self._reader: PromptReader | None = None
-        self._parts: set[Part] = set()
         self._turn = itertools.count()  # of replicas to take the next stream
 
     def build(
@@ -73,10 +76,11 @@ class InferenceEngine(Engine):
         namespace: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         kv_cache_bytes: int | None = None,
         dtype: str = "auto",
         exact: bool | None = None,
+        executor_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         load: bool = True,
         start: Literal["fork", "spawn"] | None = None,
@@ -89,6 +93,7 @@ class InferenceEngine(Engine):
         Args:
             data_parallel_size: replicas; default: as many as `devices` allow, else 1.
             devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
+            executor_options: further options of the executor's own; for vLLM those of its `EngineArgs`.
             seed: key of the random streams of prompts that bring none.
             load: bring weights and KV cache onto the devices now (where the source has weights). With False nothing
                 is on a device until `cuda()`, or a `load` of a replica under a lease.
@@ -103,7 +108,7 @@ class InferenceEngine(Engine):
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
         """
-        self.devices = self._choose_devices(
+        chosen = self._choose_devices(
             tensor_parallel_size,
             data_parallel_size,
             devices,
@@ -120,21 +125,23 @@ class InferenceEngine(Engine):
             kv_cache_bytes=kv_cache_bytes,
             dtype=dtype,
             exact=exact,
+            more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s
         self._reader = PromptReader(self.source, max_model_len, seed)
         self._group = WorkerGroup(
             Replica,
             name=self.name,
-            placements=[self.devices[i : i + size] for i in range(0, len(self.devices), size)],
-            kwargs={"source": self.source, "executor": self.executor, "options": options},
+            placements=[chosen[i : i + size] for i in range(0, len(chosen), size)],
+            kwargs={"source": self.source, "backend": self._backend.target, "options": options},
             namespace=namespace,
-            env=replica_environment(self.executor, self.devices[0].kind, cpu_threads, local=self.source.is_local),
-            start=start or ("spawn" if self.executor == "vllm" else "fork"),
+            env=self._backend.environment(chosen[0].kind, cpu_threads, self.source.is_local),
+            start=start or self._backend.start,
             max_concurrency=_CONCURRENT_CALLS,
             cpu_threads=cpu_threads,
             start_timeout_s=build_timeout_s,
         )
+        self.devices = chosen
         try:
             if load and self.source.has_weights:
                 self.cuda()
@@ -153,7 +160,29 @@ class InferenceEngine(Engine):
     def receivers(self) -> tuple[tuple[Device, ...], ...]:
         """Of each replica: the devices that receive its weights. vLLM splits a model over its bundle."""
         bundles = self.replicas.placements
-        return bundles if self.executor == "vllm" else tuple(bundle[:1] for bundle in bundles)
+        return bundles if self._backend.splits else tuple(bundle[:1] for bundle in bundles)
+
+    def _ask_workers(self) -> Life:
+        return joint([self._asked(rank) for rank in range(self.replicas.world_size)])
+
+    def _asked(self, rank: int) -> Life | str:
+        """What a replica says of itself after a call that failed, once the replica is through with it."""
+        try:
+            (report,) = self.replicas.run("report", ranks=[rank], timeout_s=_REPORT_TIMEOUT_S)
+        except (WorkerError, WaitTimeoutError) as error:
+            return f"{error}; close() the engine and build() it again"
+        life: Life = report.life
+        return life
+
+    def _call(self, method: str, *args: Any) -> list[ReplicaReport]:
+        """Move bytes of every replica. After a failure the replicas are asked what is so, when it is needed next."""
+        self._known = False
+        try:
+            reports: list[ReplicaReport] = self.replicas.run(method, *args, timeout_s=self._timeout_s)
+        except WorkerError as error:
+            raise plainly(error) from error.__cause__
+        self._life, self._known = joint([report.life for report in reports]), True
+        return reports
 
     # ---- generation ------------------------------------------------------------------------------------------
 
@@ -187,7 +216,8 @@ class InferenceEngine(Engine):
             return run_here(self.generate_async(prompts, sampling_params, request_ids=request_ids, on_turn=on_turn))
         requests = self._read(prompts, sampling_params, request_ids)
         ranks, shares = _deal(requests, self.replicas.world_size)
-        results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        with self._aborted_unless_complete(requests):
+            results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
         return self._answers(requests, results)
 
     async def generate_async(
@@ -203,8 +233,19 @@ class InferenceEngine(Engine):
         ranks, shares = _deal(requests, self.replicas.world_size)
         if on_turn is not None:
             return await self._take_turns(list(zip(ranks, shares, strict=True)), on_turn)
-        results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
+        with self._aborted_unless_complete(requests):
+            results = await self.replicas.arun("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
         return self._answers(requests, results)
+
+    @contextmanager
+    def _aborted_unless_complete(self, requests: Sequence[GenerationRequest]) -> Iterator[None]:
+        """Whoever leaves early (cancelled, timed out, one replica of several failed) leaves nothing decoding."""
+        try:
+            yield
+        except BaseException:  # raised again
+            with suppress(RlixError, RayError):
+                self.replicas.call("abort", [request.id for request in requests])
+            raise
 
     async def _take_turns(
         self, shares: Sequence[tuple[int, list[GenerationRequest]]], on_turn: OnTurn
@@ -222,18 +263,13 @@ class InferenceEngine(Engine):
         answers = [
             converse(index, request, partial(ask, rank), on_turn, reader) for index, (rank, request) in enumerate(dealt)
         ]
-        complete = False
-        try:
-            outputs = await all_or_first_error(answers, self._timeout_s)
-            complete = True
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
-            ) from None
-        finally:
-            if not complete:
-                await self.replicas.arun("abort", [request.id for _, request in dealt], timeout_s=self._timeout_s)
-        return outputs
+        with self._aborted_unless_complete([request for _, request in dealt]):
+            try:
+                return await all_or_first_error(answers, self._timeout_s)
+            except TimeoutError:
+                raise WaitTimeoutError(
+                    f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
+                ) from None
 
     async def stream(
         self, prompt: Prompt, sampling_params: Params = None, *, request_id: str | None = None
@@ -245,6 +281,7 @@ class InferenceEngine(Engine):
         """
         (request,) = self._read([prompt], sampling_params, None if request_id is None else [request_id])
         assert self._reader is not None
+        self.replicas.check_usable("stream")
         replica = self.replicas.handles[next(self._turn) % self.replicas.world_size]
         text, reason = TextStream(self._reader), None
         pieces = replica.stream.remote([request])
@@ -276,11 +313,7 @@ class InferenceEngine(Engine):
     ) -> list[GenerationRequest]:
         self._workers()
         assert self._reader is not None
-        if missing := set(ALL_PARTS) - self._parts:
-            raise NotResidentError(
-                f"{self.name} was asked to generate while its {' and '.join(sorted(missing))} are not on its devices: "
-                "call cuda() first"
-            )
+        self.life.check_serving(self.name)
         return self._reader.requests(prompts, sampling_params, request_ids)
 
     def _answers(
@@ -292,13 +325,31 @@ class InferenceEngine(Engine):
 
     # ---- weights and residency -------------------------------------------------------------------------------
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
+        """What of a trainer's tensors each worker of each replica needs.
+
+        Raises:
+            WorkerError: the weights do not fit; `__cause__` says why.
+        """
+        return self.replicas.run("weight_layouts", offered, timeout_s=self._timeout_s)
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
+        """Have every worker take its end of a channel. Raises WorkerError: one could not; `__cause__` says why."""
+        self.replicas.run("join_channel", PerRank(tickets), timeout_s=self._timeout_s)
+
+    def leave_channel(self, channel: str) -> None:
+        if self._group is not None:
+            self._group.run("leave_channel", channel, timeout_s=self._timeout_s)
+
     def update_weights(self, published: PublishedWeights) -> tuple[ReplicaReport, ...]:
         """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
 
         Raises:
-            WorkerError: the weights are not on the devices, or do not fit; `__cause__` says which.
+            NotResidentError: the weights are not on the devices.
+            WeightSyncError: they do not fit, or were not sent. Replicas that refused go on as they were.
+            Anything else: they did not all arrive. The replicas concerned have failed, and say so when they are used.
         """
-        return tuple(self.replicas.run("update", published, timeout_s=self._timeout_s))
+        return tuple(self._call("update", published))
 
     def cuda(
         self, what: Literal["weights", "kv_cache"] | None = None, *, weights: PublishedWeights | None = None
@@ -313,34 +364,26 @@ class InferenceEngine(Engine):
         if what not in (None, *ALL_PARTS):
             raise ValueError(f'an InferenceEngine has no {what!r} to move; it has "weights" and "kv_cache"')
         parts = ALL_PARTS if what is None else (Part(what),)
-        if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self._parts}:
+        self._workers()
+        if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self.life.on}:
             raise NotResidentError(f'{self.name} has no weights on its devices: call cuda("weights") first')
-        try:
-            reports = self.replicas.run("load", weights, None, parts, timeout_s=self._timeout_s)
-        except WorkerError as error:
-            raise plainly(error) from error.__cause__
-        self._residency = Residency.DEVICE
-        self._parts.update(parts)
+        reports = self._call("load", weights, None, parts)
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
 
     def cpu(self) -> MoveReport:
         """Release the devices' memory; the weights wait in host memory, the KV cache is dropped."""
-        if self._residency is Residency.META:
+        self._workers()
+        if self.life.phase is Phase.OFF:
             raise NotResidentError(f"{self.name} has no bytes to move to the host: it is on meta; call cuda() first")
-        return self._release(Residency.HOST)
+        return self._release(keep_host=True)
 
     def meta(self) -> MoveReport:
         """Drop every byte on devices and host."""
-        return self._release(Residency.META)
+        return self._release(keep_host=False)
 
-    def _release(self, to: Residency) -> MoveReport:
-        reports = self.replicas.run("offload", None, to is Residency.HOST, timeout_s=self._timeout_s)
-        self._residency, self._parts = to, set()
+    def _release(self, *, keep_host: bool) -> MoveReport:
+        reports = self._call("offload", None, keep_host)
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
-
-    def _end(self, *, graceful: bool) -> None:
-        self._parts = set()
-        super()._end(graceful=graceful)
 
 
 def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:

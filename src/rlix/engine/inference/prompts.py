@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlix.engine.inference.requests import (
@@ -46,11 +47,15 @@ class PromptReader:
         all_params = _as_params(params, len(each))
         if ids is not None and (len(ids) != len(each) or len(set(ids)) != len(ids)):
             raise ValueError(f"request_ids must be {len(each)} different names, one per prompt; got {list(ids)}")
+        shared = isinstance(params, SamplingParams | Mapping)
         made: list[GenerationRequest] = []
         for index, (prompt, values) in enumerate(zip(each, all_params, strict=True)):
             number = next(self._numbers)
             try:
-                made.append(self._request(ids[index] if ids else f"request-{number}", number, prompt, values))
+                request = self._request(ids[index] if ids else f"request-{number}", number, prompt, values)
+                # One seed for all: samples of one prompt are not to be the same sample. The first is that of the seed.
+                own = index if shared and SamplingParams.of(values).seed is not None else 0
+                made.append(replace(request, seed=stream_key(request.seed, own)) if own else request)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"prompt {index}: {error}") from error
         return made

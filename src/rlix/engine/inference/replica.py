@@ -1,27 +1,31 @@
 """A replica: one executor on the devices of one bundle, as an actor."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rlix.engine.executors.base import ALL_PARTS, Executor, ExecutorOptions, Part
-from rlix.engine.inference.replica_state import ReplicaPhase, ReplicaState
-from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, InferenceExecutor, Site
+from rlix.engine.executors.registry import Backend
+from rlix.engine.inference.requests import Collected, GenerationChunk, GenerationRequest, GenerationResult
+from rlix.engine.life_cycle import Life, Part, Phase
 from rlix.engine.model_source import ModelSource
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import DeviceKind, Fence
+from rlix.protocol.messages import Fence
 
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0
+REPORT_EVERY_S = 1.0  # how many seconds of tokens are lost, at most, when a replica is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +33,43 @@ class ReplicaReport:
     """What a move or an update did.
 
     Attributes:
-        version: of the weights; -1 means those of the model's folder.
+        life: where its bytes are, which weights these are, and under which lease.
         bytes: moved, copied or released.
         device_bytes: what the replica holds on its devices now.
     """
 
-    phase: ReplicaPhase
-    version: int
+    life: Life
     bytes: int
     seconds: float
     device_bytes: int
+
+    @property
+    def phase(self) -> Phase:
+        return self.life.phase
+
+    @property
+    def version(self) -> int:
+        return self.life.version
 
 
 class Replica(Worker):
     """Generates for any number of concurrent calls on the devices of one bundle, while it has the right to.
 
-    Its methods are coroutines: a `generate` in progress holds no thread, so an `abort` is never queued behind it.
+    Its methods are coroutines: a `generate` in progress holds no thread, so an `abort` is never queued behind it. Its
+    state is its executor's `life`; what the replica adds are the leases and the devices' locks.
     """
 
-    def __init__(self, source: ModelSource, executor: str, options: ExecutorOptions) -> None:
+    def __init__(self, source: ModelSource, backend: str, options: ExecutorOptions) -> None:
         disable_progress_bar()  # of every replica, they would run through each other on the user's terminal
-        self._executor = make_executor(executor, source, options, self.ctx.kind, self.ctx.rendezvous)
-        self._state = ReplicaState()
         self._locks = self.ctx.device_locks()
+        site = Site(self.ctx.kind, self._locks.keys, self.ctx.rendezvous)
+        self._executor: InferenceExecutor = Backend(backend).load()(source, options, site)
         self._moving = asyncio.Lock()
         self._generating: set[asyncio.Future[Any]] = set()
+        self._arrived = asyncio.Event()
+        self._chunks: list[GenerationChunk] = []
+        self._refused: list[tuple[tuple[str, ...], str]] = []
+        self._failure: BaseException | None = None
 
     async def load(
         self, weights: PublishedWeights | None, lease: Fence | int | None, parts: Sequence[Part] = ALL_PARTS
@@ -70,26 +86,36 @@ class Replica(Worker):
         """
         async with self._moving:
             fence = self.ctx.fence(lease)
-            before, self._state = self._state, self._state.load(fence.epoch)
+            before = self._executor.life
+            self._executor.change(lambda life: life.enter(fence.epoch))
             try:
                 await asyncio.to_thread(self._hold, fence)
             except BaseException:  # re-raised; nothing was moved
-                self._state = before
+                self._executor.change(lambda life: replace(life, epoch=before.epoch))
                 raise
-            if before.phase is ReplicaPhase.READY and (weights is None or weights.version == self._executor.version):
-                self._state = self._state.loaded()
-                return self._report(0, 0.0)
-            report = await self._move(lambda: self._executor.load(weights, parts))
-            if Part.KV_CACHE in parts:
-                self._state = self._state.loaded()
-            return self._report(report.bytes, report.seconds)
+            return await self._move(lambda: self._executor.load(weights, parts))
 
     async def update(self, weights: PublishedWeights) -> ReplicaReport:
         """Replace the weights in place; requests in flight go on with the new ones."""
         async with self._moving:
-            self._state.check_resident()
             mine = weights.received_by(replica=self.ctx.rank)
             return await self._move(lambda: self._executor.update(mine))
+
+    async def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        """What each of the executor's workers needs of a trainer's tensors.
+
+        Raises:
+            WeightSyncError: they do not fit.
+        """
+        async with self._moving:
+            return await asyncio.to_thread(self._executor.weight_layouts, offered)
+
+    async def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        """Take the workers' ends of a channel. Raises WaitTimeoutError: a member did not come; names whom."""
+        await asyncio.to_thread(self._executor.join_channel, tickets)
+
+    async def leave_channel(self, channel: str) -> None:
+        await asyncio.to_thread(self._executor.leave_channel, channel)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The results, in order, when all requests are finished or aborted.
@@ -107,7 +133,7 @@ class Replica(Worker):
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
-        future = self._submit(requests, lambda chunk: _post(loop, arrived, chunk))
+        future = self._submit(requests, lambda chunk: loop.call_soon_threadsafe(arrived.put_nowait, chunk))
         future.add_done_callback(lambda _: arrived.put_nowait(None))
         while (chunk := await arrived.get()) is not None:
             chunks = [chunk]
@@ -118,11 +144,57 @@ class Replica(Worker):
                 break
         await future  # its error, if it has one
 
+    async def start(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin to generate; `collect` brings what comes of it.
+
+        Raises:
+            NotResidentError: the replica is not ready.
+        """
+        loop, ids = asyncio.get_running_loop(), tuple(request.id for request in requests)
+        future = self._submit(requests, lambda chunk: loop.call_soon_threadsafe(self._take, chunk), REPORT_EVERY_S)
+        future.add_done_callback(lambda done: self._started_ended(ids, done))
+
+    async def collect(self, timeout_s: float) -> Collected:
+        """What the requests of `start` have got since the last call; waits `timeout_s` for anything to come.
+
+        A request that ends is in it at once, the tokens of the others every `REPORT_EVERY_S`. What is collected is
+        told once: whoever loses the answer asks another replica for those tokens again, and is given the same.
+
+        Raises:
+            Whatever made the executor fail: nothing of what was started goes on.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        self._arrived.clear()
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+        chunks, self._chunks = self._chunks, []
+        refused, self._refused = self._refused, []
+        return Collected(tuple(chunks), self._executor.counters, tuple(refused))
+
+    def _take(self, chunk: GenerationChunk) -> None:
+        self._chunks.append(chunk)
+        self._arrived.set()
+
+    def _started_ended(self, ids: tuple[str, ...], done: "asyncio.Future[list[GenerationResult]]") -> None:
+        if done.cancelled() or (error := done.exception()) is None:
+            return
+        if isinstance(error, ValueError):  # the requests' fault, not the replica's
+            self._refused.append((ids, str(error)))
+        else:
+            self._failure = error
+        self._arrived.set()
+
     def _submit(
-        self, requests: Sequence[GenerationRequest], on_chunk: Callable[[GenerationChunk], None] | None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_chunk: Callable[[GenerationChunk], object] | None,
+        every_s: float = 0.0,
     ) -> "asyncio.Future[list[GenerationResult]]":
-        self._state.check_ready()
-        future = asyncio.wrap_future(self._executor.submit(requests, on_chunk))
+        self._executor.life.check_accepting("this replica")
+        future = asyncio.wrap_future(self._executor.submit(requests, on_chunk, every_s))  # cancelled with its caller
         self._generating.add(future)
         future.add_done_callback(self._generating.discard)
         return future
@@ -139,13 +211,20 @@ class Replica(Worker):
             WaitTimeoutError: requests did not end within `DRAIN_TIMEOUT_S`.
         """
         async with self._moving:
-            self._state = self._state.drain(self.ctx.fence(lease).epoch)
-            report = await self._move(lambda: self._offload(keep_host))
-            self._state = self._state.off()
-            return self._report(report.bytes, report.seconds)
+            epoch = self.ctx.fence(lease).epoch
+            self._executor.change(lambda life: life.drain(epoch))
+            try:
+                await self._end_generating()
+                return await self._move(lambda: self._offload(keep_host))
+            except BaseException as error:  # re-raised; it is not draining any more, and may be loaded or drained again
+                reason = f"offload broke off: {error}"
+                self._executor.change(lambda life: life.failed(reason) if life.draining else life)
+                raise
 
     async def report(self) -> ReplicaReport:
-        return self._report(0, 0.0)
+        """What is so once the move in progress has ended."""
+        async with self._moving:
+            return self._report(0, 0.0)
 
     def _hold(self, fence: Fence) -> None:
         """Lock the devices before a byte is there, for the executor's own processes too."""
@@ -165,19 +244,12 @@ class Replica(Worker):
 
     def close(self) -> None:
         """The devices stay locked until the process, and any it started, has ended: the bytes do too."""
-        self._state = self._state.dead()
         self._executor.close()
 
     async def _move(self, move: Callable[[], int]) -> ReplicaReport:
-        """Run a blocking move beside the event loop; a failure leaves the replica dead until it is loaded again."""
+        """Run a blocking move beside the event loop; what became of it the executor's life says."""
         start = time.perf_counter()
-        try:
-            if self._state.phase is ReplicaPhase.DRAINING:
-                await self._end_generating()
-            moved = await asyncio.to_thread(move)
-        except BaseException:  # re-raised; a cancelled move has left undefined bytes as well
-            self._state = self._state.dead()
-            raise
+        moved = await asyncio.to_thread(move)
         return self._report(moved, time.perf_counter() - start)
 
     async def _end_generating(self) -> None:
@@ -190,28 +262,4 @@ class Replica(Worker):
                 )
 
     def _report(self, moved: int, seconds: float) -> ReplicaReport:
-        return ReplicaReport(self._state.phase, self._executor.version, moved, seconds, self._executor.device_bytes)
-
-
-def _post(
-    loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[GenerationChunk | None]", chunk: GenerationChunk
-) -> None:
-    loop.call_soon_threadsafe(queue.put_nowait, chunk)
-
-
-def make_executor(
-    name: str, source: ModelSource, options: ExecutorOptions, kind: DeviceKind, scratch: str | None
-) -> Executor:
-    """`scratch` is a folder for temporary files that goes with the replica's group, even if the replica is killed.
-
-    Raises ValueError for a name that is no executor.
-    """
-    if name == "transformers":
-        from rlix.engine.executors.transformers import TransformersExecutor
-
-        return TransformersExecutor(source, options, torch.device("cuda" if kind is DeviceKind.CUDA else "cpu"))
-    if name == "vllm":
-        from rlix.engine.executors.vllm import VllmExecutor
-
-        return VllmExecutor(source, options, kind, scratch)
-    raise ValueError(f'executor is {name!r}; it must be "transformers" or "vllm"')
+        return ReplicaReport(self._executor.life, moved, seconds, self._executor.device_bytes)

@@ -104,12 +104,46 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """What was generated since the last chunk; the last chunk of a request has a `finish_reason`."""
+    """What was generated since the last chunk; the last chunk of a request has a `finish_reason`.
+
+    `versions`: the weight version of each token.
+    """
 
     id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str | None = None
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingCounters:
+    """What an executor has done since it was made.
+
+    Attributes:
+        steps: decoding steps. seconds: that they took. tokens: sum over the steps of the requests decoded in each.
+        running: requests that are being decoded now; waiting: accepted ones for which there is no room yet.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a replica generated since it was last asked.
+
+    Attributes:
+        chunks: in the order in which they came. counters: up to now.
+        refused: requests that can never be answered: their ids, and why.
+    """
+
+    chunks: tuple[GenerationChunk, ...]
+    counters: DecodingCounters
+    refused: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlix.engine.weights.publication import named_weights, tied_names
@@ -21,7 +22,7 @@ _PEFT_PREFIX = "base_model.model."
 class Exported:
     """One tensor by its exported names. `tensor` gives it, sharded as it is; all ranks call it, in the same order.
 
-    `base` has its shape and dtype.
+    `base` has its shape and dtype, and says what of it this rank holds.
     """
 
     name: str
@@ -53,6 +54,22 @@ def exported(module: BaseTrainModule) -> list[Exported]:
         if plain:
             result.append(Exported(plain[0], tuple(plain[1:]), named[name], partial(_itself, named[name])))
     return result
+
+
+def to_publish(module: BaseTrainModule, weights: list[Exported]) -> list[Exported]:
+    """The weights with parameters in the module's `publish_dtype`, cast as they are asked for, shard by shard."""
+    dtype = module.publish_dtype
+    if dtype is None:
+        return weights
+
+    def cast(weight: Exported) -> Exported:
+        base = weight.base
+        if not isinstance(base, nn.Parameter) or not base.is_floating_point() or base.dtype == dtype:
+            return weight
+        like = torch.empty_like(base.detach(), dtype=dtype, device="meta")  # placed on ranks as the base is
+        return Exported(weight.name, weight.aliases, like, lambda: weight.tensor().detach().to(dtype))
+
+    return [cast(weight) for weight in weights]
 
 
 def tensors_of(weights: list[Exported]) -> Iterator[tuple[str, torch.Tensor]]:

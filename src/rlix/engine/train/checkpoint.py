@@ -6,20 +6,17 @@ shards, and the rest (learning rates, schedulers, random generators) as JSON. No
 or not at all: they are written under a temporary name and renamed.
 """
 
-import base64
 import json
 import logging
 import os
-import random
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -30,12 +27,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from rlix.engine.train.adapters import exported, tensors_of
+from rlix.engine.train.adapters import tensors_of
 from rlix.engine.train.materialize import INDEX_FILE, WEIGHTS_FILE
+from rlix.engine.train.optimizers import optimizers, schedulers
+from rlix.engine.train.parts import Parts
+from rlix.engine.train.random_state import random_state, set_random_state
 from rlix.engine.weights.gather import whole_tensors
-from rlix.engine.weights.publication import named_weights
 from rlix.nn import BaseTrainModule
 from rlix.protocol.errors import RlixError
 
@@ -49,15 +47,7 @@ SHARD_BYTES = 4 * 2**30
 GATHER_BYTES = 64 * 2**20
 
 Json = dict[str, Any]
-
-
-def optimizers(module: BaseTrainModule) -> dict[str, Optimizer]:
-    """Optimizers that are attributes of the module, by attribute name."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
-
-
-def schedulers(module: BaseTrainModule) -> dict[str, LRScheduler]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
+_WHOLE = Parts()
 
 
 def temporary(folder: Path) -> Path:
@@ -96,7 +86,7 @@ def _sync(path: Path) -> None:
 # ---- weights for others ------------------------------------------------------------------------------------------
 
 
-def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | None) -> None:
+def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | None, parts: Parts = _WHOLE) -> None:
     """Gather the weights and write safetensors, config and tokenizer. All ranks call it; rank 0 writes."""
     partial = temporary(folder)
     writer, failed = None, None
@@ -104,7 +94,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
         if module.rank == 0:
             _clear(partial)
             writer = _ShardWriter(partial)
-    for name, tensor in whole_tensors(tensors_of(exported(module)), GATHER_BYTES):
+    for name, tensor in whole_tensors(tensors_of(parts.exports(module)), GATHER_BYTES):
         if writer is not None and failed is None:
             try:
                 writer.add(name, tensor.cpu().contiguous())
@@ -195,9 +185,9 @@ class Snapshot:
     shared: str
 
 
-def capture(module: BaseTrainModule, *, copy: bool) -> Snapshot:
+def capture(module: BaseTrainModule, *, copy: bool, parts: Parts = _WHOLE) -> Snapshot:
     """The state as it is now. With `copy` it has host memory of its own, so that training may go on at once."""
-    tensors = _tensors(module)
+    tensors = _tensors(module, parts)
     if copy:
         stager = DefaultStager(StagingOptions(False, False, False, False))  # plain memory, done on return
         staged = stager.stage(tensors)
@@ -207,11 +197,11 @@ def capture(module: BaseTrainModule, *, copy: bool) -> Snapshot:
     shared = {
         "format": FORMAT,
         "world_size": module.context.world_size,
-        "optimizers": {name: _optimizer_state(optimizer) for name, optimizer in optimizers(module).items()},
+        "optimizers": {name: _optimizer_state(module, optimizer) for name, optimizer in optimizers(module).items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers(module).items()},
         "training_state": module.training_state(),
     }
-    return Snapshot(module.rank, tensors, json.dumps(_random_state()), json.dumps(shared))
+    return Snapshot(module.rank, tensors, json.dumps(random_state()), json.dumps(shared))
 
 
 def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -236,12 +226,12 @@ def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | Non
             publish_folder(folder)
 
 
-def save_state(module: BaseTrainModule, folder: Path) -> None:
+def save_state(module: BaseTrainModule, folder: Path, parts: Parts = _WHOLE) -> None:
     """Write weights, optimizers, schedulers, random generators and `training_state()`. All ranks call it."""
-    write_state(capture(module, copy=False), folder)
+    write_state(capture(module, copy=False, parts=parts), folder)
 
 
-def load_state(module: BaseTrainModule, folder: Path) -> None:
+def load_state(module: BaseTrainModule, folder: Path, parts: Parts = _WHOLE) -> None:
     """Take a saved state back, on any number of ranks. All ranks call it.
 
     With as many ranks as saved it, the next step equals that of the uninterrupted run to the bit. With another number
@@ -253,60 +243,86 @@ def load_state(module: BaseTrainModule, folder: Path) -> None:
     """
     if not (folder / STATE_FILE).is_file():
         raise FileNotFoundError(f"no training state in {folder}: {STATE_FILE} is missing")
-    state: Json = json.loads((folder / STATE_FILE).read_text())
+
+    def read(tensors: dict[str, torch.Tensor]) -> None:
+        reader = HuggingFaceStorageReader(str(folder))
+        with _quiet_dcp():
+            load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+
+    restore(module, f"training state in {folder}", json.loads((folder / STATE_FILE).read_text()), read, parts)
+    own = folder / f"rng_{module.rank}.json"
+    set_random_state(json.loads((own if own.is_file() else folder / "rng_0.json").read_text()))
+    if not own.is_file():
+        torch.manual_seed(torch.initial_seed() + module.rank)
+
+
+def restore(
+    module: BaseTrainModule, what: str, state: Json, read: Callable[[dict[str, torch.Tensor]], None], parts: Parts
+) -> None:
+    """Take back what `capture` took; `read` fills the tensors it is given by name. `what` names the state in errors.
+
+    Raises:
+        ValueError: the state's format or optimizers do not fit the module, which is unchanged then.
+    """
     if state["format"] != FORMAT:
-        raise ValueError(f"training state in {folder} has format {state['format']}; this version reads {FORMAT}")
+        raise ValueError(f"{what} has format {state['format']}; this version reads {FORMAT}")
     if set(optimizers(module)) != set(state["optimizers"]):
         raise ValueError(
-            f"training state in {folder} has optimizers {sorted(state['optimizers'])}, "
-            f"the module has {sorted(optimizers(module))}; create the same ones in on_weights_materialized"
+            f"{what} has optimizers {sorted(state['optimizers'])}, the module has {sorted(optimizers(module))}; create "
+            "the same ones in on_weights_materialized, or in a method marked rlix.nn.configures"
         )
     module.zero_grad(set_to_none=True)  # pending gradients would keep torch from making room for optimizer state
     for name, optimizer in optimizers(module).items():
-        _prepare(module, optimizer, stepped=state["optimizers"][name]["stepped"])
-    with _quiet_dcp():
-        load(
-            _tensors(module),
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-            no_dist=not dist.is_initialized(),
-        )
+        _prepare(module, optimizer, state["optimizers"][name])
+    read(_tensors(module, parts))
     for name, optimizer in optimizers(module).items():
         _set_options(optimizer, state["optimizers"][name]["groups"])
     for name, scheduler in schedulers(module).items():
         scheduler.load_state_dict(state["schedulers"][name])
     module.load_training_state(state["training_state"])
-    _load_random_state(folder, module.rank)
 
 
-def _tensors(module: BaseTrainModule) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by a name that does not depend on the layout; they share the module's memory.
-
-    Optimizers that never stepped hold nothing, and asking torch for their state would make them step once.
-    """
-    tensors = {f"model.{name}": tensor for name, tensor in named_weights(module).items()}
+def _tensors(module: BaseTrainModule, parts: Parts) -> dict[str, torch.Tensor]:
+    """Every tensor of the state by a name that does not depend on the layout; they share the module's memory."""
+    tensors = {f"model.{name}": tensor for name, tensor in parts.named(module).items()}
     for name, optimizer in optimizers(module).items():
-        if optimizer.state:
-            state: Any = get_optimizer_state_dict(module, optimizer)["state"]
-            for parameter, values in state.items():
-                for key, value in values.items():
-                    if isinstance(value, torch.Tensor):
-                        # A scalar (AdamW's step) goes as one element: the format reads slices, and scalars have none.
-                        whole = value.reshape(1) if value.dim() == 0 else value
-                        tensors[f"optimizer.{name}.{parameter}.{key}"] = whole
+        for parameter, tensor in _stepped(module, optimizer).items():
+            for key, value in optimizer.state[tensor].items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                # A scalar (AdamW's step) goes as one element: the format reads slices, and scalars have none.
+                whole = parts.part(tensor, value) if value.shape == tensor.shape else value
+                tensors[f"optimizer.{name}.{parameter}.{key}"] = whole.reshape(1) if value.dim() == 0 else whole
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _optimizer_state(optimizer: Optimizer) -> Json:
+def _stepped(module: BaseTrainModule, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The module's parameters that the optimizer has state of, by name."""
+    return {name: value for name, value in module.named_parameters() if optimizer.state.get(value)}
+
+
+def _optimizer_state(module: BaseTrainModule, optimizer: Optimizer) -> Json:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return {"stepped": bool(optimizer.state), "groups": [_jsonable(group) for group in groups]}
+    parameters = list(_stepped(module, optimizer))
+    return {"stepped": bool(parameters), "parameters": parameters, "groups": [_jsonable(group) for group in groups]}
 
 
-def _prepare(module: BaseTrainModule, optimizer: Optimizer, *, stepped: bool) -> None:
-    """Give an optimizer state of the right shapes to load into, or none at all."""
-    if not stepped:
+def _prepare(module: BaseTrainModule, optimizer: Optimizer, saved: Json) -> None:
+    """Give an optimizer state of the right shapes to load into, or none at all.
+
+    Asked for the state of one that never stepped, torch fills it by a step at a learning rate of zero.
+    """
+    if not saved["stepped"]:
         optimizer.state.clear()
-    elif not optimizer.state:
-        get_optimizer_state_dict(module, optimizer)  # fills it by a step at a learning rate of zero
+        return
+    wanted = set(saved.get("parameters", _stepped(module, optimizer)))
+    if not optimizer.state or wanted - set(_stepped(module, optimizer)):
+        optimizer.state.clear()
+        get_optimizer_state_dict(module, optimizer)
+    if "parameters" in saved:
+        for name, parameter in _stepped(module, optimizer).items():
+            if name not in wanted:
+                del optimizer.state[parameter]
 
 
 def _set_options(optimizer: Optimizer, groups: list[Json]) -> None:
@@ -322,41 +338,6 @@ def _set_options(optimizer: Optimizer, groups: list[Json]) -> None:
 
 def _jsonable(group: Json) -> Json:
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-
-
-def _random_state() -> Json:
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    inner = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
-    state: Json = {
-        "torch": _encode(torch.get_rng_state()),
-        "python": random.getstate(),
-        "numpy": {**numpy_state, "state": inner},
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = _encode(torch.cuda.get_rng_state())
-    return state
-
-
-def _load_random_state(folder: Path, rank: int) -> None:
-    own = folder / f"rng_{rank}.json"
-    state: Json = json.loads((own if own.is_file() else folder / "rng_0.json").read_text())
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(_decode(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(state["cuda"]))
-    if not own.is_file():
-        torch.manual_seed(torch.initial_seed() + rank)
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
 
 
 @contextmanager

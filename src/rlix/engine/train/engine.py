@@ -2,81 +2,73 @@
 
 import difflib
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import isfunction
+from inspect import getattr_static, isfunction, signature
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import torch
 
 from rlix.engine import placement
-from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.base import merged
+from rlix.engine.life_cycle import Life, Residency, joint
 from rlix.engine.parallel import combine, scatter
-from rlix.engine.residency import MoveReport, Residency
-from rlix.engine.train.checkpoint import STATE_FILE
-from rlix.engine.train.materialize import ModuleSpec, module_description, safetensors_index
-from rlix.engine.train.saving import SaveHandle
-from rlix.engine.train.worker import TrainStatus, TrainWorker
-from rlix.engine.weights import sync as weight_sync
-from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES
-from rlix.engine.weights.publication import PublishedWeights, publish, stream, tied_names
-from rlix.engine.weights.sync import DEVICE_BUCKET_BYTES, Transport, WeightReceiver, WeightSyncReport
-from rlix.flow.worker_group import PerRank, WorkerGroup
-from rlix.nn import BaseTrainModule, reduction_of
-from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WorkerError
+from rlix.engine.residency import MoveReport
+from rlix.engine.train.executor import TrainExecutor, find
+from rlix.engine.train.layout import Layout, asked_layout
+from rlix.engine.train.lifecycle import StartedAs
+from rlix.engine.train.materialize import ModuleSpec, module_description
+from rlix.engine.train.state_calls import StateCalls
+from rlix.engine.train.weights_source import weights_folder
+from rlix.engine.train.worker import TrainStatus
+from rlix.flow.worker_group import PerRank
+from rlix.nn import BaseTrainModule, is_configuring, reduction_of
+from rlix.protocol.errors import WorkerError
 from rlix.protocol.messages import Device, Fence
 
 logger = logging.getLogger(__name__)
 
-EXECUTORS: dict[str, type[TrainWorker]] = {"fsdp2": TrainWorker}
-SETTLE_TIMEOUT_S = 15.0
-"""After one rank failed: how long the others may take to end the same call before the engine is given up."""
 
-
-class TrainEngine(Engine):
+class TrainEngine(StateCalls):
     """A handle on a module that trains on one or more devices.
 
     Args:
         module: an instance built under `torch.device("meta")` (its class and arguments are what counts), or a pair of
-            module class and its configuration: a dict of keyword arguments, or one positional argument.
-        executor: how it is spread; "fsdp2".
+            module class and its configuration: a dict of keyword arguments, one positional argument, or, of a
+            transformers class, a model's folder or hub name, whose weights are then loaded too.
+        executor: how it is spread: "fsdp2", another name that was registered, "package.module:Class", or a
+            `TrainExecutor` itself.
         name: of the workers, in logs and errors.
 
-    After `build`, every public method of the module can be called on the engine. It runs on all ranks; arguments
-    wrapped in `NeedParallel` are split over them. With FSDP all ranks, also those that share a replica's shards,
-    compute on data of their own, so a batch is split over `data_parallel_size * tensor_parallel_size` ranks.
+    After `build`, every public method of the module can be called on the engine, and the engine itself, which calls
+    `forward`. It runs on all ranks; arguments wrapped in `NeedParallel` are split over the data-parallel ones.
     """
 
     def __init__(
         self,
         module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
-        executor: str = "fsdp2",
+        executor: str | type[TrainExecutor] = "fsdp2",
         *,
         name: str = "train",
     ) -> None:
         super().__init__(name)
-        if executor not in EXECUTORS:
-            raise ValueError(f"unknown executor {executor!r} for TrainEngine; known: {', '.join(EXECUTORS)}")
-        self.executor = executor
+        self._executor = find(executor)
         self._class, self._args, self._kwargs = module_description(module)
-        self._data_parts: list[int] = []  # of each rank: which part of a split batch it computes on
-        self.version = 0
-        self._epoch: int | None = None
 
     def build(
         self,
         *,
-        tensor_parallel_size: int = 1,
         data_parallel_size: int | None = None,
-        sequence_parallel_size: int = 1,
+        shard: int | None = None,
+        tensor_parallel_size: int = 1,
         devices: Sequence[Device] | None = None,
         colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
         not_colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
         acceptable_node_ips: Sequence[str] | None = None,
         weights_path: str | Path | None = None,
-        seed: int = 0,
+        random_weights: bool = False,
+        seed: int | None = None,
         lease: Fence | None = None,
         dtype: str | torch.dtype = "float32",
         compute_dtype: str | torch.dtype | None = None,
@@ -89,33 +81,42 @@ class TrainEngine(Engine):
         """Start the workers and fill the module. On failure nothing is left behind.
 
         Args:
-            tensor_parallel_size: ranks that hold one replica between them (FSDP2 shards).
-            data_parallel_size: replicas; default: as many as `devices` allow, else 1.
-            sequence_parallel_size: only 1; see the error for what to use instead.
+            data_parallel_size: parts that a batch is split into; default: as many as `devices` allow, else `shard`.
+            shard: data-parallel ranks that hold one copy of weights and optimizer state between them; default 1.
+            tensor_parallel_size: ranks that compute on one part of a batch together, each with a part of every layer.
+                "fsdp2" does not cut layers and reads it as `shard`, `data_parallel_size` then counting the copies.
             devices: one per rank, in rank order; default: chosen from the pool, preferring free ones.
-            weights_path: a local Hugging Face folder of safetensors; default: a random init from `seed`, the same
-                on every layout.
+            weights_path: a local Hugging Face folder of safetensors; default: the model that the module was named by
+                (`TrainEngine((Policy, path))`, or a configuration from `AutoConfig.from_pretrained`), if any.
+            random_weights: start from random weights, drawn from `seed` and the same on every layout, though the
+                configuration comes from a model that has weights.
             lease: under which the devices are used, as if `acquire`d at once; default: this program's own.
             dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
         Raises:
-            ValueError: sizes and devices do not agree, no devices fit, or sequence parallelism was asked for.
-            FileNotFoundError: no weights at `weights_path`.
+            ValueError: sizes and devices do not agree, no devices fit, or the executor cannot have this layout.
+            FileNotFoundError: no weights at `weights_path`, or where the configuration comes from.
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             WorkerError, WaitTimeoutError: a worker failed to start, or did not in time.
         """
-        if sequence_parallel_size != 1:
-            raise ValueError(
-                f"sequence_parallel_size={sequence_parallel_size}: executor {self.executor!r} does not split "
-                "sequences; for long ones use more shards (tensor_parallel_size), smaller micro-batches, "
-                "compute_dtype='bfloat16' and module.gradient_checkpointing_enable()"
+        count = None if devices is None else len(devices)
+        asked = asked_layout(tensor_parallel_size, data_parallel_size, shard, count)
+        layout = self._executor.arrange(asked)
+        if random_weights and weights_path is not None:
+            raise ValueError("give weights_path or random_weights=True, not both")
+        given = (*self._args, *self._kwargs.values())
+        folder = None if random_weights else weights_folder(self._class.__name__, given, weights_path)
+        if folder is None and not random_weights and seed is None:
+            logger.warning(
+                "%s starts from random weights, because none are named: pass weights_path=..., or TrainEngine((%s, "
+                "path)); to start from scratch without this warning, seed=... or random_weights=True",
+                self.name,
+                self._class.__name__,
             )
-        if weights_path is not None:
-            safetensors_index(Path(weights_path))
-        self.devices = self._choose_devices(
-            tensor_parallel_size,
-            data_parallel_size,
+        chosen = self._choose_devices(
+            layout.world,
+            None,
             devices,
             colocate_with=colocate_with,
             not_colocate_with=not_colocate_with,
@@ -125,34 +126,62 @@ class TrainEngine(Engine):
             module_class=self._class,
             args=self._args,
             kwargs=self._kwargs,
-            seed=seed,
-            weights_path=None if weights_path is None else str(Path(weights_path).resolve()),
+            seed=seed or 0,
+            weights_path=folder,
             dtype=_dtype_name(dtype),
             compute_dtype=None if compute_dtype is None else _dtype_name(compute_dtype),
         )
         self._timeout_s = call_timeout_s
-        self._group = WorkerGroup(
-            EXECUTORS[self.executor],
-            name=self.name,
-            placements=[(device,) for device in self.devices],
-            namespace=namespace,
-            start=start,
-            max_concurrency=1,
-            start_timeout_s=build_timeout_s,
-        )
-        try:
-            settings = (spec, tensor_parallel_size, collective_timeout_s, lease)
-            ranks = self._run("setup", *settings, timeout_s=build_timeout_s)
-        except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
-            self.close()
-            raise
-        self._data_parts = [status.data_part for status in ranks]
-        placement.occupy(self, self.devices)
-        self._residency = Residency.DEVICE
-        self._epoch = None if lease is None else lease.epoch
+        self._started_as = StartedAs(self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s)
+        self._configured = []
+        self._adopt(self._start(chosen, layout, spec, lease), chosen, layout, lease)
         return self
 
+    def resize(
+        self,
+        *,
+        devices: Sequence[Device] | None = None,
+        data_parallel_size: int | None = None,
+        shard: int | None = None,
+        tensor_parallel_size: int | None = None,
+        lease: Fence | None = None,
+        **where: Any,
+    ) -> None:
+        """Go on on other devices, or spread otherwise: with the same weights, optimizer state and schedulers.
+
+        New workers are started, and take the state through host memory, which holds it twice meanwhile. They are on
+        the devices then, under `lease` or the one the engine has. Pending gradients are dropped, and attributes of the
+        module are what `on_weights_materialized`, methods marked `rlix.nn.configures` and `load_training_state` make
+        of them. What was published before can no longer be pulled: publish again.
+
+        Args:
+            devices, data_parallel_size, shard, tensor_parallel_size: as for `build`; without any size the layout stays
+                as it is, as wide as the devices allow.
+            where: `colocate_with`, `not_colocate_with`, `acceptable_node_ips`, as for `build`.
+
+        Raises:
+            ValueError: as `build`. NotResidentError: there are no bytes to move.
+            WorkerError, WaitTimeoutError, DeviceBusyError: a new worker failed; the engine is as it was, in host
+                memory.
+        """
+        self._check_readable()
+        count = None if devices is None else len(devices)
+        if data_parallel_size is None and shard is None and tensor_parallel_size is None:
+            width = (self._layout.world if count is None else count) // self._layout.tensor
+            sharded = width if self._layout.shard == self._layout.data else self._layout.shard
+            layout = Layout(max(width, 1), self._layout.tensor, sharded)
+        else:
+            asked = asked_layout(tensor_parallel_size or 1, data_parallel_size, shard, count)
+            layout = self._executor.arrange(asked)
+        chosen = placement.choose(layout.world, devices=devices, **where)
+        for save in list(self._saves):
+            save.settle(self._timeout_s)
+        self._replace(chosen, layout, lease or self._lease)
+
     # ---- methods of the module ---------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call_module("forward", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_") or "_class" not in self.__dict__:
@@ -167,13 +196,37 @@ class TrainEngine(Engine):
 
     def _call_module(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check_resident()
-        parts = self._data_parts
-        scattered = scatter(args, kwargs, max(parts) + 1)
-        chosen = reduction_of(getattr(self._class, name)) or ("first" if scattered.sizes is None else "gather")
-        mine = (PerRank([scattered.args[part] for part in parts]), PerRank([scattered.kwargs[part] for part in parts]))
-        of_ranks = self._run("call", name, *mine, self._epoch, chosen == "first", timeout_s=self._timeout_s)
-        results = [of_ranks[parts.index(part)] for part in range(max(parts) + 1)]
+        self._check_arguments(name, args, kwargs)
+        parts, ranks = self._layout.data, range(self._layout.world)
+        scattered = scatter(args, kwargs, parts)
+        method = getattr(self._class, name)
+        chosen = reduction_of(method) or ("first" if scattered.sizes is None else "gather")
+        of_rank = [self._data_part(rank) for rank in ranks]
+        mine = (
+            PerRank([scattered.args[part] for part in of_rank]),
+            PerRank([scattered.kwargs[part] for part in of_rank]),
+        )
+        try:
+            answers = self._run("call", name, *mine, self._epoch, chosen == "first", timeout_s=self._timeout_s)
+        except WorkerError as error:
+            _say_items(error, scattered.sizes, of_rank)
+            raise
+        if is_configuring(method):
+            self._configured.append((name, args, kwargs))
+        results = [answers[of_rank.index(part)] for part in range(parts)]
         return combine(results, chosen, scattered.sizes, scattered.length)
+
+    def _check_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise TypeError here for arguments that the method does not take, before any rank is asked."""
+        method = getattr_static(self._class, name, None)
+        if isfunction(method):
+            try:
+                signature(method, follow_wrapped=False).bind(None, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._class.__name__}.{name}(): {error}") from None
+
+    def _data_part(self, rank: int) -> int:
+        return self._layout.data_part(rank)
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
@@ -185,13 +238,13 @@ class TrainEngine(Engine):
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
         """
         report = self._move("acquire", Residency.DEVICE, lease)
-        self._epoch = lease.epoch if isinstance(lease, Fence) else lease
+        self._hold(lease)
         return report
 
     def release(self, epoch: int) -> MoveReport:
         """Free the devices' memory (bytes go to the host) and end the epoch."""
         report = self._move("release", Residency.HOST, epoch)
-        self._epoch = None
+        self._hold(None)
         return report
 
     def cuda(self, what: str | None = None) -> MoveReport:
@@ -213,170 +266,27 @@ class TrainEngine(Engine):
         return tuple(self._run("status", timeout_s=self._timeout_s))
 
     def _move(self, method: str, state: Residency, *args: Fence | int) -> MoveReport:
-        reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
+        try:
+            reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
+        except BaseException:  # raised again: some ranks may have moved
+            self._known = self._group is None
+            raise
         self._residency = state
         return merged(reports)
 
-    # ---- weights and checkpoints -------------------------------------------------------------------------------
+    def _ask_workers(self) -> Life:
+        return joint([status.life for status in self.status()], "rank")
 
-    def publish(self, version: int | None = None, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> PublishedWeights:
-        """Store the current weights as a version (default: the last one plus 1) for inference engines to pull.
 
-        The buckets live in Ray's object store as long as somebody holds the result and the workers live.
-        """
-        self._check_resident()
-        version = self.version + 1 if version is None else version
-        published: PublishedWeights = self._run(
-            "publish", version, bucket_bytes, self._epoch, timeout_s=self._timeout_s
-        )[0]
-        self.version = version
-        return published
-
-    def p2p_weight_sync(
-        self, inference_engine: WeightReceiver, *, transport: Transport = "auto", timeout_s: float = 120.0
-    ) -> WeightSyncReport:
-        """Put the current weights, as a new version, into an inference engine, in place.
-
-        Args:
-            transport: "host": buckets in Ray's object store, as `publish` makes them; "ipc": CUDA IPC, for replicas on
-                the GPU of training rank 0; "broadcast": NCCL, or gloo between virtual GPUs; "auto": on GPUs "ipc" for
-                replicas where it can be and "broadcast" for the others, else "host".
-            timeout_s: of "ipc" and "broadcast": longest that one side waits for the other, bucket by bucket.
-
-        Raises:
-            ValueError: the transport cannot reach all replicas; says why.
-            WeightSyncError: names, shapes or dtypes do not fit, all of which are listed; nothing was changed.
-            NotResidentError: weights are not on the devices, here or there.
-            WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
-                part may hold undefined weights: they refuse to generate until they are loaded again (`cuda`).
-        """
-        self._check_resident()
-        start = time.perf_counter()
-        chosen = weight_sync.choose(transport, self.devices[0], inference_engine.receivers)
-        try:
-            if chosen is None:
-                published = self.publish()
-                inference_engine.update_weights(published)
-            else:
-                self.version += 1  # also when it fails: no two attempts have the same
-                sent = (DEVICE_BUCKET_BYTES, self._epoch)
-                published = self._run("describe", self.version, *sent, timeout_s=self._timeout_s)[0]
-                send = lambda meeting: self._run("send", meeting, *sent, timeout_s=self._timeout_s)
-                weight_sync.transfer(published, self.devices[0], inference_engine, chosen, timeout_s, send)
-        except WorkerError as error:
-            raise plainly(error) from error.__cause__
-        used = ("host",) if chosen is None else tuple(sorted({way for replica in chosen for way in replica}))
-        return WeightSyncReport(published.version, published.manifest, used, time.perf_counter() - start)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole weights in host memory, as `save` writes them; tied ones under each of their names."""
-        self._check_resident()
-        published = self._run("publish", self.version, DEFAULT_BUCKET_BYTES, self._epoch, timeout_s=self._timeout_s)[0]
-        copies = ((entry.names, tensor.clone()) for entry, tensor in stream(published))
-        return {name: tensor for names, tensor in copies for name in names}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take whole weights, and nothing else, by the names that `state_dict` gives them, on any number of ranks.
-
-        Of tied weights one name is enough. As with `load`: names go through the module's `import_name`, adapters
-        begin as nothing, and optimizers keep their state, except after `meta()`. The bytes pass through Ray's object
-        store, which must have room for all of them.
-
-        Raises:
-            WeightSyncError: lists every missing, unknown and mis-shaped name; nothing was changed.
-            NotResidentError: the engine's bytes wait in host memory: bring them back with `cuda()` first.
-        """
-        self._workers()
-        if self._residency is Residency.HOST:
-            self._check_resident()
-        first = tied_names(dict(state))
-        given = publish(((name, state[name]) for name in first), self.version, aliases=first)
-        self._run("load_state_dict", given, self._epoch, timeout_s=self._timeout_s)
-        self._residency = Residency.DEVICE
-
-    def save(self, folder: str | Path) -> None:
-        """Write safetensors, config and tokenizer (where known): loads in plain transformers.
-
-        The weights may be on the devices or wait in host memory.
-        """
-        if self._residency is not Residency.HOST:
-            self._check_resident()
-        self._run("save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-
-    def load(self, folder: str | Path) -> None:
-        """Take weights, and nothing else, from a Hugging Face folder of safetensors, as `build(weights_path=...)` does.
-
-        Optimizers keep their state, except after `meta()`, which dropped it: then they begin anew.
-
-        Raises:
-            FileNotFoundError: no weights in `folder`.
-            WeightSyncError: they do not fit the module; nothing was changed.
-        """
-        safetensors_index(Path(folder))
-        self._run("load", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        self._residency = Residency.DEVICE
-
-    @overload
-    def save_state(self, folder: str | Path, *, asynchronous: Literal[False] = False) -> None: ...
-    @overload
-    def save_state(self, folder: str | Path, *, asynchronous: Literal[True]) -> SaveHandle: ...
-    def save_state(self, folder: str | Path, *, asynchronous: bool = False) -> SaveHandle | None:
-        """Write all that training resumes from; the folder appears complete or not at all.
-
-        The state may be on the devices or wait in host memory. With `asynchronous`, on the devices only, it is copied
-        to host memory and written in the background: training, and moves off the devices, may go on at once. A save
-        that starts while another is being written waits for that one.
-        """
-        if asynchronous or self._residency is not Residency.HOST:
-            self._check_resident()
-        if not asynchronous:
-            self._run("save_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-            return None
-        numbers = self._run("start_save", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        results = partial(self._run, "save_result", numbers[0], timeout_s=self._timeout_s)
-        return SaveHandle(self.name, Path(folder).absolute(), results)
-
-    def load_state(self, folder: str | Path) -> None:
-        """Take a saved state back, whatever the number of ranks it was saved on.
-
-        Raises:
-            FileNotFoundError: there is no complete state in `folder`.
-        """
-        if not (Path(folder) / STATE_FILE).is_file():
-            raise FileNotFoundError(f"no training state in {folder}: {STATE_FILE} is missing")
-        self._run("load_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        self._residency = Residency.DEVICE
-
-    # ---- below -------------------------------------------------------------------------------------------------
-
-    def _end(self, *, graceful: bool) -> None:
-        self._epoch = None
-        super()._end(graceful=graceful)
-
-    def _check_resident(self) -> None:
-        self._workers()
-        if self._residency is not Residency.DEVICE:
-            raise NotResidentError(
-                f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
-            )
-
-    def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        group = self._workers()
-        try:
-            return group.run(method, *args, timeout_s=timeout_s)
-        except WorkerError as error:
-            self._settle(group, method)
-            raise plainly(error) from error.__cause__
-
-    def _settle(self, group: WorkerGroup, method: str) -> None:
-        """Make sure no rank is still waiting in a collective for the one that failed; else give the engine up."""
-        if group.world_size == 1:
-            return
-        try:
-            group.run("ping", timeout_s=SETTLE_TIMEOUT_S)
-        except (WaitTimeoutError, WorkerError):
-            logger.exception("%s: ranks did not come back from a failed %s(); ending its workers", self.name, method)
-            self._end(graceful=False)
+def _say_items(error: WorkerError, sizes: tuple[int, ...] | None, of_rank: Sequence[int]) -> None:
+    """Add to an error which items of a split batch its rank had."""
+    rank = getattr(error, "rank", None)
+    if sizes is None or rank is None:
+        return
+    part = of_rank[rank]
+    first = sum(sizes[:part])
+    error.items = range(first, first + sizes[part])  # type: ignore[attr-defined]
+    error.args = (f"{error} (items {first} to {first + sizes[part] - 1} of the split batch)",)
 
 
 def _dtype_name(dtype: str | torch.dtype) -> str:
@@ -384,10 +294,6 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"unknown dtype {dtype!r}; use for instance 'float32' or 'bfloat16'")  # noqa: TRY004
     return name
-
-
-def _absolute(folder: str | Path) -> str:
-    return str(Path(folder).absolute())
 
 
 def _public(cls: type) -> list[str]:

@@ -1,13 +1,13 @@
-"""Building a training module on its worker: weights from a seed or a checkpoint, sharded with FSDP2 as it goes.
+"""Building a training module on its worker: weights from a seed or a checkpoint, cut to this rank's part as it goes.
 
 Every layout gets the same weights. A seeded init runs as plain PyTorch would, whole and on the CPU, on every rank. A
-checkpoint is read unit by unit: one transformer block is filled, sharded and shrunk to this rank's part before the next
-one is read, so memory in use peaks at the shards plus one block.
+checkpoint is read unit by unit: one transformer block is filled, cut and shrunk to this rank's part before the next
+one is read, so memory in use peaks at the parts plus one block.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -17,8 +17,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlix.engine.residency import local_tensor
@@ -33,7 +31,10 @@ WEIGHTS_FILE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What a worker needs to build its module. dtypes are torch's names; `weights_path` is a Hugging Face folder."""
+    """What a worker needs to build its module. dtypes are torch's names; `weights_path` is a Hugging Face folder.
+
+    `undefined`: parameters have a place and no values, because a state is loaded into them at once.
+    """
 
     module_class: type[BaseTrainModule]
     args: tuple[Any, ...] = ()
@@ -42,10 +43,20 @@ class ModuleSpec:
     weights_path: str | None = None
     dtype: str = "float32"
     compute_dtype: str | None = None
+    undefined: bool = False
+
+    @property
+    def computes_as_stored(self) -> bool:
+        return self.compute_dtype in (None, self.dtype)
 
 
-def build_module(spec: ModuleSpec, device: torch.device, mesh: DeviceMesh | None) -> BaseTrainModule:
-    """The module with its weights on `device`, sharded over `mesh` (replicate, shard) unless that is None.
+def build_module(
+    spec: ModuleSpec, device: torch.device, cut: Callable[[nn.Module], object] | None = None
+) -> BaseTrainModule:
+    """The module with its weights on `device`.
+
+    `cut` is given each unit as it is filled (the module's `non_split_modules`, then the module itself), brings it to
+    the device and leaves what this rank holds of it.
 
     Raises:
         WeightSyncError: the checkpoint misses parameters, or holds unknown or mis-shaped ones; all are listed.
@@ -53,21 +64,24 @@ def build_module(spec: ModuleSpec, device: torch.device, mesh: DeviceMesh | None
     """
     torch.manual_seed(spec.seed)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    if spec.weights_path is None:
+    source: Checkpoint | _Undefined | None = None
+    if spec.weights_path is None and not spec.undefined:
         module = spec.module_class(*spec.args, **spec.kwargs)
-        source = None
     else:
         with parameters_on_meta():
             module = spec.module_class(*spec.args, **spec.kwargs)
-        source = Checkpoint.in_folder(Path(spec.weights_path), module)
+        if spec.undefined or spec.weights_path is None:
+            source = _Undefined()
+        else:
+            source = Checkpoint.in_folder(Path(spec.weights_path), module)
     blocks = [m for m in module.modules() if type(m).__name__ in module.non_split_modules()]
     for unit in [*blocks, module]:
         if source is not None:
             source.fill(unit, device, dtype)
         _cast(unit, dtype)
-        if mesh is not None:
-            _shard(unit, mesh, spec, dtype)
-    if mesh is None:
+        if cut is not None:
+            cut(unit)
+    if cut is None:
         module.to(device)
     return module
 
@@ -91,6 +105,23 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Undefined:
+    """Fills parameters with nothing in particular."""
+
+    def __init__(self) -> None:
+        self._filled: dict[nn.Parameter, nn.Parameter] = {}
+
+    def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        for owner in unit.modules():
+            for key, param in list(owner._parameters.items()):
+                if param is not None and param.is_meta:
+                    if param not in self._filled:
+                        kind = dtype if param.is_floating_point() else param.dtype
+                        value = torch.empty(param.shape, dtype=kind, device=device)
+                        self._filled[param] = nn.Parameter(value, requires_grad=param.requires_grad)
+                    owner._parameters[key] = self._filled[param]
 
 
 class Stored(Protocol):
@@ -131,10 +162,17 @@ class _InMemory:
 class Checkpoint:
     """Whole tensors by name, read one by one into a module that lies on meta, or that was filled before.
 
-    `where` says in errors where they come from.
+    `where` says in errors where they come from. `named` is the module's state dict, each tensor as the part that it is
+    of a whole one (`TrainExecutor.named`).
     """
 
-    def __init__(self, where: str, tensors: Mapping[str, Stored], module: BaseTrainModule) -> None:
+    def __init__(
+        self,
+        where: str,
+        tensors: Mapping[str, Stored],
+        module: BaseTrainModule,
+        named: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         self._module = module
         self._bases = base_names(module)
         adapted = {base: name for name, base in self._bases.items()}
@@ -144,7 +182,7 @@ class Checkpoint:
                 continue
             name = module.import_name(given)
             self._stored[adapted.get(name, name)] = tensor
-        named = named_weights(module)
+        named = named_weights(module) if named is None else named
         tied = tied_names(named)
         self._source = {
             owner: next((name for name in (owner, *more) if name in self._stored), None) for owner, more in tied.items()
@@ -155,14 +193,18 @@ class Checkpoint:
         self._named = named  # ids stay unique only while the tensors live
 
     @classmethod
-    def in_folder(cls, folder: Path, module: BaseTrainModule) -> "Checkpoint":
+    def in_folder(
+        cls, folder: Path, module: BaseTrainModule, named: dict[str, torch.Tensor] | None = None
+    ) -> "Checkpoint":
         """A Hugging Face folder of safetensors."""
         index = safetensors_index(folder)
-        return cls(f"weights in {folder}", {name: _InFile(path, name) for name, path in index.items()}, module)
+        return cls(f"weights in {folder}", {name: _InFile(path, name) for name, path in index.items()}, module, named)
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], module: BaseTrainModule) -> "Checkpoint":
-        return cls("weights given", {name: _InMemory(tensor) for name, tensor in tensors.items()}, module)
+    def of_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], module: BaseTrainModule, named: dict[str, torch.Tensor] | None = None
+    ) -> "Checkpoint":
+        return cls("weights given", {name: _InMemory(tensor) for name, tensor in tensors.items()}, module, named)
 
     def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Give the unit's parameters that are still on meta their values, and its persistent buffers theirs."""
@@ -241,9 +283,16 @@ def safetensors_index(folder: Path) -> dict[str, Path]:
 def module_description(
     module: BaseTrainModule | tuple[type[BaseTrainModule], Any],
 ) -> tuple[type[BaseTrainModule], tuple[Any, ...], dict[str, Any]]:
-    """Class and arguments of the module the workers are to build."""
+    """Class and arguments of the module the workers are to build.
+
+    For a transformers class a model's folder or hub name stands for its configuration.
+    """
     if isinstance(module, tuple):
         module_class, config = module
+        if isinstance(config, str | Path) and hasattr(module_class, "config_class"):
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(str(config))
         args, kwargs = ((), dict(config)) if isinstance(config, dict) else ((config,), {})
     else:
         if not isinstance(module, BaseTrainModule):
@@ -260,10 +309,6 @@ def module_description(
     return module_class, args, kwargs
 
 
-def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
-    return (m for m in module.modules() if isinstance(m, FSDPModule))
-
-
 def _init_new(value: torch.Tensor, name: str) -> None:
     if name.endswith("bias") or value.dim() < 2 or ".lora_B." in name or ".lora_embedding_A." in name:
         nn.init.zeros_(value)  # the half of a LoRA adapter that makes it begin as nothing
@@ -278,11 +323,3 @@ def _cast(unit: nn.Module, dtype: torch.dtype) -> None:
     for param in unit.parameters():
         if param.is_floating_point() and not param.is_meta and param.dtype != dtype:
             param.data = param.data.to(dtype)
-
-
-def _shard(unit: nn.Module, mesh: DeviceMesh, spec: ModuleSpec, dtype: torch.dtype) -> None:
-    compute = getattr(torch, spec.compute_dtype) if spec.compute_dtype else dtype
-    # Named only where it differs: FSDP would cast every block's inputs to the dtype they have.
-    param_dtype = None if compute == dtype else compute
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    fully_shard(unit, mesh=mesh, mp_policy=policy)

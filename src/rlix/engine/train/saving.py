@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlix.engine.train import checkpoint
+from rlix.engine.train.parts import Parts
 from rlix.nn import BaseTrainModule
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 
@@ -30,7 +31,7 @@ class BackgroundSaver:
         self._group: dist.ProcessGroup | None = None
         self._saves: list[Future[None]] = []
 
-    def start(self, module: BaseTrainModule, folder: Path) -> int:
+    def start(self, module: BaseTrainModule, folder: Path, parts: Parts) -> int:
         """Copy the state, begin to write it and return the save's number. All ranks call it, in the same order.
 
         At most one copy exists at a time: a save still being written is waited for first.
@@ -40,7 +41,7 @@ class BackgroundSaver:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
             if dist.is_initialized():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
-        snapshot = checkpoint.capture(module, copy=True)
+        snapshot = checkpoint.capture(module, copy=True, parts=parts)
         self._saves.append(self._pool.submit(checkpoint.write_state, snapshot, folder, self._group))
         return len(self._saves) - 1
 
@@ -80,6 +81,7 @@ class SaveHandle:
         self._results = results
         self._clock = clock
         self._done = False
+        self._failed: WorkerError | WaitTimeoutError | None = None
 
     def done(self) -> bool:
         """Whether the folder is complete. Raises WorkerError when the save failed."""
@@ -101,7 +103,16 @@ class SaveHandle:
                 )
         return self.folder
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the end, good or bad, before the workers end; `done` and `wait` remember it."""
+        try:
+            self.wait(timeout_s)
+        except (WorkerError, WaitTimeoutError) as error:
+            self._failed = error
+
     def _unfinished(self) -> list[int]:
+        if self._failed is not None:
+            raise self._failed
         if self._done:
             return []
         results: list[tuple[bool, Any]] = self._results()

@@ -1,34 +1,44 @@
 """One rank of a `TrainEngine`: owns a module, its shards and where their bytes are."""
 
+import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlix.engine.residency import MoveReport, Residency, ResidentSet, module_tensors
+from rlix.engine.life_cycle import Life, Residency
+from rlix.engine.parallel import like
+from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
-from rlix.engine.train.adapters import aliases_of, exported, tensors_of
-from rlix.engine.train.materialize import Checkpoint, ModuleSpec, build_module, fsdp_modules
+from rlix.engine.train.adapters import Exported, aliases_of, to_publish
+from rlix.engine.train.executor import TrainExecutor
+from rlix.engine.train.handover import Handover, pack, unpack
+from rlix.engine.train.layout import Layout
+from rlix.engine.train.materialize import Checkpoint, ModuleSpec
+from rlix.engine.train.optimizers import optimizers
+from rlix.engine.train.random_state import set_random_state
 from rlix.engine.train.saving import BackgroundSaver
-from rlix.engine.weights import publication
-from rlix.engine.weights.buckets import layout, pack_stream
-from rlix.engine.weights.gather import whole_tensors
-from rlix.engine.weights.transfer import Rendezvous, Sender
-from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
+from rlix.engine.weights import channel, publication, streams
+from rlix.engine.weights.layout import Layout as WeightLayout
+from rlix.engine.weights.shards import Share, held, layout_of, sliced
+from rlix.flow.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 from rlix.nn import TrainContext
-from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
+_DRAIN_S = 1.0  # for what a device was given to do before a call failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class TrainStatus:
     rank: int
     data_part: int
     residency: Residency
+    life: Life
     device_bytes: int
     host_bytes: int
     epoch: int | None
@@ -45,49 +56,64 @@ class TrainStatus:
 
 
 class TrainWorker(Worker):
-    """The executor "fsdp2". Another one has the same public methods, and nothing above it changes.
+    """Holds an executor's module, its device's lock and the place where its bytes are.
 
     Methods run one at a time, in the order they were called: ranks must meet in the same collectives.
     """
 
     def __init__(self) -> None:
         self._saver: BackgroundSaver | None = None
+        self._calls = 0
+        self._versions = 0  # of the parameters, when the last call began
 
     def setup(
-        self, spec: ModuleSpec, shards: int, collective_timeout_s: float, lease: Fence | None = None
+        self,
+        executor: type[TrainExecutor],
+        layout: Layout,
+        spec: ModuleSpec,
+        collective_timeout_s: float,
+        lease: Fence | int | None = None,
     ) -> TrainStatus:
-        """Join the process group, build the module, fill and shard it, under `lease` if there is one.
+        """Join the process group, build the module, fill and cut it, under `lease` if there is one.
 
-        `shards` is the number of ranks that hold one replica between them; a rank waits in a collective for at most
-        `collective_timeout_s`.
+        A rank waits in a collective for at most `collective_timeout_s`.
         """
-        self._lease = lease
-        self._ended = 0  # the newest epoch that was released
+        self._lease = None if lease is None else self.ctx.fence(lease)
         self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        mesh = self._mesh(spec, shards, collective_timeout_s)
-        module = build_module(spec, device, mesh)
+        self._executor = executor(self.ctx, layout, device)
+        groups = self._executor.connect(spec, collective_timeout_s)
+        module = self._executor.materialize(spec, groups)
         world = self.ctx.world_size
-        module.context = TrainContext(self.ctx.rank, world, *self._data_part(shards), device)
+        module.context = TrainContext(self.ctx.rank, world, *self._executor.data_part(), device, groups)
         torch.manual_seed(spec.seed + self.ctx.rank)
         self._module = module
         self._weights_path, self._seed = spec.weights_path, spec.seed
         self._collective_timeout_s = collective_timeout_s
         self._resident = ResidentSet(
             f"rank {self.ctx.rank} of {self.ctx.group}",
-            lambda: module_tensors(module, *checkpoint.optimizers(module).values()),
+            lambda: self._executor.resident(module),
             device,
+            mover=self._executor.mover(),
         )
+        self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
         return self.status()
 
-    def _data_part(self, shards: int) -> tuple[int, int]:
-        """Which part of a split batch this rank computes on, and of how many: with FSDP every rank has its own."""
-        return self.ctx.rank, self.ctx.world_size
+    def do(self, number: int, method: str, *args: Any) -> Any:
+        """Run a method of this class as the `number`th call of the engine, which all ranks must get alike."""
+        self._calls += 1
+        if number != self._calls:
+            raise RlixError(
+                f"{self.ctx.group}: rank {self.ctx.rank} got call {number} ({method}) after {self._calls - 1} calls: "
+                "its collectives would meet those of another call"
+            )
+        self._versions = self._written()
+        return getattr(self, method)(*args)
 
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int | None, only_first: bool
@@ -98,71 +124,66 @@ class TrainWorker(Worker):
         """
         self._guard(epoch)
         try:
-            result = getattr(self._module, method)(*args, **kwargs)
+            result = self._executor.run(self._module, method, args, kwargs)
             if isinstance(result, Iterator):
                 result = list(result)
             result = None if result is self._module else _to_host(result)
             return None if only_first and self.ctx.rank else result
         finally:
-            self._reshard()
+            self._executor.settle(self._module)
 
-    def publish(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights | None:
-        """Rank 0 stores the whole weights; the other ranks hand it their shards."""
-        self._guard(epoch)
-        published = exported(self._module)
-        whole = whole_tensors(tensors_of(published), bucket_bytes)
-        if self.ctx.rank != 0:
-            for _ in whole:
-                pass
-            return None
-        return publication.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases_of(published))
+    def publish(
+        self, version: int, bucket_bytes: int, share: Share, epoch: int | None, as_trained: bool
+    ) -> publication.PublishedWeights:
+        """Store this rank's share of the weights."""
+        with self._reading(epoch):
+            weights = self._exports(as_trained=as_trained)
+            mine = sliced(weights, share)
+            return publication.publish(mine, version, bucket_bytes=bucket_bytes, aliases=aliases_of(weights))
 
-    def describe(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights:
-        """What `send` would send now: every name, shape, dtype and place, and no bytes."""
-        self._guard(epoch)
-        published = exported(self._module)
-        named = ((weight.name, weight.base) for weight in published)
-        return publication.PublishedWeights(version, layout(named, bucket_bytes, aliases_of(published)))
+    def weight_layout(self, as_trained: bool) -> tuple[WeightLayout, dict[str, tuple[str, ...]]]:
+        """What this rank holds of the exported weights, and the further names of tied ones."""
+        weights = self._exports(as_trained=as_trained)
+        if not as_trained:
+            self._offered = [weight.name for weight in weights]
+        return layout_of(weights), aliases_of(weights)
 
-    def send(self, meeting: Rendezvous, bucket_bytes: int, epoch: int | None) -> None:
-        """Rank 0 hands the whole weights to replicas, from device to device; the other ranks hand it their shards."""
-        self._guard(epoch)
-        whole = whole_tensors(tensors_of(exported(self._module)), bucket_bytes, on_device=True)
-        if self.ctx.rank != 0:
-            for _ in whole:
-                pass
-            return
-        failed: RlixError | None = None
-        with Sender(meeting, self._module.device) as sender:
-            for bucket in pack_stream(whole, bucket_bytes, self._module.device):
-                if failed is None:
-                    try:
-                        sender.send(bucket.data)
-                    except RlixError as error:  # raised below: the other ranks still hand in their shards
-                        failed = error
-            if failed is not None:
-                raise failed
-            sender.finish()
+    def join_channel(self, ticket: channel.Ticket) -> None:
+        channel.join(ticket, self._module.device)
+
+    def leave_channel(self, name: str) -> None:
+        channel.leave(name)
+
+    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> int:
+        """Hand this rank's shards to those who need them; returns the bytes written."""
+        delivery = delivery.sent_by(self.ctx.rank)
+        with channel.answering(delivery):
+            self._guard(epoch)
+            weights = self._exports(as_trained=False)
+            if [weight.name for weight in weights] != self._offered:
+                raise WeightSyncError("the module has other weights than when the channel was opened: sync again")
+        return streams.send(delivery, ((weight.name, partial(held, weight)) for weight in weights))
+
+    def _exports(self, *, as_trained: bool) -> list[Exported]:
+        weights = self._executor.exports(self._module)
+        return weights if as_trained else to_publish(self._module, weights)
 
     # ---- residency and fencing ---------------------------------------------------------------------------------
 
     def acquire(self, lease: Fence | int) -> MoveReport:
         """Bring the bytes on the device under a lease. One that the engine has released is over for it."""
         fence = self.ctx.fence(lease)
-        if fence.epoch <= self._ended:
-            raise StaleEpochError(f"{self.ctx.group}: acquire under epoch {fence.epoch} refused: it has ended")
+        entered = self._resident.life.enter(fence.epoch)
         report = self._bring(fence)
+        self._resident.life = replace(self._resident.life, epoch=entered.epoch)
         self._lease = fence
         return report
 
     def release(self, epoch: int) -> MoveReport:
         """Free the device memory and end the epoch: nothing is accepted under it any more."""
-        if self._lease is not None and epoch < self._lease.epoch:
-            raise StaleEpochError(
-                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._lease.epoch} holds it now"
-            )
+        ended = self._resident.life.drain(epoch).ended
         report = self.to_host()
-        self._ended = max(self._ended, epoch)
+        self._resident.life = replace(self._resident.life, ended=ended)
         self._lease = None
         return report
 
@@ -175,14 +196,14 @@ class TrainWorker(Worker):
         return self._resident.to_device()
 
     def to_host(self) -> MoveReport:
-        self._reshard()
+        self._executor.settle(self._module)
         report = self._resident.to_host()
         self._locks.release()
         return report
 
     def to_meta(self) -> MoveReport:
         """Drop weights, gradients and optimizer state; `load_state`, or `load`, brings the engine back."""
-        self._reshard()
+        self._executor.settle(self._module)
         report = self._resident.to_meta()
         self._locks.release()
         return report
@@ -192,6 +213,7 @@ class TrainWorker(Worker):
             rank=self.ctx.rank,
             data_part=self._module.dp_rank,
             residency=self._resident.state,
+            life=self._resident.life,
             device_bytes=self._resident.device_bytes,
             host_bytes=self._resident.host_bytes,
             epoch=self._epoch(),
@@ -206,12 +228,12 @@ class TrainWorker(Worker):
 
     def save(self, folder: str, epoch: int | None) -> None:
         with self._reading(epoch):
-            checkpoint.save_weights(self._module, Path(folder), self._weights_path)
+            checkpoint.save_weights(self._module, Path(folder), self._weights_path, self._executor)
 
     def save_state(self, folder: str, epoch: int | None) -> None:
         with self._reading(epoch):
             self._background().drain(self._collective_timeout_s)
-            checkpoint.save_state(self._module, Path(folder))
+            checkpoint.save_state(self._module, Path(folder), self._executor)
 
     @contextmanager
     def _reading(self, epoch: int | None) -> Iterator[None]:
@@ -223,8 +245,8 @@ class TrainWorker(Worker):
 
     def start_save(self, folder: str, epoch: int | None) -> int:
         """Begin to save in the background; the number is what `save_result` is asked by."""
-        self._guard(epoch)
-        return self._background().start(self._module, Path(folder))
+        with self._reading(epoch):
+            return self._background().start(self._module, Path(folder), self._executor)
 
     def save_result(self, number: int) -> tuple[bool, str | None]:
         return self._background().result(number)
@@ -235,19 +257,68 @@ class TrainWorker(Worker):
         return self._saver
 
     def load(self, folder: str, epoch: int | None) -> None:
-        source = Checkpoint.in_folder(Path(folder), self._module)
+        source = Checkpoint.in_folder(Path(folder), self._module, self._executor.named(self._module))
         with self._filling(epoch):
             source.refill(self._seed)
 
     def load_state_dict(self, published: publication.PublishedWeights, epoch: int | None) -> None:
         given = {name: tensor for entry, tensor in publication.stream(published) for name in entry.names}
-        source = Checkpoint.of_tensors(given, self._module)
+        source = Checkpoint.of_tensors(given, self._module, self._executor.named(self._module))
         with self._filling(epoch):
             source.refill(self._seed)
 
     def load_state(self, folder: str, epoch: int | None) -> None:
         with self._filling(epoch):
-            checkpoint.load_state(self._module, Path(folder))
+            checkpoint.load_state(self._module, Path(folder), self._executor)
+
+    # ---- to other ranks ----------------------------------------------------------------------------------------
+
+    def hand_over(self) -> Handover | None:
+        """This rank's part of the training state, wherever its bytes are; asks nothing of the other ranks."""
+        if self._resident.state is Residency.META:
+            return None
+        with self._resident.readable():
+            snapshot = checkpoint.capture(self._module, copy=False, parts=self._executor)
+            pieces, data = pack(snapshot.tensors, self.ctx.rank)
+        return Handover(pieces, data, snapshot.shared, snapshot.random_state)
+
+    def changes(self) -> int:
+        """How often this rank's parameters were written to since its last call began."""
+        return self._written() - self._versions
+
+    def take_over(self, given: Sequence[Any]) -> TrainStatus:
+        """Take the state that other ranks handed over, given as Ray's references in the order of their ranks."""
+        parts: list[Handover] = [reference.future().result(self._collective_timeout_s) for reference in given]
+        read = partial(unpack, given=parts)
+        what = f"the state of {self.ctx.group}"
+        checkpoint.restore(self._module, what, json.loads(parts[0].shared), read, self._executor)
+        set_random_state(json.loads(parts[min(self.ctx.rank, len(parts) - 1)].random_state))
+        if self.ctx.rank >= len(parts):
+            torch.manual_seed(torch.initial_seed() + self.ctx.rank)
+        return self.status()
+
+    def collectives(self) -> tuple[dict[tuple[int, ...], list[int]], bool]:
+        """By members, how many collectives this rank has begun in each group; and whether the device is through."""
+        begun: dict[tuple[int, ...], list[int]] = {}
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+        for group in groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            begun.setdefault(ranks, []).append(group._get_sequence_number_for_group())
+        if self.ctx.kind is not DeviceKind.CUDA:
+            return begun, True
+        deadline = time.monotonic() + _DRAIN_S
+        while not (drained := torch.cuda.current_stream().query()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return begun, drained
+
+    @ray.method(concurrency_group=CONTROL)
+    def abort(self) -> None:
+        """End collectives on a GPU that wait for a rank that will not come; called while another method runs.
+
+        Collectives over gloo end by themselves when the process of one of their ranks does.
+        """
+        if self.ctx.kind is DeviceKind.CUDA and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
 
     @contextmanager
     def _filling(self, epoch: int | None) -> Iterator[None]:
@@ -255,13 +326,14 @@ class TrainWorker(Worker):
         empty = self._resident.state is Residency.META
         if empty:
             self._locks.acquire(self.ctx.fence(self._lease), LOCK_TIMEOUT_S)
-            self._resident.allocate()
-            self._module.zero_grad(set_to_none=True)
-            for optimizer in checkpoint.optimizers(self._module).values():
-                optimizer.state.clear()
         try:
-            self._guard(epoch)
-            yield
+            with self._resident.filling() if empty else nullcontext():
+                if empty:
+                    self._module.zero_grad(set_to_none=True)
+                    for optimizer in optimizers(self._module).values():
+                        optimizer.state.clear()
+                self._guard(epoch)
+                yield
         except BaseException:  # re-raised
             if empty:
                 self.to_meta()
@@ -289,21 +361,9 @@ class TrainWorker(Worker):
     def _epoch(self) -> int | None:
         return None if self._lease is None else self._lease.epoch
 
-    def _reshard(self) -> None:
-        """Free parameters that a forward pass gathered and kept for a backward pass that never came."""
-        for module in fsdp_modules(self._module):
-            module.reshard()
-
-    def _mesh(self, spec: ModuleSpec, shards: int, timeout_s: float) -> DeviceMesh | None:
-        """(replicate, shard) over all ranks; None for one rank in one precision, which needs no wrapping."""
-        world = self.ctx.world_size
-        if world == 1 and spec.compute_dtype in (None, spec.dtype):
-            return None
-        self.ctx.init_process_group(timeout_s=timeout_s)
-        kind = "cuda" if self.ctx.kind is DeviceKind.CUDA else "cpu"
-        if shards == world:
-            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    def _written(self) -> int:
+        """How often this rank's parameters have been written to, as sharded ones or as their shards."""
+        return sum(part._version for whole in self._module.parameters() for part in {whole, local_tensor(whole)})
 
 
 def _to_host(result: Any) -> Any:
@@ -311,7 +371,8 @@ def _to_host(result: Any) -> Any:
         whole = result.full_tensor() if isinstance(result, DTensor) else result
         return whole.detach().cpu()
     if isinstance(result, dict):
-        return {key: _to_host(value) for key, value in result.items()}
+        host = {key: _to_host(value) for key, value in result.items()}
+        return like(result, host)
     if type(result) in (list, tuple):
         return type(result)(_to_host(value) for value in result)
     return result

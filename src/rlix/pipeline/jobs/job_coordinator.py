@@ -118,7 +118,7 @@ class JobCoordinator(PipelineCoordinator):
             cause = root_cause(error)
             self._may_be_a_node = isinstance(cause, RlixError) and not isinstance(cause, SpecError)
             await self._refresh()
-            return self._failed(f"{type(cause).__name__}: {cause}")
+            return self._failed(self._last.error or f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
         await self._refresh()

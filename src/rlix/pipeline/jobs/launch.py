@@ -159,7 +159,7 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     check_jobs(specs, [device.id for device in status.devices])
     for spec in specs:
-        check_importable(spec.pipeline)
+        check_importable(spec)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
     with contextlib.ExitStack() as started:  # what was started ends again when another one cannot start
         handles = []

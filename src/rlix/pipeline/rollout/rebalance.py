@@ -9,23 +9,23 @@ prefilling a token costs, so a token of prefill takes 1 / knee of the same unit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 _WEIGHT = 0.2  # of a new observation in a running mean
 _LINE_WEIGHT = 0.02  # of a new observation in a line: it has seen many batch sizes, and forgets them slowly
+_SOME_KNEE = 64  # trajectories, until steps of several batch sizes were seen
 _SPREAD = 0.1  # of the mean batch size: with less than that, a line through the observations means nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Trajectories that one call generates, and that can only be moved together.
+class Work:
+    """A trajectory in flight.
 
     Attributes:
-        size: how many there are.
-        held: tokens they have, prompts included: what another replica would have to prefill.
-        left: expected tokens until the last of them ends.
+        held: tokens it has, prompt included: what another replica would have to prefill.
+        left: expected tokens until it ends.
     """
 
-    size: int
     held: int
     left: float
 
@@ -61,8 +61,8 @@ class StepLine:
 
 @dataclass(slots=True)
 class Estimates:
-    """What a rollout has learnt from finished calls. `knee`: batch size at which a step takes twice its least time,
-    at most `slots`, the trajectories that one replica decodes at a time.
+    """What a rollout has learnt from what replicas report. `knee`: batch size at which a step takes twice its least
+    time, at most `slots`, the trajectories that one replica decodes at a time.
 
     `move_s`: seconds between an abort and the first step elsewhere.
     """
@@ -75,11 +75,12 @@ class Estimates:
     line: StepLine = field(default_factory=StepLine)
 
     def __post_init__(self) -> None:
-        self.knee = self.knee or float(self.slots)
+        self.knee = self.knee or float(min(self.slots, _SOME_KNEE))
 
-    def saw_call(self, seconds: float, steps: int, batch: int) -> None:
-        """A call of `steps` decoding steps, beside `batch` trajectories in all, took `seconds`."""
+    def saw_steps(self, seconds: float, steps: int, tokens: int) -> None:
+        """`steps` decoding steps, of `tokens` trajectories together, took `seconds`."""
         if steps > 0 and seconds > 0:
+            batch = tokens / steps
             self.line.saw(batch, seconds / steps)
             knee = self.line.knee()
             if knee is not None:
@@ -115,29 +116,31 @@ def rollout_s(lefts: Sequence[float], estimates: Estimates) -> tuple[float, floa
     return estimates.step_s * (tokens / estimates.knee + rounds), estimates.step_s * longest
 
 
-def decode_steps(chunks: Sequence[Chunk], knee: float) -> float:
-    """Steps (of an empty batch) until the last of these trajectories ends: max(left) * (1 + batch / knee)."""
-    return max((c.left for c in chunks), default=0.0) * (1 + sum(c.size for c in chunks) / knee)
+def decode_steps(left: float, batch: int, knee: float) -> float:
+    """Steps (of an empty batch) until the last of `batch` trajectories, `left` tokens from its end, has ended."""
+    return left * (1 + batch / knee)
 
 
-def chunks_to_move(donor: Sequence[Chunk], target: Sequence[Chunk], estimates: Estimates) -> list[int]:
-    """Which of the donor's chunks (by index) the target should take over; none unless both end sooner for it.
+def to_move(donor: Sequence[Work], target: Sequence[Work], estimates: Estimates) -> list[int]:
+    """Which of the donor's trajectories (by index) the target should take over; none unless both end sooner for it.
 
     With D = `decode_steps`, moving the set M gains D(donor) - max(D(donor - M), move + prefill(M) + D(target + M)),
-    where prefill(M) = held(M) / knee and move = move_s / step_s. Chunks are tried in order of `held`, cheapest first,
-    and the number with the largest gain wins; without a measured step time nothing is moved.
+    where prefill(M) = held(M) / knee and move = move_s / step_s. Those with fewest tokens are tried first, and the
+    number with the largest gain wins; without a measured step time nothing is moved.
     """
-    if estimates.step_s is None:
+    if estimates.step_s is None or not donor:
         return []
     knee, overhead = estimates.knee, estimates.move_s / estimates.step_s
     order = sorted(range(len(donor)), key=lambda i: (donor[i].held, i))
-    before = max(decode_steps(donor, knee), decode_steps(target, knee))
-    best, count = 0.0, 0
-    for k in range(1, len(order) + 1):
-        moved = [donor[i] for i in order[:k]]
-        kept = [donor[i] for i in order[k:]]
-        prefill = sum(c.held for c in moved) / knee
-        after = max(decode_steps(kept, knee), overhead + prefill + decode_steps([*target, *moved], knee))
+    kept = [0.0, *accumulate((donor[i].left for i in reversed(order)), max)]  # the longest of the last n
+    there = max((work.left for work in target), default=0.0)
+    before = max(decode_steps(kept[-1], len(donor), knee), decode_steps(there, len(target), knee))
+    best, count, prefill = 0.0, 0, 0.0
+    for k, i in enumerate(order, 1):
+        prefill += donor[i].held / knee
+        there = max(there, donor[i].left)
+        stay = decode_steps(kept[len(donor) - k], len(donor) - k, knee)
+        after = max(stay, overhead + prefill + decode_steps(there, len(target) + k, knee))
         if before - after > best:
             best, count = before - after, k
     return sorted(order[:count])

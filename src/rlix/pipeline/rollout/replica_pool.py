@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from rlix.engine.inference.requests import Collected, GenerationRequest
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.rollout.rebalance import running_mean
@@ -20,6 +21,8 @@ from rlix.protocol.messages import Cluster, Demand, Fence, Lease, LeaseStatus, P
 logger = logging.getLogger(__name__)
 
 _FAILURES_PER_REPLICA = 3
+_COLLECT_S = 2.0  # longest a replica is listened to at a time
+_BUSY_SPAN_S = 1.0  # of a replica that stays busy
 
 Then = Callable[["Future[Any]"], None]
 
@@ -66,6 +69,8 @@ class _Bundle:
     version: int | None = None  # of the weights on the device; None: nothing is there
     replace: bool = False  # the actor is dead: nothing can be loaded before another one took its place
     background: bool = False  # it is being killed or replaced
+    collecting: bool = False  # a `collect` has not returned
+    busy_since: float | None = None  # that no span tells of
 
 
 class ReplicaPool:
@@ -75,6 +80,7 @@ class ReplicaPool:
         post: run a callable on the manager's thread, later.
         in_background: run the first callable where it may block, then the second, with its future, on the manager's
             thread.
+        on_collected: what a replica reports of its trajectories.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class ReplicaPool:
         clock: Callable[[], float],
         post: Callable[[Callable[[], None]], object],
         in_background: Callable[[Callable[[], None], Then], None],
+        on_collected: Callable[[int, Collected], None],
     ) -> None:
         self._cluster = cluster
         self._replicas = replicas
@@ -97,6 +104,7 @@ class ReplicaPool:
         self._clock = clock
         self._post = post
         self._in_background = in_background
+        self._on_collected = on_collected
         self._bundles = [_Bundle() for _ in cluster.bundles]
         self._failures = 0
         self.weights: PublishedWeights | None = None
@@ -158,6 +166,15 @@ class ReplicaPool:
         """End these requests of a replica (None: all); their call returns early with the tokens they have."""
         self._replicas.call("abort", ids, ranks=[number])
 
+    def generate(self, number: int, requests: Sequence[GenerationRequest]) -> None:
+        """Have a ready replica begin with these; what comes of them is handed to `on_collected`."""
+        bundle = self._bundles[number]
+        if bundle.busy_since is None:
+            bundle.busy_since = self._clock()
+        self.call(number, None, self._started, "start", requests)
+        if not bundle.collecting:
+            self._collect(number)
+
     def succeeded(self) -> None:
         """A replica generated: failures before it were not in a row."""
         self._failures = 0
@@ -214,22 +231,59 @@ class ReplicaPool:
         else:
             self.advance(number)
 
+    def _started(self, number: int, answer: "Future[Any]") -> None:
+        if (error := answer.exception()) is not None:
+            self.failed(number, error)
+
+    def _collect(self, number: int) -> None:
+        self._bundles[number].collecting = True
+        self.call(number, None, self._collected, "collect", _COLLECT_S)
+
+    def _collected(self, number: int, answer: "Future[Any]") -> None:
+        bundle = self._bundles[number]
+        bundle.collecting = False
+        if (error := answer.exception()) is not None:
+            self.failed(number, error)
+            return
+        try:
+            self._on_collected(number, answer.result())
+        finally:
+            if self._router.in_flight(number):
+                self._collect(number)
+            self._note_busy(number)
+            self.advance(number)
+
+    def _note_busy(self, number: int) -> None:
+        """One span for as long as the replica had something to do, told piece by piece."""
+        bundle, now = self._bundles[number], self._clock()
+        if bundle.busy_since is None:
+            return
+        busy = self._router.in_flight(number) > 0
+        if not busy or now - bundle.busy_since >= _BUSY_SPAN_S:
+            self._span(number, "busy", bundle.busy_since)
+            bundle.busy_since = now if busy else None
+
     def _end_lease(self, number: int) -> None:
         """The device is free: say so to whoever waits for it."""
         bundle = self._bundles[number]
         self._router.off(number)
+        self._note_busy(number)
+        bundle.collecting = False
         bundle.lease, bundle.moving, bundle.version = None, False, None
         acks, bundle.acks = bundle.acks, []
         for ack in acks:
             ack.set_result(None)
 
-    def call(self, number: int, kind: str, then: Callable[[int, "Future[Any]"], None], method: str, *args: Any) -> None:
-        """Call one replica; its answer (or failure) comes back through the inbox, its span into the run folder."""
+    def call(
+        self, number: int, kind: str | None, then: Callable[[int, "Future[Any]"], None], method: str, *args: Any
+    ) -> None:
+        """Call one replica; its answer (or failure) comes back through the inbox, a span into the run folder."""
         start, lease = self._clock(), self._bundles[number].lease
         (ref,) = self._replicas.call(method, *args, ranks=[number])
 
         def handle(answer: "Future[Any]") -> None:
-            self._span(number, kind, start)
+            if kind is not None:
+                self._span(number, kind, start)
             if kind == "load" and answer.exception() is None:
                 self.load_s = running_mean(self.load_s, self._clock() - start)
             # Else the lease ended meanwhile; whoever ended it has dealt with its trajectories.

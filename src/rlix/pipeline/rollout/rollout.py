@@ -14,9 +14,8 @@ from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.inference.requests import Collected
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
@@ -89,6 +88,7 @@ class RolloutManager:
             clock=clock,
             post=self._post,
             in_background=self._in_background,
+            on_collected=self._collected,
         )
         self._thread = threading.Thread(target=self._loop, name="rollout", daemon=True) if threaded else None
         if self._thread is not None:
@@ -263,29 +263,23 @@ class RolloutManager:
     def _dispatch(self) -> None:
         now = self._clock()
         for bundle, requests in self._router.dispatch(now):
-            self._pool.call(bundle, "busy", partial(self._generated, requests), "generate", requests)
+            self._pool.generate(bundle, requests)
         if self._pool.grown:
             self._pool.grown = False
             for bundle, ids in self._router.rebalance(now):
                 self._pool.abort(bundle, ids)
 
-    def _generated(self, requests: Sequence[GenerationRequest], bundle: int, answer: "Future[Any]") -> None:
-        error = answer.exception()
-        if isinstance(error, ValueError):  # the requests' fault: another replica would say the same
-            self._router.give_up(bundle, [request.id for request in requests])
-            self._pool.advance(bundle)
-            raise RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {error}") from error
-        if error is not None:
-            self._pool.failed(bundle, error)
-            return
-        self._pool.succeeded()
-        results: list[GenerationResult] = answer.result()
-        for trajectory in self._router.complete(bundle, results, self._clock()):
+    def _collected(self, bundle: int, collected: Collected) -> None:
+        if collected.chunks:
+            self._pool.succeeded()
+        for trajectory in self._router.take(bundle, collected, self._clock()):
             batch = self._batches.pop(trajectory.id)
             batch.left -= 1
             if batch.left == 0 and batch.done.set_running_or_notify_cancel():
                 batch.done.set_result(list(batch.trajectories))
-        self._pool.advance(bundle)
+        for ids, reason in collected.refused:  # the requests' fault: another replica would say the same
+            self._router.give_up(bundle, ids)
+            raise RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {reason}")
 
     # ---- reports ---------------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ trajectories back with the tokens they have; they continue elsewhere from that p
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rlix.engine.inference.requests import GenerationRequest, GenerationResult
-from rlix.pipeline.rollout.rebalance import Chunk, Estimates, chunks_to_move, prefers_cached, rollout_s
+from rlix.engine.inference.requests import Collected, DecodingCounters, GenerationRequest
+from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, rollout_s, to_move
 from rlix.protocol.messages import Demand
 
 
@@ -73,35 +73,31 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(slots=True)
-class _Call:
-    """Trajectories that were handed over together, at `time` (seconds)."""
-
-    ids: set[str]
-    time: float
-
-
-@dataclass(slots=True)
 class _Replica:
     state: ReplicaState = ReplicaState.OFF
-    in_flight: set[str] = field(default_factory=set)
-    calls: list[_Call] = field(default_factory=list)
+    in_flight: dict[str, float] = field(default_factory=dict)  # by id, when its tokens were last known
+    limit: int = 0  # how many it may have in flight
     life: int = 0  # grows whenever what it has cached is lost
+    counted: DecodingCounters = field(default_factory=DecodingCounters)  # at the last report
 
 
 class Router:
     """Trajectories and replicas of one rollout cluster. Times are seconds of the caller's clock.
 
+    A replica is given a few more trajectories than it decodes at a time, so that one that ends is followed at once. How
+    many it decodes is its own matter: at most `slots`, fewer while it says that others wait for memory.
+
     Args:
         replicas: number of bundles of the cluster.
-        slots: trajectories one replica decodes at a time.
-        chunk: trajectories handed over in one call; smaller chunks refill finished slots sooner.
+        slots: most trajectories one replica decodes at a time.
+        spare: trajectories beyond those; default: an eighth of `slots`.
         prefix_cache: whether replicas keep the prefixes they computed, so that going back to one pays.
     """
 
-    def __init__(self, replicas: int, slots: int, chunk: int, *, prefix_cache: bool = False) -> None:
-        self._replicas = [_Replica() for _ in range(replicas)]
+    def __init__(self, replicas: int, slots: int, *, spare: int | None = None, prefix_cache: bool = False) -> None:
         self._slots = slots
-        self._chunk = chunk
+        self._spare = max(1, slots // 8) if spare is None else spare
+        self._replicas = [_Replica(limit=slots + self._spare) for _ in range(replicas)]
         self._prefix_cache = prefix_cache
         self._queue: deque[str] = deque()
         self._open: dict[str, Trajectory] = {}
@@ -119,37 +115,40 @@ class Router:
             self._queue.append(trajectory.id)
 
     def drop_all(self) -> None:
-        """Forget every open trajectory. Calls in flight still end through `complete`, which ignores what they bring."""
+        """Forget every open trajectory. What is in flight still ends through `take`, which ignores what it brings."""
         self._open.clear()
         self._queue.clear()
 
-    def complete(self, bundle: int, results: Sequence[GenerationResult], now: float = 0.0) -> list[Trajectory]:
-        """Take in what a call returned: the finished trajectories; the others are queued again, first."""
+    def take(self, bundle: int, collected: Collected, now: float = 0.0) -> list[Trajectory]:
+        """Take in what a replica reports: the finished trajectories; the aborted ones are queued again, first."""
         replica = self._replicas[bundle]
-        known = [result for result in results if result.id in replica.in_flight]
-        self._learn(replica, known, now)
-        self._end_calls(replica, [result.id for result in known])
-        finished, unfinished = [], []
-        for result in known:
-            if result.id not in self._open:
+        self._learn(replica, collected.counters)
+        finished, aborted = [], []
+        for chunk in collected.chunks:
+            if chunk.id not in replica.in_flight:
                 continue
-            trajectory = self._open[result.id]
-            trajectory.token_ids += result.token_ids
-            trajectory.logprobs += result.logprobs
-            trajectory.versions += result.versions or [result.weight_version] * len(result.token_ids)
-            if result.finished:
-                trajectory.finish_reason = result.finish_reason
+            replica.in_flight[chunk.id] = now
+            if chunk.finish_reason is not None:
+                del replica.in_flight[chunk.id]
+            trajectory = self._open.get(chunk.id)
+            if trajectory is None:
+                continue
+            trajectory.token_ids += chunk.token_ids
+            trajectory.logprobs += chunk.logprobs
+            trajectory.versions += chunk.versions
+            if chunk.finish_reason == "abort":
+                aborted.append(chunk.id)
+            elif chunk.finish_reason is not None:
+                trajectory.finish_reason = chunk.finish_reason
                 self._estimates.saw_end(len(trajectory.token_ids))
-                finished.append(self._open.pop(result.id))
-            else:
-                unfinished.append(result.id)
-        self._queue.extendleft(reversed(unfinished))
+                finished.append(self._open.pop(chunk.id))
+        self._queue.extendleft(reversed(aborted))
         return finished
 
     def give_up(self, bundle: int, ids: Collection[str]) -> None:
-        """A call ended without results, and its trajectories are not to be tried again."""
-        self._end_calls(self._replicas[bundle], ids)
+        """The replica refused these trajectories, and they are not to be tried again."""
         for id in ids:
+            self._replicas[bundle].in_flight.pop(id, None)
             self._open.pop(id, None)
 
     @property
@@ -161,8 +160,8 @@ class Router:
         """What is open, as the scheduler wants to know it: tokens and times are expected ones."""
         since: dict[str, float] = {}
         for replica in self._replicas:
-            for call in replica.calls:
-                since |= dict.fromkeys(call.ids, self._estimates.steps_since(now - call.time, len(replica.in_flight)))
+            batch = len(replica.in_flight)
+            since |= {id: self._estimates.steps_since(now - known, batch) for id, known in replica.in_flight.items()}
         lefts = [self._expected_left(t, since.get(id, 0.0)) for id, t in self._open.items()]
         work_s, floor_s = rollout_s(lefts, self._estimates)
         return Demand(len(lefts), round(sum(lefts)), knee=self._estimates.knee, work_s=work_s, floor_s=floor_s)
@@ -180,7 +179,9 @@ class Router:
 
     def loading(self, bundle: int) -> None:
         self._move(bundle, ReplicaState.LOADING, ReplicaState.OFF, ReplicaState.READY, ReplicaState.DEAD)
-        self._replicas[bundle].life += 1  # new weights, or a new process: either way its cache is empty
+        replica = self._replicas[bundle]
+        replica.life += 1  # new weights, or a new process: either way its cache is empty
+        replica.limit = self._slots + self._spare
 
     def ready(self, bundle: int) -> None:
         self._move(bundle, ReplicaState.READY, ReplicaState.LOADING)
@@ -194,52 +195,52 @@ class Router:
 
     def dead(self, bundle: int) -> None:
         """The replica failed; what it had in flight is queued again, first. Its devices may not be free yet."""
+        self._replicas[bundle].counted = DecodingCounters()  # another process will count anew
         self._end(bundle, ReplicaState.DEAD)
 
     # ---- decisions -------------------------------------------------------------------------------------------
 
     def dispatch(self, now: float = 0.0) -> list[tuple[int, list[GenerationRequest]]]:
-        """Hand queued trajectories to ready replicas, up to their slots.
+        """Hand queued trajectories to ready replicas, as far as they may have more in flight.
 
         Each goes to the least loaded one, or to a busier one that has its prefix cached when `prefers_cached` says so.
         """
         loads = [(len(r.in_flight), i) for i, r in enumerate(self._replicas) if r.state is ReplicaState.READY]
         heapq.heapify(loads)
-        given: dict[int, list[Trajectory]] = {}
+        given: dict[int, list[GenerationRequest]] = {}
         while self._queue and loads:
             load, least = loads[0]
-            if load != len(self._replicas[least].in_flight):  # it was given one for its cache
+            if load != len(self._replicas[least].in_flight):  # it was given one
                 heapq.heapreplace(loads, (len(self._replicas[least].in_flight), least))
                 continue
-            if load >= self._slots:
-                break
+            if load >= self._replicas[least].limit:
+                heapq.heappop(loads)
+                continue
             trajectory = self._open[self._queue.popleft()]
             bundle = self._choose(trajectory, least)
             replica = self._replicas[bundle]
-            replica.in_flight.add(trajectory.id)
+            replica.in_flight[trajectory.id] = now
             trajectory.cached_on = (bundle, replica.life)
-            given.setdefault(bundle, []).append(trajectory)
-        return [call for bundle, chosen in given.items() for call in self._calls(bundle, chosen, now)]
+            given.setdefault(bundle, []).append(trajectory.request())
+        return list(given.items())
 
     def rebalance(self, now: float) -> list[tuple[int, list[str]]]:
-        """What to abort where, so that it goes on on the ready replica with least to do; see `chunks_to_move`.
+        """What to abort where, so that it goes on on the ready replica with least to do; see `to_move`.
 
-        Aborted trajectories come back through `complete`, are queued and dispatched to the least loaded replica.
+        Aborted trajectories come back through `take`, are queued and dispatched to the least loaded replica.
         """
         ready = self.bundles(ReplicaState.READY)
         if len(ready) < 2 or self._queue:
             return []
-        held = {i: self._chunks(self._replicas[i], now) for i in ready}
         target = min(ready, key=lambda i: (self.in_flight(i), i))
         donor = max(ready, key=lambda i: (self.in_flight(i), -i))
         if donor == target:
             return []
-        moved = chunks_to_move(held[donor], held[target], self._estimates)
-        ids = sorted(id for i in moved for id in self._replicas[donor].calls[i].ids)
-        for id in ids:
-            if id in self._open:
-                self._open[id].cached_on = None
-        return [(donor, ids)] if ids else []
+        ids = [id for id in self._replicas[donor].in_flight if id in self._open]
+        moved = to_move(self._work(donor, now), self._work(target, now), self._estimates)
+        for i in moved:
+            self._open[ids[i]].cached_on = None
+        return [(donor, sorted(ids[i] for i in moved))] if moved else []
 
     # ---- below -----------------------------------------------------------------------------------------------
 
@@ -248,53 +249,43 @@ class Router:
             return least
         bundle, life = trajectory.cached_on
         replica = self._replicas[bundle]
-        if replica.state is not ReplicaState.READY or replica.life != life or len(replica.in_flight) >= self._slots:
+        if replica.state is not ReplicaState.READY or replica.life != life or len(replica.in_flight) >= replica.limit:
             return least
         extra = len(replica.in_flight) - self.in_flight(least)
         left = self._expected_left(trajectory)
         return bundle if prefers_cached(trajectory.tokens_held, left, extra) else least
 
-    def _calls(
-        self, bundle: int, trajectories: Sequence[Trajectory], now: float
-    ) -> list[tuple[int, list[GenerationRequest]]]:
-        parts = [trajectories[i : i + self._chunk] for i in range(0, len(trajectories), self._chunk)]
-        self._replicas[bundle].calls += [_Call({t.id for t in part}, now) for part in parts]
-        return [(bundle, [t.request() for t in part]) for part in parts]
-
-    def _chunks(self, replica: _Replica, now: float) -> list[Chunk]:
-        """The replica's calls as `chunks_to_move` sees them; tokens since they were handed over are estimated."""
-        chunks = []
-        for call in replica.calls:
-            open_ = [self._open[id] for id in call.ids if id in self._open]
-            since = self._estimates.steps_since(now - call.time, len(replica.in_flight))
-            lefts = [self._expected_left(t, since) for t in open_]
-            held = sum(t.tokens_held for t in open_) + int(since * len(open_))
-            chunks.append(Chunk(len(open_), held, max(lefts, default=0.0)))
-        return chunks
+    def _work(self, bundle: int, now: float) -> list[Work]:
+        """What a replica has in flight and is still wanted; tokens since they were last known are estimated."""
+        replica, work = self._replicas[bundle], []
+        for id, known in replica.in_flight.items():
+            if (trajectory := self._open.get(id)) is not None:
+                since = self._estimates.steps_since(now - known, len(replica.in_flight))
+                work.append(Work(trajectory.tokens_held + int(since), self._expected_left(trajectory, since)))
+        return work
 
     def _expected_left(self, trajectory: Trajectory, since: float = 0.0) -> float:
         """Tokens to go, when `since` tokens were added that were not heard of yet."""
         return self._estimates.expected_left(len(trajectory.token_ids) + since, trajectory.sampling.max_new_tokens)
 
-    def _learn(self, replica: _Replica, results: Sequence[GenerationResult], now: float) -> None:
-        if not results:
-            return
-        call = next((call for call in replica.calls if results[0].id in call.ids), None)
-        if call is not None:
-            steps = max(len(result.token_ids) for result in results)
-            self._estimates.saw_call(now - call.time, steps, len(replica.in_flight))
+    def _learn(self, replica: _Replica, counters: DecodingCounters) -> None:
+        """From what was decoded since the last report: how long a step takes, and how many fit.
 
-    def _end_calls(self, replica: _Replica, ids: Collection[str]) -> None:
-        replica.in_flight.difference_update(ids)
-        for call in replica.calls:
-            call.ids.difference_update(ids)
-        replica.calls = [call for call in replica.calls if call.ids]
+        While some wait inside the replica it has no room for more than run; when none wait, it is tried with more.
+        """
+        before, replica.counted = replica.counted, counters
+        steps = counters.steps - before.steps
+        if steps > 0:  # else nothing was decoded, or by another process
+            self._estimates.saw_steps(counters.seconds - before.seconds, steps, counters.tokens - before.tokens)
+        if counters.waiting > 0:
+            replica.limit = counters.running + self._spare
+        else:
+            replica.limit = min(replica.limit + self._spare, self._slots + self._spare)
 
     def _end(self, bundle: int, state: ReplicaState) -> None:
         replica = self._replicas[bundle]
-        self._queue.extendleft(sorted(replica.in_flight & self._open.keys(), reverse=True))
+        self._queue.extendleft(sorted(replica.in_flight.keys() & self._open.keys(), reverse=True))
         replica.in_flight.clear()
-        replica.calls.clear()
         replica.state = state
 
     def _move(self, bundle: int, to: ReplicaState, *allowed: ReplicaState) -> None:

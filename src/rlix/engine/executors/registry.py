@@ -1,0 +1,84 @@
+"""Which backends there are, and what has to be known of one before its module can be imported."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import DeviceKind
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A backend by its "module:Class", which only replicas import.
+
+    Attributes:
+        start: how its replicas start; "spawn" when the class must be the first to import something.
+        splits: whether each device of a bundle holds a part of the model, and receives what a trainer sends directly;
+            False: the first device holds all.
+        environment: variables that a replica's process needs before it imports anything, from the devices' kind, the
+            threads of a virtual GPU, and whether the model is on this machine's disk. Raises RlixError when the
+            backend is not installed.
+    """
+
+    target: str
+    start: Literal["fork", "spawn"] = "fork"
+    splits: bool = False
+    environment: Callable[[DeviceKind, int, bool], Mapping[str, str]] = lambda *_: {}
+
+    def load(self) -> Any:
+        """The class. Raises RlixError when there is none."""
+        module, _, name = self.target.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise RlixError(f"executor {self.target!r}: {error}; it must be module:Class, importable here") from error
+
+
+def register(name: str, backend: Backend) -> None:
+    """Make a backend known as `InferenceEngine(..., executor=name)` in this program."""
+    if ":" in name:
+        raise ValueError(f"executor name {name!r}: without a colon, which is for module:Class")
+    _BACKENDS[name] = backend
+
+
+def backend(name: str) -> Backend:
+    """By its name or its "module:Class". Raises ValueError for a name that is neither."""
+    if name in _BACKENDS:
+        return _BACKENDS[name]
+    if ":" in name:
+        return Backend(name)
+    raise ValueError(f"unknown executor {name!r} for InferenceEngine; known: {', '.join(_BACKENDS)}, or module:Class")
+
+
+def _vllm_environment(kind: DeviceKind, cpu_threads: int, local: bool) -> Mapping[str, str]:
+    if find_spec("vllm") is None:
+        raise RlixError('executor="vllm" needs vLLM, which is not installed: pip install rlix[vllm]')
+    environment = {"HF_HUB_OFFLINE": "1"} if local else {}
+    environment |= {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's own, not the user's
+        # The engine runs inside the replica: one process less to start, and none to outlive a replica that is killed.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # tensor-parallel workers
+    }
+    if kind is DeviceKind.CPU:
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # virtual GPUs share the cores
+            "OMP_NUM_THREADS": str(cpu_threads),
+            "TORCHDYNAMO_DISABLE": "1",  # compiling costs seconds at the first request and gains nothing here
+        }
+    return environment
+
+
+_BACKENDS = {
+    "transformers": Backend("rlix.engine.executors.transformers:TransformersExecutor"),
+    "vllm": Backend(
+        "rlix.engine.executors.vllm:VllmExecutor", start="spawn", splits=True, environment=_vllm_environment
+    ),
+}

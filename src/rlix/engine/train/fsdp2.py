@@ -1,0 +1,66 @@
+"""The backend "fsdp2": PyTorch's fully sharded data parallelism, with copies of the shards if wanted (HSDP)."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from rlix.engine.train.executor import TrainExecutor
+from rlix.engine.train.layout import Layout
+from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.nn import BaseTrainModule, ProcessGroups
+
+
+class Fsdp2Executor(TrainExecutor):
+    """Every rank computes on a part of the batch of its own, with weights that are gathered layer by layer."""
+
+    @classmethod
+    def arrange(cls, asked: Layout) -> Layout:
+        """Layers are not cut here: ranks asked to be tensor-parallel share the shards of one copy instead."""
+        if asked.tensor == 1:
+            return asked
+        if asked.shard > 1:
+            raise ValueError(
+                f"executor 'fsdp2' does not cut layers: tensor_parallel_size={asked.tensor} is read as "
+                f"shard={asked.tensor}, and shard={asked.shard} was given too; give shard and data_parallel_size only"
+            )
+        return Layout(data=asked.world, shard=asked.tensor)
+
+    def connect(self, spec: ModuleSpec, timeout_s: float) -> ProcessGroups:
+        if self.layout.world == 1 and spec.computes_as_stored:
+            return ProcessGroups()
+        self.ctx.init_process_group(timeout_s=timeout_s)
+        world = dist.group.WORLD
+        return ProcessGroups(world, world)
+
+    def materialize(self, spec: ModuleSpec, groups: ProcessGroups) -> BaseTrainModule:
+        mesh = None if groups.world is None else self._mesh()
+        return build_module(spec, self.device, None if mesh is None else lambda unit: shard(unit, mesh, spec))
+
+    def settle(self, module: BaseTrainModule) -> None:
+        """Free parameters that a forward pass gathered and kept for a backward pass that never came."""
+        for part in fsdp_modules(module):
+            part.reshard()
+
+    def _mesh(self) -> DeviceMesh:
+        """(replicate, shard) over all ranks."""
+        width, ranks = self.layout.shard, self.layout.world
+        if width == ranks:
+            return init_device_mesh(self.device.type, (ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, (ranks // width, width), mesh_dim_names=("replicate", "shard"))
+
+
+def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
+    return (m for m in module.modules() if isinstance(m, FSDPModule))
+
+
+def shard(unit: nn.Module, mesh: DeviceMesh, spec: ModuleSpec) -> None:
+    """Cut a filled unit over a mesh, with the precision that `spec` asks for."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    compute: torch.dtype = getattr(torch, spec.compute_dtype) if spec.compute_dtype else dtype
+    # Named only where it differs: FSDP would cast every block's inputs to the dtype they have.
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == dtype else compute, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=mesh, mp_policy=policy)

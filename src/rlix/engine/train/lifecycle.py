@@ -1,0 +1,184 @@
+"""The workers of a training engine: how they start, are called, and are replaced by others."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rlix.engine import placement
+from rlix.engine.base import Engine, plainly
+from rlix.engine.life_cycle import Residency
+from rlix.engine.train.evacuation import Evacuated, evacuate, settled
+from rlix.engine.train.executor import TrainExecutor
+from rlix.engine.train.layout import Layout
+from rlix.engine.train.materialize import ModuleSpec
+from rlix.engine.train.worker import TrainWorker
+from rlix.flow.worker_group import WorkerGroup
+from rlix.protocol.errors import RlixError, WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Device, Fence
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""After one rank failed: how long the others may take to end the same call before they are held to wait for it."""
+SETTLE_TIMEOUT_S = 15.0
+"""How long ranks that wait for one that failed may take to come back before the engine is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedAs:
+    """How workers are started; the same whenever an engine is built anew."""
+
+    executor: type[TrainExecutor]
+    spec: ModuleSpec
+    namespace: str | None
+    start: Literal["fork", "spawn"]
+    build_timeout_s: float
+    collective_timeout_s: float
+
+
+class TrainWorkers(Engine):
+    """The part of a `TrainEngine` that knows its workers."""
+
+    _started_as: StartedAs
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._layout = Layout()
+        self._lease: Fence | int | None = None
+        self._epoch: int | None = None
+        self._built = 0  # how often workers were started
+        self._calls = 0  # of these workers
+        self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
+        self._configured: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def _hold(self, lease: Fence | int | None) -> None:
+        self._lease = lease
+        self._epoch = lease.epoch if isinstance(lease, Fence) else lease
+
+    def _start(
+        self, devices: tuple[Device, ...], layout: Layout, spec: ModuleSpec, lease: Fence | int | None
+    ) -> WorkerGroup:
+        """Workers on these devices that have built their module; none are left where one failed."""
+        how = self._started_as
+        self._built += 1
+        group = WorkerGroup(
+            TrainWorker,
+            name=self.name if self._built == 1 else f"{self.name}.{self._built}",
+            placements=[(device,) for device in devices],
+            namespace=how.namespace,
+            start=how.start,
+            max_concurrency=1,
+            start_timeout_s=how.build_timeout_s,
+        )
+        try:
+            settings = (how.executor, layout, spec, how.collective_timeout_s, lease)
+            group.run("setup", *settings, timeout_s=how.build_timeout_s)
+        except WorkerError as error:
+            group.close(graceful=False)
+            raise plainly(error) from error.__cause__
+        except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
+            group.close(graceful=False)
+            raise
+        return group
+
+    def _adopt(
+        self, group: WorkerGroup, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None
+    ) -> None:
+        self._group, self.devices, self._layout = group, devices, layout
+        self._calls = 0
+        placement.occupy(self, devices)
+        self._residency = Residency.DEVICE
+        self._hold(lease)
+
+    def _rebuild(
+        self, state: Evacuated, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None
+    ) -> None:
+        """Go on with new workers, which take `state`; on failure the engine is what it was."""
+        group = self._start(devices, layout, replace(self._started_as.spec, undefined=True), lease)
+        before = (self._group, self.devices, self._layout, self._calls, self._residency, self._lease)
+        self._adopt(group, devices, layout, lease)
+        configured, self._configured = self._configured, []
+        try:
+            for name, args, kwargs in configured:
+                getattr(self, name)(*args, **kwargs)
+            self._run("take_over", state.parts, timeout_s=self._timeout_s)
+        except BaseException:  # re-raised
+            group.close(graceful=False)
+            self._group, self.devices, self._layout, self._calls, self._residency, held = before
+            self._hold(held)
+            self._configured = configured
+            placement.occupy(self, self.devices)
+            raise
+
+    def _replace(self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None) -> None:
+        """Go on with other workers; these are in step."""
+        old = self._workers()
+        with self._dispatch:
+            parts = old.call("hand_over")
+        old.results("hand_over", parts, timeout_s=self._timeout_s)
+        self._run("to_host", timeout_s=self._timeout_s)
+        self._residency = Residency.HOST
+        self._rebuild(Evacuated(tuple(parts), agree=True), devices, layout, lease)
+        old.close()
+
+    def _end(self, *, graceful: bool) -> None:
+        self._hold(None)
+        super()._end(graceful=graceful)
+
+    # ---- calls -------------------------------------------------------------------------------------------------
+
+    def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        group = self._workers()
+        with self._dispatch:
+            self._calls += 1
+            refs = group.call("do", self._calls, method, *args)
+        name = f"{args[0]}" if method == "call" else method
+        try:
+            return group.results(name, refs, timeout_s=timeout_s)
+        except WorkerError as error:
+            lost = self._recover(group, name)
+            own = plainly(error)
+            if lost:
+                own.args = (f"{own}; {lost}",)
+            raise own from error.__cause__
+        except WaitTimeoutError as error:
+            if lost := self._recover(group, name):
+                error.args = (f"{error}; {lost}",)
+            raise
+
+    def _recover(self, group: WorkerGroup, method: str) -> str:
+        """After a call that did not end well: make sure that the next one meets no collective of this one.
+
+        Returns what is lost, if anything.
+        """
+        if group is not self._group or group.world_size == 1 or settled(group, GRACE_S):
+            return ""
+        logger.warning("%s: ranks wait for one that failed in %s(): starting its workers anew", self.name, method)
+        state = evacuate(group, SETTLE_TIMEOUT_S)
+        if state is None:
+            self._end(graceful=False)
+            return (
+                "other ranks did not come back from it, so the workers were ended: weights and optimizer state are "
+                "lost; build() the engine and load a state"
+            )
+        group.close(graceful=False)
+        residency = self._residency
+        try:
+            self._rebuild(state, self.devices, self._layout, self._lease)
+            if residency is Residency.META or not state.agree:
+                self.meta()
+            elif residency is Residency.HOST:
+                self.cpu()
+        except RlixError as error:
+            self._end(graceful=False)
+            return f"new workers could not take its state, which is lost ({error}); build() the engine and load a state"
+        if not state.agree:
+            return (
+                "some ranks had changed their weights by then and others not, so weights and optimizer state were "
+                "dropped: load_state() or load() brings the engine back"
+            )
+        return (
+            "ranks that waited for it were started anew with their weights and optimizer state; gradients are dropped"
+        )

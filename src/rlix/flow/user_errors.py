@@ -1,0 +1,37 @@
+"""Errors of a worker's methods, as the caller gets them: what the method raised, and a `WorkerError`."""
+
+from functools import cache
+from typing import Any
+
+from rlix.protocol.errors import RlixError, WorkerError
+
+
+def worker_error(message: str, rank: int, cause: BaseException) -> WorkerError:
+    """An error that is caught as `WorkerError` and as the cause's own type, and has the cause's attributes."""
+    own = isinstance(cause, Exception) and not isinstance(cause, RlixError)
+    return _made(type(cause) if own else WorkerError, message, {**(cause.__dict__ if own else {}), "rank": rank})
+
+
+def _made(kind: Any, message: str, attributes: dict[str, object]) -> WorkerError:
+    """Without `__init__`, which may want other arguments than a message."""
+    both = WorkerError if kind is WorkerError else _both(kind)
+    built_in: Any = next(base for base in both.__mro__[1:] if base.__module__ == "builtins" and issubclass(kind, base))
+    error: WorkerError = built_in.__new__(both, message)
+    error.args = (message,)
+    error.__dict__.update(attributes)
+    return error
+
+
+@cache
+def _both(kind: Any) -> type[WorkerError]:
+    def text(error: Exception) -> str:  # KeyError's own would be in quotes, others have none of their own
+        return str(error.args[0])
+
+    def reduce(error: Exception) -> tuple[object, ...]:
+        return _made, (kind, error.args[0], error.__dict__)
+
+    members = {"__str__": text, "__reduce__": reduce, "__module__": kind.__module__, "__init__": Exception.__init__}
+    try:
+        return type(kind.__name__, (WorkerError, kind), members)
+    except TypeError:  # a class that cannot be extended, or not together with another
+        return WorkerError

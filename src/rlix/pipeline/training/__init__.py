@@ -1,0 +1,1 @@
+"""How a train module computes: micro-batches, scores of tokens, optimizer steps."""

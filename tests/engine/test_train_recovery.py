@@ -1,0 +1,160 @@
+"""Training engines whose calls fail, whose bytes are away, and which are built anew on other ranks."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlix.engine.life_cycle import Residency
+from rlix.engine.parallel import NeedParallel
+from rlix.engine.placement import pool_devices
+from rlix.engine.train import lifecycle
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights import publication
+from rlix.protocol.errors import NotResidentError, RlixError, WorkerError
+from tests.engine.models import qwen
+from tests.engine.training_models import Several, Swapping, batch, policy
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+def train(engine: TrainEngine, steps: range) -> list[float]:
+    return [engine.train_step(NeedParallel(batch(step)))["loss"] for step in steps]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def unbroken(ray_session: Any) -> list[float]:
+    """Losses of eight steps on two ranks."""
+    with TrainEngine(policy()).build(shard=2, seed=11) as engine:
+        return train(engine, range(8))
+
+
+@pytest.fixture
+def engine(ray_session: Any) -> Iterator[TrainEngine]:
+    with TrainEngine(policy()).build(shard=2, seed=11, collective_timeout_s=60.0) as engine:
+        yield engine
+
+
+def test_one_ragged_row_costs_a_moment_and_nothing_else(engine: TrainEngine, unbroken: list[float]) -> None:
+    assert train(engine, range(3)) == unbroken[:3]
+    rows = [*batch(3)[:-1], batch(3)[-1][:-1]]  # the last one is too short: rank 1 raises, rank 0 waits for it
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="expected sequence of length 12") as caught:
+        engine.train_step(NeedParallel(rows))
+    assert time.monotonic() - start < 30.0  # it waits for nobody's deadline
+    assert isinstance(caught.value, WorkerError)
+    assert (caught.value.rank, caught.value.items) == (1, range(5, 9))
+    assert "items 5 to 8 of the split batch" in str(caught.value)
+    assert "started anew with their weights and optimizer state; gradients are dropped" in str(caught.value)
+    assert train(engine, range(3, 8)) == unbroken[3:]
+
+
+def test_weights_that_only_some_ranks_changed_are_dropped_and_the_error_says_so(
+    engine: TrainEngine, unbroken: list[float], tmp_path: Path
+) -> None:
+    train(engine, range(2))
+    engine.save_state(tmp_path / "state")
+    with pytest.raises(KeyError, match=r"weights and optimizer state were dropped: load_state\(\)"):
+        engine.step_on_one_rank()
+    assert engine.residency is Residency.META
+    with pytest.raises(NotResidentError):
+        train(engine, range(1))
+    engine.load_state(tmp_path / "state")
+    assert train(engine, range(2, 4)) == unbroken[2:4]
+
+
+def test_ranks_that_do_not_come_back_are_ended(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "SETTLE_TIMEOUT_S", 0.5)
+    with pytest.raises(KeyError, match=r"did not come back .* weights and optimizer state are lost; build\(\)"):
+        engine.sleep_on_the_others(60.0)
+    with pytest.raises(RlixError, match="given up after an error"):
+        engine.count([[1]])
+
+
+def test_the_same_calls_are_allowed_wherever_the_bytes_are(ray_session: Any, tmp_path: Path) -> None:
+    """With a mover that frees the device's memory as on a GPU."""
+    with TrainEngine(policy(), Swapping).build(shard=2, seed=11) as engine:
+        train(engine, range(2))
+        expected = engine.state_dict()
+        engine.cpu()
+        engine.save(tmp_path / "model")
+        assert same(engine.state_dict(), expected)
+        published = {entry.name: tensor for entry, tensor in publication.stream(engine.publish())}
+        assert same(published, expected)
+        engine.save_state(tmp_path / "state")
+        engine.save_state(tmp_path / "later", asynchronous=True).wait(60.0)
+        for load in (engine.load, engine.load_state):
+            with pytest.raises(NotResidentError, match="on host"):
+                load(tmp_path / "model")
+        engine.cuda()
+        after = train(engine, range(2, 4))
+        for state in ("state", "later"):
+            engine.meta()
+            for read in (engine.state_dict, engine.publish, lambda: engine.save_state(tmp_path / "no")):
+                with pytest.raises(NotResidentError, match="on meta"):
+                    read()
+            engine.load_state(tmp_path / state)
+            assert train(engine, range(2, 4)) == after
+
+
+def test_optimizers_in_lists_and_dictionaries_move_and_are_saved(ray_session: Any, tmp_path: Path) -> None:
+    with TrainEngine((Several, qwen()), Swapping).build(seed=3) as engine:
+        train(engine, range(2))
+        held = engine.status()[0].device_bytes
+        engine.save_state(tmp_path / "state")
+        expected = train(engine, range(2, 4))
+        engine.cpu()
+        assert engine.status()[0].host_bytes == held > 3 * 4 * engine.status()[0].parameters  # weights and two moments
+        engine.meta()
+        engine.load_state(tmp_path / "state")
+        assert train(engine, range(2, 4)) == expected
+
+
+def test_forward_is_called_through_the_engine(engine: TrainEngine) -> None:
+    ids = torch.tensor(batch(0))
+    whole = engine(input_ids=NeedParallel(ids))
+    assert whole.logits.shape == (9, 12, 97)
+    assert torch.equal(engine.forward(NeedParallel(ids)).logits, whole.logits)
+
+
+def test_an_engine_moves_to_other_devices_and_another_width(ray_session: Any, unbroken: list[float]) -> None:
+    devices = pool_devices()
+    with TrainEngine(policy(), Swapping).build(shard=2, devices=devices[:2], seed=11) as engine:
+        losses = train(engine, range(2))
+        engine.resize(devices=devices[4:6])
+        assert engine.devices == devices[4:6]
+        losses += train(engine, range(2, 4))
+        assert losses == unbroken[:4]
+        engine.resize(devices=devices[:3])  # as wide as the devices allow
+        losses += train(engine, range(4, 6))
+        engine.cpu()
+        engine.resize(data_parallel_size=1)
+        assert (engine.residency, len(engine.devices)) == (Residency.DEVICE, 1)
+        losses += train(engine, range(6, 7))
+        engine.resize(data_parallel_size=4, shard=2)
+        losses += train(engine, range(7, 8))
+        assert losses == pytest.approx(unbroken, rel=1e-5)
+        assert engine.steps_done() == 8
+        with pytest.raises(ValueError, match="9 device"):
+            engine.resize(shard=9)
+        assert train(engine, range(1))
+        engine.meta()
+        with pytest.raises(NotResidentError):
+            engine.resize(shard=2)
+
+
+def test_optimizers_that_a_method_made_are_made_again(ray_session: Any) -> None:
+    with TrainEngine(policy()).build(seed=11) as engine:
+        engine.use_sgd(0.5)
+        train(engine, range(1))
+        expected = engine.state_dict()
+        engine.resize(shard=2)
+        assert same(engine.state_dict(), expected)
+        assert engine.learning_rates() == [0.5]

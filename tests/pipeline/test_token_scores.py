@@ -1,0 +1,68 @@
+"""Scores from hidden states: values, gradients, and how much memory they take."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rlix.pipeline.training.token_scores import chosen_scores
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    source = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=source, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((7, 5), (11, 5), (11,))
+    )
+    return hidden, weight, bias, torch.randint(0, 11, (7,), generator=source)
+
+
+@pytest.mark.parametrize("logits_at_once", [1, 22, 33, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_are_those_of_whole_logits(logits_at_once: int, temperature: float) -> None:
+    hidden, weight, bias, tokens = inputs()
+    given = chosen_scores(hidden, weight, bias, tokens, temperature=temperature, logits_at_once=logits_at_once)
+    distribution = torch.distributions.Categorical(logits=(hidden @ weight.T + bias) / temperature)
+    assert_close(given, (distribution.log_prob(tokens), distribution.entropy()))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradients_of_both_results(with_bias: bool) -> None:
+    hidden, weight, bias, tokens = inputs()
+    given = (hidden, weight, bias if with_bias else None)
+    torch.autograd.gradcheck(
+        lambda *parts: chosen_scores(*parts, tokens, temperature=0.7, logits_at_once=30),
+        given,
+    )
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _, tokens = inputs(torch.float32)
+    weight.requires_grad_(False)
+    chosen_scores(hidden, weight, None, tokens)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_half_precision_is_widened_before_the_softmax() -> None:
+    hidden, weight, _, tokens = inputs(torch.bfloat16)
+    log_probs, entropies = chosen_scores(hidden, weight, None, tokens)
+    expected = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
+    assert_close(log_probs, expected.gather(1, tokens[:, None])[:, 0])
+    assert_close(entropies, -(expected.exp() * expected).sum(-1))
+    log_probs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_give_gradients_of_zero() -> None:
+    hidden, weight, _, tokens = inputs()
+    log_probs, _ = chosen_scores(hidden[:0], weight, None, tokens[:0])
+    log_probs.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward_pass() -> None:
+    kept: list[int] = []
+    hidden, weight, _, tokens = inputs()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        chosen_scores(hidden, weight, None, tokens)
+    assert kept and max(kept) < 7 * 11
