@@ -19,6 +19,7 @@ from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
+from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import prepare_model
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
@@ -200,6 +201,7 @@ class FullFinetunePipeline(Pipeline):
         self.model_path = prepare_model(spec.model, self.folder.path / "model", spec.seed)
         tokenizer = load_tokenizer(self.model_path)
         self.pad_id = int(tokenizer.pad_token_id)
+        ends = Ends(tokenizer, self.model_path, spec.rollout.stop, spec.rollout.stop_token_ids)
         around = Surroundings(
             job=spec.name,
             seed=spec.seed,
@@ -210,10 +212,11 @@ class FullFinetunePipeline(Pipeline):
                 temperature=spec.rollout.temperature,
                 top_p=spec.rollout.top_p,
                 top_k=spec.rollout.top_k,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
+                stop_token_ids=ends.token_ids,
             ),
             context=int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings),
             tokenizer=tokenizer,
+            ends=ends,
             timeout_s=self.rollout_timeout_s,
             stop=self.stop_requested,
             generator=lambda: self.rollouts,

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Sampling, Trajectory
-from rlix.pipeline.samples import Sample, Samples
+from rlix.pipeline.samples import Answer, End, Sample, Samples
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Demand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlix.pipeline.ends import Ends
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Surroundings:
     Args:
         groups: how many a step has, and `group_size` how many samples each.
         context: tokens that the model can see at once.
+        ends: where answers end.
         timeout_s: longest that a step's samples may take, once there are devices for them.
         stop: set when the job should end.
         generator: where trajectories go to be generated.
@@ -59,6 +62,7 @@ class Surroundings:
     sampling: Sampling
     context: int
     tokenizer: "PreTrainedTokenizerBase"
+    ends: "Ends"
     timeout_s: float
     stop: threading.Event
     generator: Callable[[], Generator]
@@ -98,6 +102,14 @@ class Source(ABC):
 
     def close(self) -> None:
         """Stop what was started."""
+
+
+def ended(trajectory: Trajectory, ends: "Ends") -> tuple[Answer, End]:
+    """What was generated, up to the first string that ends it, and whether it ended by itself."""
+    kept = ends.kept(trajectory.token_ids)
+    ids, logprobs = tuple(trajectory.token_ids[:kept]), tuple(trajectory.logprobs[:kept])
+    cut_off = kept is None and trajectory.finish_reason == "length"
+    return Answer(ids, logprobs, tuple(trajectory.versions[:kept])), End.LENGTH if cut_off else End.DONE
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Answer, Samples, mean, measured
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Patience, Source, Surroundings
+from rlix.pipeline.sources.base import Patience, Source, Surroundings, ended
 from rlix.pipeline.sources.environments.base import Demonstration, EnvironmentFactory, Instance, Observation
 from rlix.pipeline.sources.environments.episode import Episode, Outstanding, Room, play
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
@@ -137,7 +137,7 @@ class EpisodeSource(Source):
         trajectory.cached_on = conversation.cached_on
         done = await asyncio.wrap_future(self.around.generator().submit(step, trajectory))
         conversation.cached_on = done.cached_on
-        return Answer(tuple(done.token_ids), tuple(done.logprobs), tuple(done.versions))
+        return ended(done, self.around.ends)[0]
 
     # ---- text ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, mean, measured
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Patience, Source, Surroundings
+from rlix.pipeline.sources.base import Patience, Source, Surroundings, ended
 from rlix.pipeline.sources.judge import Verdict
 from rlix.pipeline.sources.tasks.base import Prompt, Task
 
@@ -45,8 +45,9 @@ class PromptSource(Source):
         seconds, tokens = time.time() - begun.time, sum(len(t.token_ids) for t in done)
         asked = [prompt for prompt in begun.prompts for _ in range(self.around.group_size)]
         start = time.time()
-        verdicts = self._task.judge([(p, t.token_ids) for p, t in zip(asked, done, strict=True)])
-        samples = [_sample(t, verdict) for t, verdict in zip(done, verdicts, strict=True)]
+        answers = [ended(t, self.around.ends) for t in done]
+        verdicts = self._task.judge([(p, a.token_ids) for p, (a, _) in zip(asked, answers, strict=True)])
+        samples = [_sample(t, a, end, v) for t, (a, end), v in zip(done, answers, verdicts, strict=True)]
         self._patience.look_at(samples)
         metrics = {
             "rollout_s": seconds,
@@ -84,9 +85,7 @@ def _parts(verdicts: Sequence[Verdict]) -> dict[str, float]:
     return {name: mean(values) for name, values in given.items()}
 
 
-def _sample(trajectory: Trajectory, verdict: Verdict) -> Sample:
-    answer = Answer(tuple(trajectory.token_ids), tuple(trajectory.logprobs), tuple(trajectory.versions))
-    end = End.LENGTH if trajectory.finish_reason == "length" else End.DONE
+def _sample(trajectory: Trajectory, answer: Answer, end: End, verdict: Verdict) -> Sample:
     turns = (Turn(trajectory.prompt_ids, answer),)
     if isinstance(verdict, str):
         return Sample(trajectory.id, turns, 0.0, False, end, counts=False, error=verdict)

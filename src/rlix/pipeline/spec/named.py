@@ -7,6 +7,8 @@ import importlib.util
 import inspect
 import json
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,8 @@ from rlix.pipeline.spec.file import Problem, nearest, problems_of
 from rlix.pipeline.spec.section import Section
 from rlix.protocol.errors import SpecError
 
+_LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_NOT_OWN = ("<", str(Path(__file__).parents[2]), *_LIBRARIES)  # how names of files begin that no user wrote
 _FORMS = "file.py:name or package.module:name"
 
 
@@ -99,16 +103,12 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def where_raised(error: BaseException) -> str:
-    """The error, and the file and line of the user's code that raised it."""
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error}"  # which says where
-    traceback = error.__traceback__
-    last = None
-    while traceback is not None:
-        last = (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    place = f" ({last[0]}:{last[1]})" if last else ""
-    return f"{type(error).__name__}: {error}{place}"
+    """The error, and the file and line of the user's code that raised it, or called what did."""
+    text = f"{type(error).__name__}: {error}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OWN)]
+    if not own or isinstance(error, SyntaxError):  # the latter says where itself
+        return text
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})"
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

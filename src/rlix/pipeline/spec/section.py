@@ -1,6 +1,6 @@
 """What all sections of a job spec have in common."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,3 +16,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def one_or_many(value: Any) -> Any:
+    """What is not a list is a list of one."""
+    return value if isinstance(value, list | tuple) else [value]

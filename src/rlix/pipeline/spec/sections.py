@@ -2,14 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
-from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share
+from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
 
@@ -24,6 +24,11 @@ class RolloutSpec(Section):
     top_p: Share = 1.0
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    """Strings that end an answer and are part of it. One that is a token of the model's ends generation there; of what
+    is generated after another one nothing is kept."""
+    stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    """Tokens that end an answer, besides the end tokens of the tokenizer and of the model's folder."""
     executor: Literal["transformers", "vllm"] = "transformers"
     max_num_seqs: Count = 64
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.named import Named
-from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section
+from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section, one_or_many
 
 TASKS = {
     "sort_digits": "rlix.pipeline.sources.tasks.digits:sort_digits",
@@ -94,17 +94,12 @@ class EnvironmentSpec(Named):
         return ENVIRONMENTS.get(self.name, self.name)
 
 
-def _rewards(value: Any) -> Any:
-    """One reward is a list of one."""
-    return [value] if isinstance(value, str | dict | RewardSpec) else value
-
-
 class SourceSpec(Section):
     """Where samples come from: `task`, or `data` with `rewards`, or `environment`, or the `name` of your own."""
 
     task: TaskSpec | None = None
     data: DataSpec | None = None
-    rewards: Annotated[tuple[RewardSpec, ...], BeforeValidator(_rewards), Field(strict=False)] = ()
+    rewards: Annotated[tuple[RewardSpec, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """What judges completions of prompts from `data`; one alone needs no list."""
     environment: EnvironmentSpec | None = None
     name: str | None = None
