@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rlix.engine.life_cycle import Residency
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
-from rlix.engine.residency import Residency
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import publication

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
-from rlix.engine.residency import Residency
+from rlix.engine.life_cycle import Residency
 from rlix.engine.train.evacuation import Evacuated, evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
