@@ -2,8 +2,8 @@
 
 Through host memory (pack into host buckets, apply to a replica), all in one process, against a plain copy and a
 per-parameter loop: the buckets are copied once as Ray's object store would copy them, and read from there. CUDA IPC, to
-a replica in a process of its own, against the way through host memory; `--device cpu` takes shared memory in its place, to
-try the code. NCCL needs two GPUs and is not measured here.
+a replica in a process of its own, against the way through host memory; `--device cpu` takes shared memory in its
+place, to try the code. NCCL needs two GPUs and is not measured here.
 """
 
 from collections.abc import Iterator, Sequence
