@@ -23,15 +23,18 @@ from rlix.pipeline.spec.job import JobSpec, load_job
 def agentic_job(name: str, steps: int, scale: float, seed: int) -> JobSpec:
     """The shipped job at another scale of latencies; timeouts scale with them."""
     spec = load_job("agentic_lookup")
-    assert spec.environment is not None
-    options = {**spec.environment.options, "latency_scale": scale}
+    environment = spec.source.environment
+    assert environment is not None
+    options = {**environment.options, "latency_scale": scale}
     timeouts = {"reset_timeout_s": max(1.0, 20.0 * scale), "step_timeout_s": max(1.0, 10.0 * scale)}
     return spec.model_copy(
         update={
             "name": name,
             "seed": seed,
             "steps": steps,
-            "environment": spec.environment.model_copy(update={"options": options, **timeouts}),
+            "source": spec.source.model_copy(
+                update={"environment": environment.model_copy(update={"options": options, **timeouts})}
+            ),
         }
     )
 

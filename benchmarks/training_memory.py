@@ -22,8 +22,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.pipeline.algorithms import Setting
+from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
-from rlix.pipeline.spec.training import AlgorithmSpec, OptimizerSpec, TrainingSpec
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 
 CASES = {
     "one pass": None,
@@ -88,9 +91,10 @@ def one_case(options: argparse.Namespace) -> None:
     args, kwargs = meta.rlix_init
     spec = ModuleSpec(module_class=type(meta), args=args, kwargs=kwargs, weights_path=str(folder))
     model: Any = build_module(spec, torch.device("cpu"), None)
-    settings = CASES[options.case]
+    settings, algorithm = CASES[options.case], build_algorithm(AlgorithmSpec(), Setting(8, options.length))
     training = TrainingSpec(micro_batch_tokens=options.budget, **(settings or {}))
     model.configure_optimizer(OptimizerSpec(), training)
+    algorithm = build_algorithm(AlgorithmSpec(), Setting(group_size=8, longest=options.length))
 
     def log_probs(tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -100,7 +104,7 @@ def one_case(options: argparse.Namespace) -> None:
         if settings is None:
             plain_step(model, tensors)
         else:
-            model.policy_step(tensors, float(tensors["mask"].sum()), AlgorithmSpec(), 1.0, 1.0)
+            model.policy_step(tensors, algorithm.denominator(tensors["mask"]), algorithm, 1.0, 1.0)
 
     step(batch(1, 32, options.vocabulary))  # makes gradients and the optimizer's state
     tensors = batch(options.rows, options.length, options.vocabulary)
@@ -122,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32768)

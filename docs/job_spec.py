@@ -8,13 +8,21 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rlix.pipeline.spec.job import JobSpec, PretrainedModel, TinyModel
+from rlix.pipeline.spec.algorithm import ALGORITHMS
+from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.model import PretrainedModel, TinyModel
+from rlix.pipeline.spec.schedule import SCHEDULES
 
 TARGET = Path(__file__).with_name("job-spec.md")
 INTRODUCTION = """# Job spec reference
 
 A job is one YAML file, checked before anything starts. Unknown keys are errors. Paths are relative to the file. The
 jobs that ship with RLix can be named without a path (`rlix run sort_digits`).
+
+Whatever has a `name` and `options` may be something that ships or your own: `file.py:name`, relative to the job's file,
+or `package.module:name`. A name alone may stand for the section: `algorithm: ppo` is `algorithm: {name: ppo}`. Options
+are checked by what is named: by its class `Options` (a pydantic model or a dataclass), else by its signature. A file is
+loaded under a name of its own, and its classes travel to other machines whole; it can import what is installed there.
 
 This page is written from the code by `python docs/job_spec.py`; a test keeps it current.
 """
@@ -32,11 +40,19 @@ def reference() -> str:
         children = [(f"{path}.{name}".lstrip("."), child) for name, child in nested(model)]
         sections = [*children, *sections] if path else [*sections, *children]
         parts.append(section(path, model))
+    parts += [options("algorithm", name, model) for name, model in ALGORITHMS.items()]
+    parts += [options("schedule", name, model) for name, model in SCHEDULES.items() if model.model_fields]
     return "\n".join(parts)
 
 
-def section(path: str, model: type[BaseModel]) -> str:
-    title = f"## `{path}`" if path else "## Top level"
+def options(path: str, name: str, model: type[BaseModel]) -> str:
+    """The options of what is called `name`, and those of its own sections."""
+    inner = [section(f"{path}.options.{child}", of_child) for child, of_child in nested(model)]
+    return "\n".join([section(f"{path}.options", model, f" of `{name}`"), *inner])
+
+
+def section(path: str, model: type[BaseModel], more: str = "") -> str:
+    title = f"## `{path}`{more}" if path else "## Top level"
     if model in (TinyModel, PretrainedModel):
         title += " (built in)" if model is TinyModel else " (Hugging Face)"
     rows = [row(name, field) for name, field in model.model_fields.items()]
@@ -80,7 +96,8 @@ def type_name(annotation: Any) -> str:
         return f"list of {inner[0]}" if ... in args else f"[{', '.join(inner)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(annotation, str(annotation))
+    names: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "section"}
+    return names.get(origin or annotation, str(annotation))
 
 
 if __name__ == "__main__":

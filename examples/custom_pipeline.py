@@ -20,16 +20,15 @@ class BestOfGroup(FullFinetunePipeline):
 
     def step(self, step: int) -> Mapping[str, float]:
         samples = self.sample(step)  # on whatever devices the job has at the moment
-        batch = self.collate(samples.trajectories)
+        batch = self.collate(samples)
 
-        size = self.spec.rollout.samples_per_prompt
-        rewards = self.shaped(samples).view(-1, size)
+        rewards = self.shaped(samples).view(-1, samples.group_size)
         best = rewards == rewards.amax(dim=1, keepdim=True)
-        taught = groups_with_spread(rewards.flatten(), size)
+        taught = groups_with_spread(rewards.flatten(), samples.group_size)
         batch["advantages"] = (best & taught.unsqueeze(1)).float().flatten()
 
         metrics = self.train(step, batch)  # under a lease for the training devices; publishes the new weights
-        return metrics | samples.metrics() | self.rollout_metrics | {"taught": float(taught.float().mean())}
+        return metrics | samples.metrics() | {"taught": float(taught.float().mean())}
 
 
 if __name__ == "__main__":

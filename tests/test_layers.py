@@ -98,3 +98,31 @@ def test_start_up_imports_no_torch(module: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    names = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def imports_within(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Modules of `modules` that a file imports by name, those for type checking and inside functions included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (whole & modules.keys()) or {node.module}
+    return found & modules.keys()
+
+
+def test_no_import_circle_in_pipeline() -> None:
+    modules = modules_of(SOURCE / "pipeline")
+    below = {name: imports_within(path, modules) for name, path in modules.items()}
+    while free := {name for name, imports in below.items() if not imports}:
+        below = {name: imports - free for name, imports in below.items() if name not in free}
+    assert not below, f"these import each other: {sorted(below)}"

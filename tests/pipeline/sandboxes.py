@@ -35,3 +35,26 @@ class Sandbox:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+class Sums:
+    """Two turns, each rewarded by the sum of the tokens' numbers; one trajectory in five fails."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._fails, self._turns = instance.seed % 5 == 0, 0
+
+    async def reset(self, seed: int) -> str:
+        return f"{seed % 10}>"
+
+    async def step(self, action: Action) -> Transition:
+        if self._fails:
+            raise RuntimeError("no luck")
+        self._turns += 1
+        return Transition(">", reward=sum(action.token_ids) % 7 / 7, done=self._turns == 2)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    @classmethod
+    def demonstrate(cls, seed: int) -> tuple[tuple[str, str], ...]:
+        return ((f"{seed % 10}>", "12"), (">", "3"))

@@ -14,16 +14,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlix.pipeline.algorithms import (
-    aggregate,
+    Setting,
     clipped_policy_loss,
-    group_relative_advantages,
-    kl_estimate,
     rloo_advantages,
     token_log_probs,
     truncated_importance_weights,
 )
+from rlix.pipeline.algorithms.choice import build_algorithm
+from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.models import write_tiny_model
-from rlix.pipeline.spec.job import TinyModel
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 
 datasets = pytest.importorskip("datasets")
@@ -99,42 +100,44 @@ def close(ours: Any, theirs: Any) -> None:
     assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
+KL = {"beta": 0.05, "use_bias_correction_kl": False}
+SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2}
+
+
 @pytest.mark.parametrize(
-    ("loss_type", "aggregation", "options"),
+    ("name", "options", "theirs"),
     [
-        ("grpo", "sequence", {}),
-        ("bnpo", "token", {"epsilon_high": 0.28}),
-        ("dapo", "token", {"epsilon_high": 0.28, "beta": 0.05, "use_bias_correction_kl": False}),
-        ("dr_grpo", "token", {"beta": 0.05, "use_bias_correction_kl": False, "scale_rewards": "none"}),
+        ("grpo", {"aggregation": "sequence"}, {"loss_type": "grpo"}),
+        ("grpo", {"clip_high": 0.28}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
+        ("dapo", {"kl_coefficient": 0.05}, {"loss_type": "dapo", "epsilon_high": 0.28, **KL}),
+        ("dr_grpo", {"kl_coefficient": 0.05}, {"loss_type": "dr_grpo", "scale_rewards": "none", **KL}),
+        ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, SEQUENCE),
+        ("gspo", {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.05}, {**SEQUENCE, **KL}),
+        ("cispo", {"ratio_cap": 1.2, "kl_coefficient": 0.05}, {"loss_type": "cispo", "epsilon_high": 1.2, **KL}),
     ],
 )
 def test_losses_gradients_and_advantages(
-    loss_type: str, aggregation: Any, options: dict[str, Any], folder: Path
+    name: str, options: dict[str, Any], theirs: dict[str, Any], folder: Path
 ) -> None:
-    trainer = make_trainer("GRPO", folder, loss_type=loss_type, **options)
+    trainer = make_trainer("GRPO", folder, **theirs)
     batch = sampled(trainer)
-    scaled = options.get("scale_rewards") != "none"
-    advantages = group_relative_advantages(torch.tensor(REWARDS), GROUP, normalize_by_std=scaled)
-    spread = torch.tensor(REWARDS).view(-1, GROUP).std(dim=1).repeat_interleave(GROUP) if scaled else torch.ones(ROWS)
-    smaller = spread / (spread + TRL_EPSILON) if scaled else torch.ones(ROWS)
-    close(advantages * smaller, batch["advantages"])
+    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(GROUP, longest=6))
+    now, mask = log_probs(trainer.model, batch), batch["completion_mask"].float()
+    ours = PolicyBatch(input_ids=batch["completion_ids"], mask=mask, old_log_probs=batch["old_per_token_logps"])
+    if algorithm.needs_reference:
+        ours["reference_log_probs"] = batch["ref_per_token_logps"]
 
-    now, mask = log_probs(trainer.model, batch), batch["completion_mask"]
-    denominator = float(ROWS * 6) if loss_type == "dr_grpo" else None
-    loss = clipped_policy_loss(
-        now,
-        batch["old_per_token_logps"],
-        batch["advantages"],
-        mask,
-        clip_high=options.get("epsilon_high", 0.2),
-        aggregation=aggregation,
-        denominator=denominator,
-    ).loss
-    kl = aggregate(kl_estimate(now, batch["ref_per_token_logps"], "k3"), mask, aggregation, denominator)
-    ours = loss + options.get("beta", 0.0) * kl
-    theirs = trainer._compute_loss(trainer.model, batch)
-    close(ours, theirs)
-    close(gradients(trainer.model, ours), gradients(trainer.model, theirs))
+    rewards = torch.tensor(REWARDS)
+    advantages = algorithm.estimate(rewards, torch.ones(ROWS, dtype=torch.bool), ours).advantages
+    scaled = theirs.get("scale_rewards") != "none"
+    spread = rewards.view(-1, GROUP).std(dim=1).repeat_interleave(GROUP)
+    close(advantages * (spread / (spread + TRL_EPSILON) if scaled else 1.0), batch["advantages"])
+
+    ours["advantages"] = batch["advantages"]
+    loss = algorithm.loss(now, ours, algorithm.denominator(mask)).loss
+    expected = trainer._compute_loss(trainer.model, batch)
+    close(loss, expected)
+    close(gradients(trainer.model, loss), gradients(trainer.model, expected))
 
 
 def test_importance_weights(folder: Path) -> None:

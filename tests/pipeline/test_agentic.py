@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlix.pipeline.agentic import AgenticPipeline, collate_turns, environment_metrics, group_advantages, mean_of
-from rlix.pipeline.algorithms import group_relative_advantages
-from rlix.pipeline.sources.environments.base import EnvironmentFailedError
-from rlix.pipeline.sources.environments.episode import Answer, End, Episode, Turn
+from rlix.pipeline.algorithms import group_relative_advantages, groups_with_spread, rloo_advantages
+from rlix.pipeline.batch import collate
+from rlix.pipeline.samples import Answer, End, Turn, measured
+from rlix.pipeline.sources.base import Patience, SourceFailedError
+from rlix.pipeline.sources.environments.episode import Episode
 from rlix.pipeline.sources.environments.guard import Tally
+from rlix.pipeline.sources.episodes import environment_metrics, judged
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import Jobs, agent, closing_jobs, learnt, on_two_devices, rows
@@ -27,37 +29,41 @@ rewards = st.integers(0, 8).map(lambda eighths: eighths / 8)
 # ---- what is learnt from ---------------------------------------------------------------------------------------------
 
 
-@given(st.lists(rewards, min_size=4, max_size=4 * 4).filter(lambda values: len(values) % 4 == 0), st.booleans())
-@hypothesis_settings(max_examples=50, deadline=None)
-def test_where_all_count_the_advantages_are_those_of_grpo(values: list[float], normalize: bool) -> None:
-    everyone = torch.ones(len(values), dtype=torch.bool)
-    ours = group_advantages(torch.tensor(values), everyone, 4, normalize_by_std=normalize)
-    theirs = group_relative_advantages(torch.tensor(values), 4, normalize_by_std=normalize)
-    torch.testing.assert_close(ours, theirs)
-
-
 @given(st.lists(st.tuples(rewards, st.booleans()), min_size=4, max_size=4), rewards)
 @hypothesis_settings(max_examples=50, deadline=None)
 def test_what_does_not_count_changes_nothing(members: list[tuple[float, bool]], other: float) -> None:
     values, counts = torch.tensor([v for v, _ in members]), torch.tensor([c for _, c in members])
     changed = torch.where(counts, values, torch.full_like(values, other))
-    ours = group_advantages(values, counts, 4)
-    torch.testing.assert_close(ours, group_advantages(changed, counts, 4))
-    assert ours[~counts].eq(0).all()
-    assert ours.sum().abs() < 1e-5
+    for advantages in (group_relative_advantages, rloo_advantages):
+        ours = advantages(values, 4, counts=counts)
+        torch.testing.assert_close(ours, advantages(changed, 4, counts=counts))
+        assert ours[~counts].eq(0).all()
+        assert ours.sum().abs() < 1e-5
+    assert groups_with_spread(values, 4, counts=counts) == groups_with_spread(changed, 4, counts=counts)
+
+
+@given(st.lists(st.tuples(rewards, st.booleans()), min_size=4, max_size=4).filter(lambda m: sum(c for _, c in m) > 1))
+@hypothesis_settings(max_examples=50, deadline=None)
+def test_those_that_count_are_a_group_of_their_own(members: list[tuple[float, bool]]) -> None:
+    values, counts = torch.tensor([v for v, _ in members]), torch.tensor([c for _, c in members])
+    size = int(counts.sum())
+    for advantages in (group_relative_advantages, rloo_advantages):
+        torch.testing.assert_close(advantages(values, 4, counts=counts)[counts], advantages(values[counts], size))
 
 
 def test_advantages_by_hand() -> None:
     counts = torch.tensor([True, False, True, True, True, False, False, False])
     values = torch.tensor([1.0, 9.0, 0.0, 0.5, 1.0, 9.0, 9.0, 9.0])
-    assert group_advantages(values, counts, 4).tolist() == [1.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    plain = group_advantages(values, counts, 4, normalize_by_std=False)
+    assert group_relative_advantages(values, 4, counts=counts).tolist() == [1.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    plain = group_relative_advantages(values, 4, counts=counts, normalize_by_std=False)
     assert plain.tolist() == [0.5, 0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert rloo_advantages(values, 4, counts=counts).tolist() == [0.75, 0.0, -0.75, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert groups_with_spread(values, 4, counts=counts).tolist() == [True, False]
 
 
 def test_observations_are_masked_out_of_the_loss() -> None:
     played = episode((Turn((10, 11), answer(12, 13)), Turn((14,), answer(15))))
-    batch = collate_turns(
+    batch = collate(
         [(played.token_ids, played.from_policy), ((20, 21), ()), ((30, 31, 32), (False, False, True))], pad_id=0
     )
     assert batch["input_ids"].tolist() == [[10, 11, 12, 13, 14, 15], [20, 21, 0, 0, 0, 0], [30, 31, 32, 0, 0, 0]]
@@ -66,7 +72,7 @@ def test_observations_are_masked_out_of_the_loss() -> None:
 
 
 def test_a_batch_of_nothing_is_still_a_batch() -> None:
-    assert collate_turns([((), ()), ((), ())], pad_id=0)["mask"].tolist() == [[0], [0]]
+    assert collate([((), ()), ((), ())], pad_id=0)["mask"].tolist() == [[0], [0]]
 
 
 def test_metrics_count_failures_and_leave_them_out_of_means() -> None:
@@ -81,20 +87,22 @@ def test_metrics_count_failures_and_leave_them_out_of_means() -> None:
         "env_wait_s": 2.0,
         "turns": 0.5,
     }
-    assert mean_of([1.0, 7.0], [True, False]) == 1.0
-    assert mean_of([1.0], [False]) == 0.0
+    left_out, paid = judged(bad, None), judged(bad, -2.0)
+    assert (left_out.counts, paid.counts, paid.reward) == (False, True, -2.0)
+    assert measured([good, left_out], metrics)["reward"] == 1.0
+    assert measured([good, paid], {})["reward"] == -0.5
+    assert measured([left_out], {})["reward"] == 0.0
 
 
 def test_a_job_whose_environments_all_fail_gives_up_and_says_why() -> None:
-    pipeline = AgenticPipeline.__new__(AgenticPipeline)  # nothing of a whole pipeline is needed
-    pipeline.spec, pipeline._failed_steps = load_job("agentic_lookup"), 0
+    patience = Patience("job", "environment")
     failed = replace(episode((), end=End.FAILED), error="no such sandbox")
     for step in (0, 1, 3, 4):
-        pipeline._check_environments(step, [failed, failed])
+        patience.look_at([failed, failed])
         if step == 1:
-            pipeline._check_environments(2, [failed, episode(())])
-    with pytest.raises(EnvironmentFailedError, match="of 3 steps in a row failed, the last one: no such sandbox"):
-        pipeline._check_environments(5, [failed, failed])
+            patience.look_at([failed, episode(())])
+    with pytest.raises(SourceFailedError, match="of 3 steps in a row failed, the last one: no such sandbox"):
+        patience.look_at([failed, failed])
 
 
 def answer(*ids: int) -> Answer:
@@ -102,7 +110,8 @@ def answer(*ids: int) -> Answer:
 
 
 def episode(turns: tuple[Turn, ...], end: End = End.DONE, tally: Tally | None = None) -> Episode:
-    return Episode("e", turns, 1.0, end is End.DONE, end, tally or Tally())
+    error = "it hung" if end is End.FAILED else None
+    return Episode("e", turns, 1.0, end is End.DONE, end, error=error, tally=tally or Tally())
 
 
 # ---- specs -----------------------------------------------------------------------------------------------------------
@@ -111,18 +120,27 @@ def episode(turns: tuple[Turn, ...], end: End = End.DONE, tally: Tally | None = 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.pop("environment"), r"environment: is missing.*digit_lookup"),
-        (lambda d: d.update(pipeline="full_finetune"), "set 'pipeline: agentic'"),
-        (lambda d: d.update(task={"name": "sort_digits"}), "task: an environment brings its own"),
-        (lambda d: d["environment"].pop("name"), r"environment: give either 'name: digit_lookup' or 'factory"),
-        (lambda d: d["environment"].update(nme="x"), "did you mean 'name'"),
-        (lambda d: d["environment"]["options"].update(hop=3), r"environment.options: do not fit .*'hop'"),
-        (lambda d: d["algorithm"].update(name="rloo"), r"algorithm.name: is rloo; .*must be grpo"),
+        (lambda d: d.pop("source"), r"source: is missing.*sort_digits"),
+        (lambda d: d["source"].update(task="sort_digits"), "source: has task and environment; keep one"),
+        (
+            lambda d: d["source"].update(rewards="exact_match"),
+            "source.rewards: a source with environment brings",
+        ),
+        (lambda d: d["source"]["environment"].pop("name"), r"source.environment.name: is missing"),
+        (lambda d: d["source"]["environment"].update(name="digit_lokup"), "did you mean 'digit_lookup'"),
+        (lambda d: d["source"]["environment"].update(nme="x"), "did you mean 'name'"),
+        (
+            lambda d: d["source"]["environment"]["options"].update(hop=3),
+            r"options.hop: unknown key; did you mean",
+        ),
+        (lambda d: d["source"]["environment"]["options"].update(hops="x"), r"options.hops: must be a valid integer"),
+        (lambda d: d["source"].update(options={"hops": 3}), "source.options: .* under 'source.environment'"),
     ],
 )
 def test_mistakes_in_an_agentic_spec(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
     data = load_job("agentic_lookup").model_dump(mode="json")
     data = {key: value for key, value in data.items() if value is not None}
+    data["source"] = {"environment": data["source"]["environment"]}
     change(data)
     path = tmp_path / "job.yaml"
     path.write_text(json.dumps(data))
@@ -144,15 +162,13 @@ def lake() -> JobSpec:
     return agent(
         name="lake",
         environment={
-            "name": None,
-            "factory": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
+            "name": "gym",
             "options": {"id": "FrozenLake-v1", "is_slippery": False},
             "runner": "subprocess",
             "max_turns": 6,
         },
         rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 1},
-        pipeline="agentic",
-        asynchronous=None,
+        schedule={"name": "on_policy", "options": {}},
         warmup=None,
         steps=2,
         clusters=on_two_devices(4),
@@ -166,8 +182,7 @@ def test_hanging_environments_in_processes_give_the_same_job_and_so_does_gymnasi
         agent(
             name=runner,
             environment={"runner": runner},
-            pipeline="agentic",
-            asynchronous=None,
+            schedule={"name": "on_policy", "options": {}},
             steps=2,
             clusters=on_two_devices(first),
         )

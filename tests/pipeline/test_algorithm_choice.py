@@ -1,12 +1,12 @@
 """What the pipelines put together from the algorithms, by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from rlix.pipeline.ahead import StalenessError, correct_staleness
 from rlix.pipeline.algorithms import (
     clipped_policy_loss,
     groups_with_spread,
@@ -16,14 +16,14 @@ from rlix.pipeline.algorithms import (
     whiten,
 )
 from rlix.pipeline.batch import align
-from rlix.pipeline.policy import PolicyBatch
+from rlix.pipeline.full_finetune import stale_tokens
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
-from rlix.pipeline.rollout.router import Sampling, Trajectory
-from rlix.pipeline.samples import Samples, digest
-from rlix.pipeline.sources.rewards import Reward
-from rlix.pipeline.spec.training import AlgorithmSpec, AsynchronousSpec
+from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, digest, measured
+from rlix.pipeline.schedules.ahead import StalenessError, checked
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import SpecError
-from tests.pipeline.training_jobs import agent, ahead, ppo, small
+from tests.pipeline.training_jobs import agent, ahead, small
 
 
 def test_groups_whose_rewards_are_all_equal_have_no_spread() -> None:
@@ -64,35 +64,33 @@ def test_importance_weights_never_read_what_is_masked_out() -> None:
     assert truncated_importance_weights(now, torch.zeros(1, 2), torch.tensor([[1, 0]])).tolist() == [[1.0, 1.0]]
 
 
+def sample(id: str, versions: tuple[int, ...] = (0,), counts: bool = True, **changes: Any) -> Sample:
+    answer = Answer(tuple(range(1, 1 + len(versions))), (-0.5,) * len(versions), versions)
+    values: dict[str, Any] = {"reward": 1.0, "exact": True, "end": End.DONE, **changes}
+    return Sample(id, (Turn((0,), answer),), counts=counts, **values)
+
+
 class TestStaleness:
-    """Step 5; three answers: of version 4, of versions 3 and 4, and one that is masked out."""
+    """Step 5; three answers: of version 4, of versions 3 and 4, and one that does not count."""
 
-    def batch(self) -> PolicyBatch:
-        return PolicyBatch(
-            input_ids=torch.zeros(3, 3, dtype=torch.long),
-            mask=torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]),
-            old_log_probs=torch.log(torch.tensor([[0.5, 0.5], [0.8, 0.1], [0.5, 0.5]])),
-            behavior_log_probs=torch.log(torch.tensor([[0.5, 0.25], [0.1, 0.2], [0.1, 0.1]])),
-            versions=torch.tensor([[4.0, 4.0], [3.0, 4.0], [0.0, 0.0]]),
-        )
+    samples = Samples([sample("a", (4, 4)), sample("b", (3, 4)), sample("c", (0, 0), counts=False)], 3)
 
-    def test_within_the_bound_tokens_are_weighted(self) -> None:
-        batch = self.batch()
-        metrics = correct_staleness(5, batch, AsynchronousSpec(max_staleness=2, importance_cap=3.0))
-        assert_close(batch["importance"], torch.tensor([[1.0, 2.0], [3.0, 0.5], [1.0, 1.0]]))
-        expected = {"staleness": 1.25, "staleness_max": 2, "mixed": 1, "importance": 6.5 / 4, "dropped": 0}
-        assert metrics == pytest.approx(expected)
-        assert batch.keys() == {"input_ids", "mask", "old_log_probs", "importance"}
+    def test_within_the_bound_ages_are_told(self) -> None:
+        kept, metrics = checked(5, self.samples, AheadOptions(max_staleness=2))
+        assert metrics == {"staleness": 1.25, "staleness_max": 2, "mixed": 1, "dropped": 0}
+        assert (kept.samples, kept.stale) == (self.samples.samples, {})
 
     def test_what_is_too_old_is_an_error_dropped_or_scored_again(self) -> None:
         with pytest.raises(StalenessError, match="step 5: a token is 2 steps old, the bound is 1"):
-            correct_staleness(5, self.batch(), AsynchronousSpec(max_staleness=1))
-        batch = self.batch()
-        assert correct_staleness(5, batch, AsynchronousSpec(on_stale="drop"))["dropped"] == 1
-        assert batch["mask"].tolist() == [[1, 1], [0, 0], [0, 0]]
-        batch = self.batch()
-        assert correct_staleness(5, batch, AsynchronousSpec(on_stale="rescore", importance_cap=3.0))["dropped"] == 0
-        assert_close(batch["importance"], torch.tensor([[1.0, 2.0], [1.0, 0.5], [1.0, 1.0]]))
+            checked(5, self.samples, AheadOptions(max_staleness=1))
+        kept, metrics = checked(5, self.samples, AheadOptions(on_stale="drop"))
+        assert (kept.counts.tolist(), metrics["dropped"]) == ([True, False, False], 1)
+        kept, metrics = checked(5, self.samples, AheadOptions(on_stale="rescore"))
+        assert (kept.counts.tolist(), metrics["dropped"]) == ([True, True, False], 0)
+        mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+        assert stale_tokens(kept, mask).tolist() == [[False, False], [True, False], [False, False]]
+        mask[1] = 0  # cut off for its length, say
+        assert not stale_tokens(kept, mask).any()
 
 
 def test_values_are_put_where_their_tokens_are() -> None:
@@ -101,19 +99,21 @@ def test_values_are_put_where_their_tokens_are() -> None:
 
 
 class TestSamples:
-    def samples(self, last: int = 4) -> Samples:
-        tokens = [[1, 2], [3], [4, last]]
-        made = [Trajectory(str(i), (0,), 0, Sampling(4), token_ids=t) for i, t in enumerate(tokens)]
-        return Samples(made, [Reward(1.0, True), Reward(0.5, False), Reward(0.0, False)])
+    def samples(self, end: End = End.LENGTH) -> Samples:
+        wrong = [sample("1", reward=0.5, exact=False), sample("2", reward=0.0, exact=False, end=end)]
+        made = [sample("0", (0, 0)), *wrong]
+        return Samples(made, 3, measured(made, {}))
 
     def test_metrics(self) -> None:
         metrics = self.samples().metrics()
         assert (metrics["reward"], metrics["exact"], metrics["trajectories"]) == (0.5, 1 / 3, 3)
+        assert metrics["truncated"] == 1 / 3
+        assert (metrics["length"], metrics["length_max"]) == (4 / 3, 2)
 
     def test_the_digest_tells_every_token_and_order_apart(self) -> None:
         one = self.samples().metrics()["trajectories_digest"]
-        assert one == self.samples().metrics()["trajectories_digest"] == int(float(one))
-        assert one != self.samples(last=5).metrics()["trajectories_digest"]
+        assert one == self.samples().metrics()["trajectories_digest"] == int(one)
+        assert one != self.samples(end=End.DONE).metrics()["trajectories_digest"]
         assert digest([("a", 1), ("b", 2)]) != digest([("b", 2), ("a", 1)])
 
 
@@ -151,32 +151,29 @@ class TestRebalance:
 
 class TestSpec:
     def test_dapo_brings_its_own_defaults(self) -> None:
-        spec = small(algorithm={"name": "dapo", "clip_high": 0.3})
-        assert spec.algorithm.clip_high == 0.3
-        dapo = AlgorithmSpec.model_validate({"name": "dapo"})
-        assert (dapo.clip_low, dapo.clip_high, dapo.resample_rounds, dapo.aggregation) == (0.2, 0.28, 3, "token")
+        dapo = AlgorithmSpec(name="dapo")
+        options = dapo.parse()
+        assert (options.clip_low, options.clip_high, options.aggregation, dapo.rounds) == (0.2, 0.28, "token", 3)
+        given = AlgorithmSpec(name="dapo", options={"clip_high": 0.3}, resample_rounds=0)
+        assert (given.parse().clip_high, given.rounds, AlgorithmSpec().rounds) == (0.3, 0, 0)
 
-    def test_good_ones(self) -> None:
-        assert ppo().algorithm.kl_in_reward
-        assert ahead().asynchronous is not None
+    def test_weights_come_with_samples_of_older_policies(self) -> None:
+        assert (AlgorithmSpec().cap(off_policy=True), AlgorithmSpec().cap(off_policy=False)) == (2.0, None)
+        assert AlgorithmSpec(importance_cap=3.0).cap(off_policy=False) == 3.0
 
     @pytest.mark.parametrize(
         ("make", "changes", "message"),
         [
-            (small, {"algorithm": {"name": "ppo"}}, "pipeline: is full_finetune, which has no critic"),
-            (small, {"pipeline": "actor_critic"}, "algorithm.name: must be ppo"),
-            (small, {"pipeline": "asynchronous"}, "add e.g. 'asynchronous: {max_staleness: 1}'"),
-            (small, {"asynchronous": {"ahead": 1}}, "set 'pipeline: asynchronous'"),
-            (
-                agent,
-                {"asynchronous": None},
-                "section and 'pipeline: asynchronous_agentic' belong together",
-            ),
-            (agent, {"pipeline": "agentic"}, "set 'pipeline: asynchronous_agentic'"),
-            (agent, {"pipeline": "asynchronous"}, "no environment; set 'pipeline: asynchronous_agentic'"),
-            (ahead, {"pipeline": "asynchronous_agentic"}, "environment: is missing"),
+            (small, {"algorithm": {"name": "pop"}}, "algorithm.name: must be grpo, dr_grpo"),
+            (small, {"algorithm": {"options": {"smoothing": 1}}}, "algorithm.options.smoothing: unknown key"),
+            (small, {"algorithm": {"options": {"kl_estimator": "k1"}}}, "algorithm.options.kl_estimator: must be 'k2'"),
+            (small, {"schedule": {"name": "ahed", "options": {}}}, "did you mean 'ahead'?"),
+            (ahead, {"rule": {"max_stalness": 1}}, "did you mean 'max_staleness'?"),
+            (ahead, {"rule": {"ahead": 2}}, "schedule.options.ahead: 2 exceeds max_staleness 1"),
+            (ahead, {"rule": {"max_staleness": 2, "in_flight": "finish"}}, "finish generates one step at a time"),
             (ahead, {"rollout": {"temperature": 0.5}}, "rollout.temperature: importance weights need"),
-            (ahead, {"algorithm": {"name": "dapo", "resample_rounds": 1}}, "algorithm.resample_rounds"),
+            (small, {"rollout": {"top_k": 5}, "algorithm": {"importance_cap": 2.0}}, "importance weights need"),
+            (agent, {"algorithm": {"options": {"clip_low": 2.0}}}, "algorithm.options.clip_low: must be less than 1"),
         ],
     )
     def test_what_does_not_fit_together_is_said(self, make: object, changes: dict[str, object], message: str) -> None:

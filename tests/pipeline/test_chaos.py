@@ -8,9 +8,11 @@ import pytest
 import ray
 
 from rlix.pipeline.jobs.run_folder import list_checkpoints
+from rlix.pipeline.spec.job import JobSpec
 from tests.pipeline.training_jobs import (
     Jobs,
     agent,
+    ahead,
     closing_jobs,
     learnt,
     leases_left,
@@ -89,3 +91,36 @@ def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_
     assert [m["staleness_max"] for m in episodes] == [0, 1, 1, 1]
     assert sum(m["env_timeouts"] for m in episodes) >= 5, "environments must have hung"
     assert 1 <= sum(m["env_failed"] for m in episodes) <= 16, "some episodes must have been given up"
+
+
+def combined() -> tuple[JobSpec, JobSpec]:
+    """PPO in environments, on policy, and on prompts, while the next step's are generated; one version per step."""
+    algorithm = {"name": "ppo", "options": {"critic": {"learning_rate": 1e-3}}, "minibatches": 2}
+    clusters = {"actor_train": {"devices": (0,)}, "actor_infer": {"devices": (0, 1)}, "critic": {"devices": (1,)}}
+    in_environments = agent(name="agent_ppo", algorithm=algorithm, clusters=clusters, schedule={"name": "on_policy"})
+    rule = {"max_staleness": 1, "in_flight": "finish"}
+    return in_environments, ahead(rule, name="ahead_ppo", algorithm=algorithm, clusters=clusters)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_new_combinations_learn_the_same_together_as_alone(jobs: Jobs, tmp_path: Path) -> None:
+    specs = combined()
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    jobs.finish(*jobs.start(specs[0], moved(specs[1], by=2), runs=alone))
+    handles = jobs.start(*specs, runs=together)
+    victims: dict[str, Any] = {}
+    while len(victims) < len(specs):
+        for handle in handles:
+            still_runs(handle)
+            found = replicas(handle)
+            if handle.name not in victims and found and (together / handle.name / "metrics.jsonl").exists():
+                victims[handle.name] = found[0]
+                ray.kill(found[0])
+    jobs.finish(*handles)
+    for spec in specs:
+        metrics = learnt(together / spec.name)
+        assert metrics == learnt(alone / spec.name), f"{spec.name} has learnt something else than alone"
+        assert all(m["value_loss"] > 0 and m["grad_norm"] > 0 for m in metrics)
+    assert [m["staleness_max"] for m in learnt(together / "ahead_ppo")] == [0, 1, 1, 1]
+    assert sum(m["env_timeouts"] for m in rows(together / "agent_ppo" / "metrics.jsonl")) >= 3

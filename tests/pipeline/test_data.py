@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from rlix.pipeline.sources.data import DataTask, column_problems, load_rows
+from rlix.pipeline.sources.data import DataTask, load_rows
 from rlix.pipeline.sources.rewards import Reward
-from rlix.pipeline.spec.job import DataSpec, RewardSpec
+from rlix.pipeline.spec.columns import column_problems
+from rlix.pipeline.spec.source import DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -16,9 +17,11 @@ TOKENIZER = character_tokenizer("0123456789>= +user:")
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10)]
 
 
-def task(rows: Any = None, *, tokenizer: Any = TOKENIZER, answer: str | None = "answer", **reward: str) -> DataTask:
-    data = DataSpec(path="rows.jsonl", answer=answer)
-    return DataTask(data, ROWS if rows is None else rows, RewardSpec(**(reward or {"name": "exact_match"})), tokenizer)
+def task(
+    rows: Any = None, *, tokenizer: Any = TOKENIZER, longest: int | None = None, reward: str = "exact_match"
+) -> DataTask:
+    data = DataSpec(path="rows.jsonl")
+    return DataTask(data, ROWS if rows is None else rows, [RewardSpec(name=reward)], tokenizer, longest)
 
 
 def write(folder: Path, kind: str) -> Path:
@@ -36,7 +39,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "dataset with splits"])
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) -> None:
     data = DataSpec(path=str(write(tmp_path, kind)))
-    found = DataTask(data, load_rows(data), RewardSpec(name="exact_match"), TOKENIZER)
+    found = DataTask(data, load_rows(data), [RewardSpec(name="exact_match")], TOKENIZER)
     assert found.prompts(0, 0, 10) == task().prompts(0, 0, 10)
 
 
@@ -86,36 +89,39 @@ class TestPrompt:
     )
     def test_rows_that_cannot_be_used(self, row: dict[str, Any], message: str) -> None:
         with pytest.raises(SpecError, match=message):
-            task([row]).prompts(0, 0, 1)
+            task([row])
+
+    def test_long_prompts_are_left_out_and_all_rows_looked_at_before_the_start(self) -> None:
+        rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 9, 2)]
+        kept = task(rows, longest=4).prompts(0, 0, 4)  # with the begin token
+        assert sorted({len(p.prompt_ids) for p in kept}) == [3, 4]
+        with pytest.raises(SpecError, match=r"every prompt has more than 2 tokens; raise source\.data\.max"):
+            task(rows, longest=2)
+        with pytest.raises(SpecError, match=r"row 1: .*\n.*row 2: "):
+            task([*rows[:1], {"prompt": "abc", "answer": "1"}, {"prompt": "1", "answer": None}])
 
 
 class TestReward:
     def test_text_and_tokens(self) -> None:
         prompt = task([{"prompt": "4+4=", "answer": "8"}]).prompts(0, 0, 1)[0]
         assert task().reward(prompt, [12, 2]) == Reward(1.0, True)
-        assert task(name="token_match").reward(prompt, [12]) == Reward(0.25, False)
-
-    def test_a_function_of_the_users(self) -> None:
-        prompt = task().prompts(0, 0, 1)[0]
-        assert task(function="operator:countOf", answer=None)._reward_name == "operator:countOf"
-        with pytest.raises(ValueError, match=r"builtins:print for prompt prompts/0/0 returned None"):
-            task(function="builtins:print").reward(prompt, [4])
+        assert task(reward="token_match").reward(prompt, [12]) == Reward(0.25, False)
 
 
 class TestFiles:
     @pytest.mark.parametrize(
         ("name", "content", "field", "message"),
         [
-            ("gone.jsonl", None, "data.path", "there is no file or folder"),
-            ("empty.jsonl", "", "data.path", "is empty"),
-            ("list.jsonl", "[1]\n", "data.path", "first line is a list"),
-            ("torn.jsonl", '{"prompt": \n', "data.path", "does not hold one JSON object per line"),
-            ("rows.csv", "prompt,answer\n", "data.path", "use .jsonl, .parquet, or a folder"),
-            ("rows.parquet", "text", "data.path", "is not a Parquet file"),
+            ("gone.jsonl", None, "source.data.path", "there is no file or folder"),
+            ("empty.jsonl", "", "source.data.path", "is empty"),
+            ("list.jsonl", "[1]\n", "source.data.path", "first line is a list"),
+            ("torn.jsonl", '{"prompt": \n', "source.data.path", "does not hold one JSON object per line"),
+            ("rows.csv", "prompt,answer\n", "source.data.path", "use .jsonl, .parquet, or a folder"),
+            ("rows.parquet", "text", "source.data.path", "is not a Parquet file"),
             (
                 "cols.jsonl",
                 '{"promt": "1", "answer": "1"}\n',
-                "data.prompt",
+                "source.data.prompt",
                 "columns are promt, answer; did you mean 'promt'?",
             ),
         ],

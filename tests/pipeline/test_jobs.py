@@ -2,13 +2,18 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
 import rlix
+from rlix.pipeline.base import JobConfig
+from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices, wait_all
 from rlix.pipeline.jobs.run_folder import list_checkpoints
 from rlix.pipeline.spec.clusters import ClusterSpec
@@ -63,13 +68,13 @@ def test_a_stopped_job_keeps_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_beside_it(
-    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, tmp_path: Path
 ) -> None:
-    broken = small("sort_digits", name="broken", pipeline="tests.pipeline.broken_pipeline:BrokenPipeline")
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))  # as it is for whoever runs the file
-    custom = small(str(EXAMPLE.with_suffix(".yaml")), pipeline="examples.custom_pipeline:BestOfGroup")
+    broken = small("sort_digits", name="broken", pipeline={"name": "tests.pipeline.broken_pipeline:BrokenPipeline"})
+    custom = small(str(EXAMPLE.with_suffix(".yaml")))
     failed, fine = wait_all(jobs.start(broken, custom, runs=tmp_path), timeout_s=280)
-    assert (failed.state, failed.error) == ("failed", "RuntimeError: no luck today")
+    assert failed.state == "failed"
+    assert re.fullmatch(r"RuntimeError: no luck today \(.*broken_pipeline\.py:10\)", failed.error or "")
     assert fine.state == "finished", fine
     metrics = rows(tmp_path / "best_of_group" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(STEPS))
@@ -97,7 +102,7 @@ def test_split_gives_parts_of_a_pool_with_gaps() -> None:
     job = load_job("sort_digits")
     kept = job.clusters.model_copy(update={"actor_infer": ClusterSpec(tensor_parallel=2)})
     job = job.model_copy(
-        update={"clusters": kept, "algorithm": job.algorithm.model_copy(update={"kl_coefficient": 0.1})}
+        update={"clusters": kept, "algorithm": job.algorithm.model_copy(update={"options": {"kl_coefficient": 0.1}})}
     )
     _, second = split_devices([job, job], [2, 3, 5, 7, 11, 13, 17])
     assert {name: cluster.devices for name, cluster in second.clusters_in_use.items()} == {
@@ -113,3 +118,12 @@ def test_split_refuses_a_bundle_larger_than_a_part() -> None:
     job = job.model_copy(update={"clusters": job.clusters.model_copy(update={"actor_infer": wide})})
     with pytest.raises(SpecError, match=r"actor_infer needs 4 devices, .*gives each job 2; .* lower tensor_parallel"):
         split_devices([job, job], range(4))
+
+
+@pytest.mark.ray
+def test_a_coordinator_whose_launcher_died_before_it_said_start_ends(ray_session: Any, tmp_path: Path) -> None:
+    config = JobConfig(small(), tmp_path)
+    options = {"name": "rlix:coordinator:ft_unstarted", "lifetime": "detached", "num_cpus": 0}
+    coordinator = ray.remote(JobCoordinator).options(**options).remote("ft_unstarted", config, start_within_s=0.1)
+    with pytest.raises(RayActorError):
+        ray.get(coordinator.ended.remote(), timeout=60)

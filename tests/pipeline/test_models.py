@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlix.pipeline.models import local_model
-from rlix.pipeline.spec.job import TinyModel
+from rlix.pipeline.models import local_model, prepare_model
+from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -18,7 +18,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_tiny_model_is_a_hugging_face_folder_drawn_from_its_seed(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    folders = [MODEL.prepare(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    folders = [prepare_model(MODEL, tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     assert torch.equal(torch.random.get_rng_state(), state)
     a, b, c = map(weights, folders)
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -28,9 +28,9 @@ def test_a_tiny_model_is_a_hugging_face_folder_drawn_from_its_seed(tmp_path: Pat
 
 
 def test_a_folder_that_holds_the_model_is_left_alone(tmp_path: Path) -> None:
-    MODEL.prepare(tmp_path, 1)
+    prepare_model(MODEL, tmp_path, 1)
     written = (tmp_path / "model.safetensors").stat().st_mtime_ns
-    MODEL.prepare(tmp_path, 2)
+    prepare_model(MODEL, tmp_path, 2)
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == written
 
 

@@ -23,7 +23,7 @@ def dapo() -> JobSpec:
     """Groups of two, of which many have no spread."""
     return small(
         name="dapo",
-        algorithm={"name": "dapo", "clip_high": 0.28, "resample_rounds": 2},
+        algorithm={"name": "dapo", "resample_rounds": 2},
         rollout={"prompts_per_step": 8, "samples_per_prompt": 2},
         clusters=on_two_devices(0),
     )

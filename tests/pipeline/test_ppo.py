@@ -8,7 +8,7 @@ from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.batch import collate
 from rlix.pipeline.critic import CriticBatch, CriticModule, critic_on_meta
 from rlix.pipeline.models import write_tiny_model
-from rlix.pipeline.spec.job import TinyModel
+from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.spec.training import OptimizerSpec
 
 
@@ -20,7 +20,8 @@ def test_a_critic_takes_the_policys_trunk_and_learns_values(tmp_path: Path) -> N
     critic = build_module(spec, torch.device("cpu"), None)
     assert isinstance(critic, CriticModule)
     critic.configure_optimizer(OptimizerSpec(learning_rate=1e-2))
-    tokens = collate([(1, 5, 14), (1, 6, 14)], [(5, 2), (6, 7, 2)], pad_id=0)
+    rows = [((1, 5, 14, 5, 2), (False,) * 3 + (True,) * 2), ((1, 6, 14, 6, 7, 2), (False,) * 3 + (True,) * 3)]
+    tokens = collate(rows, pad_id=0)
     values = critic.values(tokens)
     assert values.shape == tokens["mask"].shape
     batch = CriticBatch(**tokens, old_values=values, returns=torch.ones_like(values))

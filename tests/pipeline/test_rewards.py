@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.pipeline.sources.rewards import Reward, as_reward, exact_match, import_object, number_match, token_match
+from rlix.pipeline.sources.rewards import Reward, as_reward, exact_match, number_match, token_match
+from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError
 
 END = 2

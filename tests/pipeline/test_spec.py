@@ -10,14 +10,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rlix.pipeline.spec.job import JobSpec, PretrainedModel, TinyModel, check_jobs, load_job, shipped_jobs
+from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job, shipped_jobs
+from rlix.pipeline.spec.model import PretrainedModel, TinyModel
 from rlix.protocol.errors import SpecError
 
 VALID = """\
 name: job
 steps: 10
-task:
-  name: sort_digits
+source:
+  task: sort_digits
 rollout:
   max_new_tokens: 5
 clusters:
@@ -59,8 +60,7 @@ class TestGood:
 
     def test_what_is_left_out_has_a_sensible_default(self, tmp_path: Path) -> None:
         changes: dict[str, Any] = {
-            "pipeline": "actor_critic",
-            "algorithm": {"name": "ppo", "kl_coefficient": 0.1},
+            "algorithm": {"name": "ppo", "options": {"kl_coefficient": 0.1}},
             "clusters": {"actor_train": {"gpus": 2, "tensor_parallel": 2}},
         }
         spec = load_job(write(tmp_path, with_keys(**changes)))
@@ -120,13 +120,15 @@ class TestGood:
     def test_a_null_answer_survives_yaml(self, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text('{"question": "1>"}\n')
         text = with_keys(
-            task=None,
-            data={"path": "rows.jsonl", "prompt": "question", "answer": None},
-            reward={"function": "math:dist"},
+            source={
+                "data": {"path": "rows.jsonl", "prompt": "question", "answer": None},
+                "rewards": {"name": "math:dist", "weight": 0.5},
+            },
         )
         spec = load_job(write(tmp_path, text))
-        assert spec.data is not None
-        assert spec.data.path == str(tmp_path / "rows.jsonl")
+        assert spec.source.data is not None
+        assert spec.source.rewards[0].weight == 0.5
+        assert spec.source.data.path == str(tmp_path / "rows.jsonl")
         assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
 
     def test_model_paths(self, tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ class TestGood:
 
 BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"stepz": 5}, "stepz", "unknown key; did you mean 'steps'?"),
-    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate' or"),
+    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'?"),
     ({"rollout": {"max_new_token": 5}}, "rollout.max_new_token", "did you mean 'max_new_tokens'?"),
     ({"rollout": {}}, "rollout.max_new_tokens", "is missing and has no default (Longest completion in tokens"),
     ({"steps": None}, "steps", "is missing and has no default (Number of training steps); add it"),
@@ -151,10 +153,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": 1.5}, "seed", "valid integer"),
     ({"name": "a/b"}, "name", "not 'a/b'"),
     ({"rollout": 3}, "rollout", "must be a section with keys of its own, not 3"),
+    ({"source": {"task": "sort_digit"}}, "source.task.name", "not 'sort_digit'; did you mean 'sort_digits'?"),
+    ({"source": {"task": {"name": "sort_digits", "options": {"digit": 3}}}}, "source.task.options.digit", "'digits'?"),
     (
-        {"task": {"name": "sort_digit"}},
-        "task.name",
-        "must be 'sort_digits' or 'copy_digits', not 'sort_digit'; did you mean",
+        {"source": {"task": {"name": "sort_digits", "options": {"digits": 99}}}, "model": {"context": 999}},
+        "source.task.options.digits",
+        "must be less than or equal to 32, not 99",
     ),
     ({"model": {"kind": "tny"}}, "model.kind", "must be 'tiny'"),
     ({"model": {"hiden_size": 64}}, "model.hiden_size", "did you mean 'hidden_size'?"),
@@ -164,11 +168,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"context": 8}}, "model.context", "need 11; raise it"),
     ({"model": {"path": "./nowhere"}}, "model.path", "there is no folder"),
     ({"model": {"path": "a b c"}}, "model.path", "neither a folder nor a hub name"),
-    ({"pipeline": "full_finetun"}, "pipeline", "did you mean 'full_finetune'?"),
-    ({"pipeline": "no_such_package:Thing"}, "pipeline", "module 'no_such_package' cannot be imported"),
-    ({"pipeline": "math:Thing"}, "pipeline", "module 'math' has no 'Thing'"),
-    ({"task": None}, "task", "neither is given"),
-    ({"reward": {"name": "exact_match"}}, "reward", "brings its own reward"),
+    ({"pipeline": "mine"}, "pipeline", "must be file.py:name or package.module:name, not 'mine'"),
+    ({"pipeline": "no_such_package:Thing"}, "pipeline.name", "module 'no_such_package' cannot be imported"),
+    ({"pipeline": "math:Thing"}, "pipeline.name", "module 'math' has no 'Thing'"),
+    ({"pipeline": "mine.py:Thing"}, "pipeline.name", "there is no file"),
+    ({"source": None}, "source", "is missing: where samples come from"),
+    ({"source": {"task": "sort_digits", "rewards": ["exact_match"]}}, "source.rewards", "brings its own reward"),
     ({"algorithm": {"minibatches": 3}}, "rollout.prompts_per_step", "use a multiple of 6"),
     ({"rollout": {"max_new_tokens": 4}}, "rollout.max_new_tokens", "set it to 5 or more"),
     (
@@ -181,9 +186,20 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"optimizer": {"betas": [0.9, 1.5]}}, "optimizer.betas.1", "less than 1, not 1.5"),
     ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate", "finite number"),
     ({"warmup": {"steps": 3, "batch_size": 63}}, "warmup.batch_size", "use a multiple of 2"),
-    ({"data": {"path": "x.jsonl"}, "task": None, "reward": {"name": "exact_match"}}, "data.path", "there is no file"),
-    ({"data": {"path": "x.jsonl"}, "task": None}, "reward", "need a reward"),
-    ({"data": {"path": "x.jsonl"}, "task": None, "reward": {}}, "reward", "give either"),
+    ({"source": {"data": {"path": "x.jsonl"}, "rewards": "exact_match"}}, "source.data.path", "there is no file"),
+    ({"source": {"data": {"path": "x.jsonl"}}}, "source.rewards", "need one; add e.g. 'rewards: [exact_match]'"),
+    ({"source": {"data": {"path": "x"}, "rewards": ["exact"]}}, "source.rewards.0.name", "did you mean 'exact_match'?"),
+    (
+        {"source": {"data": {"path": "x", "answer": None}, "rewards": ["exact_match"]}},
+        "source.data.answer",
+        "the reward exact_match compares with an answer",
+    ),
+    ({"task": {"name": "sort_digits"}}, "task", "is part of 'source' now; write 'source: {task: "),
+    ({"asynchronous": {"max_staleness": 1}}, "asynchronous", "write 'schedule: {name: ahead, options: {max_staleness"),
+    ({"critic": {"clip": 0.1}}, "critic", "is an option of ppo now"),
+    ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
+    ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),
+    ({"pipeline": "asynchronous_agentic"}, "pipeline", "an environment under 'source' and 'schedule: ahead' say it"),
 ]
 
 
@@ -240,7 +256,7 @@ class TestBad:
 
     def test_a_range_needs_a_pipeline_that_can_move(self, tmp_path: Path) -> None:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_train": {"gpus": {"min": 2, "max": 4}}}))
-        assert re.match(r"job\.yaml:\d+: clusters\.actor_train\.gpus: 2-4 is a range, but full_finetune builds", line)
+        assert re.match(r"job\.yaml:\d+: clusters\.actor_train\.gpus: 2-4 is a range, but this job", line)
         assert "give one number, e.g. 'gpus: 4' (a range is for a pipeline of your own" in line
         own = "collections:Counter"  # anything that can be imported and called
         text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})

@@ -4,6 +4,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlix.pipeline.sources.choice import build_task
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tasks.digits import copy_digits, sort_digits
 from rlix.pipeline.spec.job import load_job
@@ -59,5 +60,6 @@ def test_reward() -> None:
 
 def test_a_job_builds_its_task() -> None:
     spec = load_job("copy_digits")
-    task = spec.build_task(TOKENIZER)
+    assert spec.source.task is not None
+    task = build_task(spec.source.task, TOKENIZER)
     assert task.prompts(spec.seed, 0, 4) == COPY.prompts(spec.seed, 0, 4)

@@ -4,6 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlix.pipeline.ends import Ends
+from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.samples import Answer, End
+from rlix.pipeline.sources.base import ended
 from rlix.pipeline.tokenizer import character_tokenizer, load_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -54,3 +58,30 @@ def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
     endless.save_pretrained(tmp_path)
     with pytest.raises(SpecError, match="would never end"):
         load_tokenizer(tmp_path)
+
+
+class TestEnds:
+    tokenizer = character_tokenizer("0123456789>=")
+
+    def ends(self, folder: Path, *strings: str, token_ids: tuple[int, ...] = ()) -> Ends:
+        return Ends(self.tokenizer, folder, strings, token_ids)
+
+    def test_tokens_are_those_of_tokenizer_model_and_job(self, tmp_path: Path) -> None:
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+        assert self.ends(tmp_path, ">", "==", token_ids=(9,)).token_ids == (2, 7, 9, self.tokenizer.encode(">")[1])
+        assert self.ends(tmp_path / "none").token_ids == (2,)
+
+    def test_a_string_cuts_after_its_first_place(self, tmp_path: Path) -> None:
+        ends = self.ends(tmp_path, "==", "9>")
+        for text, kept in (("12==34==", 4), ("9>==", 2), ("==", 2), ("1=2=", None), ("", None)):
+            assert ends.kept(self.tokenizer.encode(text)[1:]) == kept, text
+        assert self.ends(tmp_path).kept([1, 2, 3]) is None
+
+    def test_what_is_cut_keeps_its_log_probs_and_is_no_longer_truncated(self, tmp_path: Path) -> None:
+        ids = self.tokenizer.encode("12==34")[1:]
+        logprobs, versions = [-0.1 * i for i in range(6)], [3, 3, 4, 4, 5, 5]
+        done = Trajectory("t", (1,), 0, Sampling(6), list(ids), logprobs, versions, "length")
+        answer, end = ended(done, self.ends(tmp_path, "=="))
+        assert answer == Answer(tuple(ids[:4]), tuple(logprobs[:4]), (3, 3, 4, 4))
+        assert end is End.DONE
+        assert ended(done, self.ends(tmp_path)) == (Answer(tuple(ids), tuple(logprobs), tuple(versions)), End.LENGTH)

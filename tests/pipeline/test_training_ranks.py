@@ -14,7 +14,7 @@ from rlix.engine.weights import publication
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from tests.pipeline import plain_training as plain
-from tests.pipeline.test_train_modules import ALGORITHMS, BATCH, TOKENS, same
+from tests.pipeline.test_train_modules import BATCH, CASES, TOKENS, same
 from tests.pipeline.training_scenarios import (
     CLIP,
     TEMPERATURE,
@@ -60,14 +60,13 @@ def engines(request: pytest.FixtureRequest, ray_session: Any, folder: Path) -> I
 def test_every_loss_and_gradient(engines: dict[str, TrainEngine], training: TrainingSpec, folder: Path) -> None:
     engine = engines["policy"]
     engine.configure_optimizer(OptimizerSpec(), training)
-    for name in ALGORITHMS:
-        for aggregation in ("token", "sequence"):
-            wanted = scenario(name, BATCH, aggregation)
-            given = NeedParallel(wanted.tensors)
-            metrics = engine.policy_step(given, TOKENS, wanted.algorithm, TEMPERATURE, 1.0)
-            loss, gradients = expected_policy(folder, BATCH, wanted)
-            assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
-            same(engine.gradients(), gradients)
+    for name, aggregation in CASES:
+        wanted = scenario(name, BATCH, aggregation)
+        given = NeedParallel(wanted.tensors)
+        metrics = engine.policy_step(given, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
+        loss, gradients = expected_policy(folder, BATCH, wanted)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
+        same(engine.gradients(), gradients)
 
 
 @pytest.mark.parametrize("training", [TrainingSpec(), SMALL], ids=["one pass", "micro-batches"])
@@ -111,7 +110,9 @@ def trained(folder: Path, dtype: str) -> tuple[float, TrainEngine]:
     before = engine.state_dict()
     wanted = scenario("grpo", BATCH)
     for _ in range(UPDATES):
-        metrics = engine.policy_step(NeedParallel(wanted.tensors), TOKENS, wanted.algorithm, TEMPERATURE, 1.0)
+        metrics = engine.policy_step(
+            NeedParallel(wanted.tensors), wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0
+        )
         assert metrics["grad_norm"] > 0
     return moved(before, engine.state_dict()), engine
 

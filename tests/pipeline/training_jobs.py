@@ -40,19 +40,23 @@ def ppo(**changes: Any) -> JobSpec:
     """All seven phases: a critic and a reference model besides the policy."""
     part = {"devices": (2, 3), "tensor_parallel": 1}
     return small(
-        name="ppo",
-        pipeline="actor_critic",
-        algorithm={"name": "ppo", "kl_coefficient": 0.05, "minibatches": 2},
-        critic={"learning_rate": 1e-3},
-        clusters={"critic": part, "reference": part},
-        **changes,
+        **{
+            "name": "ppo",
+            "algorithm": {
+                "name": "ppo",
+                "options": {"kl_coefficient": 0.05, "critic": {"learning_rate": 1e-3}},
+                "minibatches": 2,
+            },
+            "clusters": {"critic": part, "reference": part},
+            **changes,
+        }
     )
 
 
-def ahead(asynchronous: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
+def ahead(rule: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
     """The next step's trajectories are generated while a step trains."""
-    rule = asynchronous or {"max_staleness": 1}
-    return small(**{"name": "ahead", "pipeline": "asynchronous", "asynchronous": rule, **changes})
+    schedule = {"name": "ahead", "options": rule or {"max_staleness": 1}}
+    return small(**{"name": "ahead", "schedule": schedule, **changes})
 
 
 def agent(environment: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
@@ -62,14 +66,16 @@ def agent(environment: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
         "agentic_lookup",
         **{
             "name": "agent",
-            "pipeline": "asynchronous_agentic",
-            "asynchronous": {"max_staleness": 1, "in_flight": "finish"},
-            "environment": {
-                "options": options,
-                "reset_timeout_s": 1.5,
-                "step_timeout_s": 1.5,
-                "max_turns": 3,
-                **(environment or {}),
+            "schedule": {"name": "ahead", "options": {"max_staleness": 1, "in_flight": "finish"}},
+            "source": {
+                "environment": {
+                    "name": "digit_lookup",
+                    "options": options,
+                    "reset_timeout_s": 1.5,
+                    "step_timeout_s": 1.5,
+                    "max_turns": 3,
+                    **(environment or {}),
+                }
             },
             "warmup": {"steps": 40},
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4},

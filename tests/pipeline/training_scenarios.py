@@ -3,31 +3,28 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.pipeline.algorithms import (
-    gae,
-    group_relative_advantages,
-    kl_estimate,
-    reinforce_plus_plus_advantages,
-    rewards_at_end,
-    rloo_advantages,
-    whiten,
-)
+from rlix.pipeline.algorithms import Algorithm, Setting
+from rlix.pipeline.algorithms.choice import build_algorithm
+from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.critic import CriticModule, critic_on_meta
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
-from rlix.pipeline.spec.training import AlgorithmSpec
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from tests.pipeline import plain_training as plain
 from tests.pipeline.plain_training import Batch
 
 TEMPERATURE = 0.9
 KL = 0.1
 CLIP = 0.2
+CAP = 1.1
+LONGEST = 13
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "reinforce_pp", "ppo")
 
 Gradients = dict[str, Tensor]
 
@@ -70,57 +67,75 @@ def critic(folder: Path) -> CriticModule:
 class Scenario:
     """`tensors` of the batch as rlix gets it, and the plain loss of the log-probs."""
 
-    algorithm: AlgorithmSpec
+    algorithm: Algorithm
     tensors: dict[str, Tensor]
     loss: Callable[[Tensor], Tensor]
 
+    @property
+    def denominator(self) -> float:
+        return self.algorithm.denominator(self.tensors["mask"])
+
 
 def scenario(name: str, batch: Batch, aggregation: Any = "token") -> Scenario:
-    settings = {"name": name, "aggregation": aggregation, "clip_low": CLIP, "kl_coefficient": KL}
-    if name in ("reinforce_pp", "ppo"):
-        settings["discount"] = 0.9
-    algorithm = AlgorithmSpec(**settings)
-    mask = batch.mask
-    tensors = {"input_ids": batch.ids, "mask": mask, "old_log_probs": batch.old, "reference_log_probs": batch.reference}
-    kl = kl_estimate(batch.old, batch.reference, algorithm.kl_estimator)
-    if name == "rloo":
-        ours, theirs = (
-            rloo_advantages(batch.rewards, plain.GROUP),
-            plain.group_advantages(batch.rewards, leave_one_out=True),
+    """`aggregation` is that of the algorithms that have a choice."""
+    options: dict[str, Any] = {"kl_coefficient": KL}
+    if name not in ("dr_grpo", "gspo", "cispo"):
+        options |= {"aggregation": aggregation, "clip_low": CLIP}
+    options |= {"reinforce_pp": {"discount": 0.9}, "ppo": {"discount": 0.9}, "cispo": {"ratio_cap": CAP}}.get(name, {})
+    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(plain.GROUP, LONGEST))
+    tensors = {
+        "input_ids": batch.ids,
+        "mask": batch.mask,
+        "old_log_probs": batch.old,
+        "reference_log_probs": batch.reference,
+        "values": batch.old_values,
+        "importance": batch.importance,
+    }
+    everyone = torch.ones(len(batch.ids), dtype=torch.bool)
+    tensors["advantages"] = algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, tensors)).advantages
+    del tensors["values"]
+    return Scenario(algorithm, tensors, plain_loss(name, batch, aggregation))
+
+
+def plain_loss(name: str, batch: Batch, aggregation: str) -> Callable[[Tensor], Tensor]:
+    if name == "dr_grpo":
+        advantages = plain.group_advantages(batch.rewards, by_std=False)
+        return lambda log_probs: plain.dr_grpo_loss(
+            log_probs, batch, advantages, clip=0.2, longest=LONGEST, kl_coefficient=KL
         )
-    elif name == "reinforce_pp":
-        ours = reinforce_plus_plus_advantages(batch.rewards, mask, kl, kl_coefficient=KL, discount=algorithm.discount)
-        theirs = plain.normalised(plain.discounted_returns(batch, KL, 0.9), mask)
+    grouped = plain.group_advantages(batch.rewards, leave_one_out=name == "rloo")
+    if name == "gspo":
+        return lambda log_probs: plain.gspo_loss(log_probs, batch, grouped, low=3e-4, high=4e-4, kl_coefficient=KL)
+    if name == "cispo":
+        return lambda log_probs: plain.cispo_loss(log_probs, batch, grouped, cap=CAP, kl_coefficient=KL)
+    if name == "reinforce_pp":
+        grouped = plain.normalised(plain.discounted_returns(batch, KL, 0.9), batch.mask)
     elif name == "ppo":
-        rewards = rewards_at_end(batch.rewards, mask, kl, KL)
-        ours = whiten(gae(rewards, batch.old_values, mask, discount=0.9, smoothing=0.95)[0], mask)
-        theirs = plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), mask)
-    else:
-        ours, theirs = group_relative_advantages(batch.rewards, plain.GROUP), plain.group_advantages(batch.rewards)
-    tensors["advantages"] = ours
-    if name == "dapo":
-        tensors["importance"] = batch.importance
-
-    def loss(log_probs: Tensor) -> Tensor:
-        return plain.policy_loss(
-            log_probs,
-            batch,
-            theirs,
-            low=CLIP,
-            high=0.28 if name == "dapo" else 0.2,
-            aggregation=aggregation,
-            kl_coefficient=0.0 if name in ("reinforce_pp", "ppo") else KL,
-            importance=name == "dapo",
-        )
-
-    return Scenario(algorithm, tensors, loss)
+        grouped = plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), batch.mask)
+    return lambda log_probs: plain.policy_loss(
+        log_probs,
+        batch,
+        grouped,
+        low=CLIP,
+        high=0.28 if name == "dapo" else 0.2,
+        aggregation=aggregation,
+        kl_coefficient=0.0 if name in ("reinforce_pp", "ppo") else KL,
+    )
 
 
 def critic_tensors(batch: Batch) -> dict[str, Tensor]:
-    kl = kl_estimate(batch.old, batch.reference, "k3")
-    rewards = rewards_at_end(batch.rewards, batch.mask, kl, KL)
-    _, targets = gae(rewards, batch.old_values, batch.mask, discount=0.9, smoothing=0.95)
-    return {"input_ids": batch.ids, "mask": batch.mask, "old_values": batch.old_values, "returns": targets}
+    """What the critic of ppo learns from."""
+    given = {
+        "mask": batch.mask,
+        "old_log_probs": batch.old,
+        "reference_log_probs": batch.reference,
+        "values": batch.old_values,
+    }
+    everyone = torch.ones(len(batch.ids), dtype=torch.bool)
+    estimate = scenario("ppo", batch).algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, given))
+    assert estimate.returns is not None
+    kept = {"input_ids": batch.ids, "mask": batch.mask, "old_values": batch.old_values}
+    return {**kept, "returns": estimate.returns}
 
 
 def expected_policy(folder: Path, batch: Batch, scenario: Scenario) -> tuple[float, Gradients]:

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, Fence, Lease
 from rlix.protocol.types import Phase
@@ -28,6 +29,7 @@ class JobConfig:
     spec: JobSpec
     run_dir: Path
     resume: bool = False
+    why: str = ""  # it is started again, for the job's log
 
     @staticmethod
     def of(config: "JobConfig | JobSpec") -> "JobConfig":
@@ -51,6 +53,7 @@ class JobStatus:
     exact: float | None = None
     tokens_per_s: float | None = None
     error: str | None = None
+    resumes: int = 0  # how often it was started again because a node had left
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,16 @@ class Pipeline(ABC):
     Runs as a Ray actor with several threads: `run` occupies one, the coordinator's calls use the others.
     """
 
+    Options: Any = None
+    """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
     rollout_timeout_s = 3600.0  # longest that a step's trajectories may take, once there are devices for them
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
         self.pipeline_id = pipeline_id
         self.config = config
         self.spec = config.spec
+        given = self.spec.pipeline.options if self.spec.pipeline is not None else {}
+        self.options = parse_options(type(self), given) if self.Options is not None else given
         self.client = JobClient(pipeline_id)
         self.registration = self.client.registration()
         self.devices = self.client.devices()
@@ -135,7 +142,7 @@ class Pipeline(ABC):
             first = self._prepare()
             state = self._train(first)
         except BaseException as error:  # noted, and raised again
-            detail = f"{type(error).__name__}: {error}"
+            detail = where_raised(error)
             self._update(state="failed", phase="failed", error=detail)
             if self.folder.is_open:
                 self._event("job", event="failed", detail=detail)
@@ -219,7 +226,7 @@ class Pipeline(ABC):
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
-        self._event("job", event="started", detail=None)
+        self._event("job", event="started", detail=self.config.why or None)
         self.folder.write_spec(self.spec.to_yaml())
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)

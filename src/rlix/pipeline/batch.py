@@ -1,10 +1,13 @@
 """From sequences of tokens to the padded tensors a policy trains on."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
+
+Row = tuple[Sequence[int], Sequence[bool]]
+"""Tokens, and which of them are learnt (none, when empty)."""
 
 
 class TokenBatch(TypedDict):
@@ -18,20 +21,36 @@ class TokenBatch(TypedDict):
     mask: Tensor
 
 
-def collate(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad_id: int) -> TokenBatch:
-    """Each prompt followed by its answer, padded to the longest pair."""
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    input_ids = torch.full((len(prompts), length), pad_id)
-    mask = torch.zeros((len(prompts), length - 1))
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor([*prompt, *answer])
-        mask[row, len(prompt) - 1 : end - 1] = 1.0
+class PolicyBatch(TokenBatch):
+    """Sequences with what algorithms need, each [batch, length - 1]; `advantages` may be [batch].
+
+    `behavior_log_probs`: of the policy that sampled the tokens; `importance`: each token's weight in the loss;
+    `values`: the critic's estimate before each token, `returns`: what it should have been.
+    """
+
+    advantages: NotRequired[Tensor]
+    behavior_log_probs: NotRequired[Tensor]
+    importance: NotRequired[Tensor]
+    old_log_probs: NotRequired[Tensor]
+    reference_log_probs: NotRequired[Tensor]
+    returns: NotRequired[Tensor]
+    values: NotRequired[Tensor]
+
+
+def collate(rows: Sequence[Row], pad_id: int) -> TokenBatch:
+    """The rows, padded to the longest."""
+    length = max(2, *(len(tokens) for tokens, _ in rows))
+    input_ids = torch.full((len(rows), length), pad_id)
+    mask = torch.zeros((len(rows), length - 1))
+    for row, (tokens, learnt) in enumerate(rows):
+        input_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        if learnt:
+            mask[row, : len(tokens) - 1] = torch.tensor(learnt[1:], dtype=mask.dtype)
     return TokenBatch(input_ids=input_ids, mask=mask)
 
 
 def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """One value per answered token, put where `mask` [batch, length - 1] has that token; 0 elsewhere."""
+    """One value per learnt token, put where `mask` [batch, length - 1] has that token; 0 elsewhere."""
     result = torch.zeros(mask.shape)
     for row, given in enumerate(values):
         result[row, mask[row].bool()] = torch.tensor(list(given), dtype=result.dtype)

@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from rlix.nn import returns
 from rlix.pipeline.algorithms import masked_mean, value_loss
+from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.batch import TokenBatch
 from rlix.pipeline.training.metrics import TOKENS
 from rlix.pipeline.training.micro_batches import in_place
-from rlix.pipeline.training.module import OptimizedModule, Terms
+from rlix.pipeline.training.module import OptimizedModule
 
 
 class CriticBatch(TokenBatch):
@@ -36,11 +37,12 @@ class CriticModule(OptimizedModule):
 
     @returns("sum")
     def critic_step(
-        self, batch: CriticBatch, tokens: float, clip: float | None, aggregation: Any, max_grad_norm: float
+        self, batch: CriticBatch, denominator: float, clip: float | None, aggregation: Any, max_grad_norm: float
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
-        rows = float(self.dp_sum(batch["mask"].any(dim=1).sum()))
-        denominator = (tokens if aggregation == "token" else rows) / self.dp_size
+        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`.
+
+        Returns this rank's part of each metric's global value.
+        """
 
         def loss_of(part: Mapping[str, Tensor]) -> Terms:
             values, mask = self._values(part), part["mask"]
@@ -51,7 +53,7 @@ class CriticModule(OptimizedModule):
                 mask,
                 clip=clip,
                 aggregation=aggregation,
-                denominator=denominator,
+                denominator=denominator / self.dp_size,
             )
             return loss, {"error": masked_mean((values.detach() - part["returns"]).abs(), mask)}
 

@@ -13,9 +13,17 @@ from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
-    from rlix.pipeline.spec.job import TinyModel
+    from rlix.pipeline.spec.model import ModelSpec, TinyModel
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_model(model: "ModelSpec", folder: Path, seed: int) -> Path:
+    """A local folder with the model: a tiny one is written to `folder`, others are on disk or in the hub's cache.
+
+    Raises SpecError when it is neither a folder nor a model that the hub has.
+    """
+    return write_tiny_model(model, folder, seed) if model.kind == "tiny" else local_model(model.path)
 
 
 def tiny_config(model: "TinyModel") -> Qwen2Config:

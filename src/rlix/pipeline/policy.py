@@ -2,41 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlix.nn import returns
-from rlix.pipeline.algorithms import clipped_policy_loss, kl_estimate
-from rlix.pipeline.algorithms.tensors import aggregate, masked_mean
-from rlix.pipeline.batch import TokenBatch
-from rlix.pipeline.spec.training import AlgorithmSpec
+from rlix.pipeline.algorithms.base import Algorithm
+from rlix.pipeline.algorithms.tensors import Terms, masked_mean
+from rlix.pipeline.batch import PolicyBatch, TokenBatch
 from rlix.pipeline.training.causal_lm import CausalLmModule
-from rlix.pipeline.training.module import Terms
-
-
-class PolicyBatch(TokenBatch):
-    """Sequences with what the policy loss needs, each [batch, length - 1]; `advantages` may be [batch].
-
-    `behavior_log_probs` and `versions`: of the policy that sampled the tokens; `importance`: each token's weight in the
-    loss.
-    """
-
-    advantages: NotRequired[Tensor]
-    behavior_log_probs: NotRequired[Tensor]
-    importance: NotRequired[Tensor]
-    old_log_probs: NotRequired[Tensor]
-    reference_log_probs: NotRequired[Tensor]
-    versions: NotRequired[Tensor]
 
 
 class PolicyModule(CausalLmModule):
     """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
 
-    `tokens` arguments are counts over the global batch, so that every token weighs the same on every layout, in every
-    micro-batch.
+    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout, in
+    every micro-batch.
     """
 
     @returns("sum")
@@ -62,15 +45,16 @@ class PolicyModule(CausalLmModule):
 
     @returns("sum")
     def policy_step(
-        self, batch: PolicyBatch, tokens: float, algorithm: AlgorithmSpec, temperature: float, max_grad_norm: float
+        self, batch: PolicyBatch, denominator: float, algorithm: Algorithm, temperature: float, max_grad_norm: float
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns this rank's part of each metric's global value."""
-        rows = float(self.dp_sum(batch["mask"].any(dim=1).sum()))
-        denominator = (tokens if algorithm.aggregation == "token" else rows) / self.dp_size
+        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`.
+
+        Returns this rank's part of each metric's global value.
+        """
 
         def loss_of(part: Mapping[str, Tensor]) -> Terms:
             scores = self.scores(part, temperature)
-            loss, metrics = policy_loss(scores.log_probs, part, algorithm, denominator)
+            loss, metrics = algorithm.loss(scores.log_probs, cast(PolicyBatch, part), denominator / self.dp_size)
             return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
 
         return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
@@ -79,29 +63,6 @@ class PolicyModule(CausalLmModule):
         if not hasattr(self, "_warmup"):
             self._warmup = self.new_optimizer(learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         return self._warmup
-
-
-def policy_loss(log_probs: Tensor, part: Mapping[str, Tensor], algorithm: AlgorithmSpec, denominator: float) -> Terms:
-    """The loss of a part of a minibatch: those of all parts, with the denominator of the whole, add up."""
-    mask = part["mask"]
-    result = clipped_policy_loss(
-        log_probs,
-        part.get("old_log_probs", log_probs.detach()),
-        part["advantages"],
-        mask,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        aggregation=algorithm.aggregation,
-        denominator=denominator,
-        weights=part.get("importance"),
-    )
-    metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
-    reference = None if algorithm.kl_in_reward else part.get("reference_log_probs")
-    if reference is None:
-        return result.loss, metrics
-    of_tokens = kl_estimate(log_probs, reference, algorithm.kl_estimator)
-    kl = aggregate(of_tokens, mask, algorithm.aggregation, denominator)
-    return result.loss + algorithm.kl_coefficient * kl, metrics | {"kl": masked_mean(of_tokens, mask)}
 
 
 def policy_on_meta(path: Path) -> PolicyModule:

@@ -1,41 +1,139 @@
-"""What one step sampled, and the rewards it got."""
+"""What one step learns from: samples of one turn or many, and the rewards they got."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from torch import Tensor, tensor
 
-from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.sources.rewards import Reward
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the policy generated in one turn; the three have the same length."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy read and what it answered."""
+
+    observation_ids: tuple[int, ...]
+    answer: Answer
+
+
+class End(StrEnum):
+    DONE = "done"  # the policy said so, or its environment
+    TURNS = "turns"  # no turn was left
+    LENGTH = "length"  # no room was left
+    FAILED = "failed"  # the environment failed
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory. `counts`: whether it is learnt from and compared with; `error`: why it may not be."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    reward: float
+    exact: bool
+    end: End
+    counts: bool = True
+    error: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was read and what was answered, in the order in which it came."""
+        return tuple(id for turn in self.turns for id in turn.observation_ids + turn.answer.token_ids)
+
+    @property
+    def from_policy(self) -> tuple[bool, ...]:
+        """For each of `token_ids`: whether the policy generated it."""
+        return tuple(
+            by_policy
+            for turn in self.turns
+            for by_policy, ids in ((False, turn.observation_ids), (True, turn.answer.token_ids))
+            for _ in ids
+        )
+
+    @property
+    def generated(self) -> int:
+        return sum(len(turn.answer.token_ids) for turn in self.turns)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of each token that the policy generated, under the policy that did."""
+        return tuple(logprob for turn in self.turns for logprob in turn.answer.logprobs)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the weights that generated each token."""
+        return tuple(version for turn in self.turns for version in turn.answer.versions)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Trajectories with their rewards, in the same order; the samples of one prompt (a group) next to each other."""
+    """The samples of a step, those of one prompt or task (a group) next to each other.
 
-    trajectories: Sequence[Trajectory]
-    rewards: Sequence[Reward]
+    `curves` are metrics of all that was sampled, also of what was replaced since: a reward curve must not show what a
+    filter prefers. `stale` names, by a sample's id, which of its tokens count as if the policy that trains had made
+    them.
+    """
+
+    samples: Sequence[Sample]
+    group_size: int
+    curves: Mapping[str, float] = field(default_factory=dict)
+    stale: Mapping[str, Sequence[bool]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     @property
-    def reward_tensor(self) -> Tensor:
-        """[trajectories], float32."""
-        return tensor([r.reward for r in self.rewards])
+    def rewards(self) -> Tensor:
+        """[samples], float32."""
+        return tensor([sample.reward for sample in self.samples])
+
+    @property
+    def counts(self) -> Tensor:
+        """[samples], bool."""
+        return tensor([sample.counts for sample in self.samples])
+
+    def groups(self, chosen: Iterable[int]) -> list[Sample]:
+        """The samples of the groups with these numbers."""
+        return [self.samples[group * self.group_size + k] for group in chosen for k in range(self.group_size)]
 
     def metrics(self) -> dict[str, float]:
-        """Means over the trajectories, and `trajectories_digest`: equal exactly when two runs sampled the same."""
-        count = len(self.rewards)
-        return {
-            "reward": sum(r.reward for r in self.rewards) / count,
-            "exact": sum(r.exact for r in self.rewards) / count,
-            "trajectories": count,
-            "trajectories_digest": digest((t.id, t.prompt_ids, t.token_ids) for t in self.trajectories),
+        """The curves, and `trajectories_digest`: equal exactly when two runs learnt from the same samples."""
+        identity = {
+            "trajectories": float(len(self.samples)),
+            "trajectories_digest": float(digest((s.id, s.token_ids, s.end) for s in self.samples)),
         }
+        return {**self.curves, **identity}
 
-    def groups(self, chosen: Iterable[int], size: int) -> "Samples":
-        """The groups with these numbers."""
-        rows = [group * size + k for group in chosen for k in range(size)]
-        return Samples([self.trajectories[i] for i in rows], [self.rewards[i] for i in rows])
+
+def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:
+    """Means over the samples that count, lengths (in tokens that the policy generated) of all, and `more`."""
+    kept = [sample for sample in samples if sample.counts]
+    return {
+        "reward": mean([sample.reward for sample in kept]),
+        "exact": mean([float(sample.exact) for sample in kept]),
+        "length": mean([float(sample.generated) for sample in samples]),
+        "length_max": float(max((sample.generated for sample in samples), default=0)),
+        "truncated": mean([float(sample.end is End.LENGTH) for sample in samples]),
+        **more,
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
 
 
 def digest(trajectories: Iterable[tuple[object, ...]]) -> int:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 
 from rlix.engine.base import plainly
-from rlix.engine.residency import Residency
+from rlix.engine.life_cycle import Residency
 from rlix.engine.train.checkpoint import STATE_FILE
 from rlix.engine.train.lifecycle import TrainWorkers
 from rlix.engine.train.materialize import safetensors_index
@@ -201,6 +201,7 @@ class StateCalls(TrainWorkers):
             raise NotResidentError(
                 f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
             )
+        self.life.check_serving(self.name)
 
     def _check_readable(self) -> None:
         self._workers()

@@ -4,8 +4,8 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from rlix.engine.life_cycle import Life, Residency
 from rlix.engine.parallel import like
-from rlix.engine.residency import MoveReport, Residency, ResidentSet, local_tensor
+from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
 from rlix.engine.train.adapters import Exported, aliases_of, to_publish
 from rlix.engine.train.executor import TrainExecutor
@@ -47,6 +48,7 @@ class TrainStatus:
     rank: int
     data_part: int
     residency: Residency
+    life: Life
     device_bytes: int
     host_bytes: int
     epoch: int | None
@@ -77,7 +79,6 @@ class TrainWorker(Worker):
         A rank waits in a collective for at most `collective_timeout_s`.
         """
         self._lease = None if lease is None else self.ctx.fence(lease)
-        self._ended = 0  # the newest epoch that was released
         self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
@@ -99,6 +100,7 @@ class TrainWorker(Worker):
             device,
             mover=self._executor.mover(),
         )
+        self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
         return self.status()
 
@@ -171,20 +173,17 @@ class TrainWorker(Worker):
     def acquire(self, lease: Fence | int) -> MoveReport:
         """Bring the bytes on the device under a lease. One that the engine has released is over for it."""
         fence = self.ctx.fence(lease)
-        if fence.epoch <= self._ended:
-            raise StaleEpochError(f"{self.ctx.group}: acquire under epoch {fence.epoch} refused: it has ended")
+        entered = self._resident.life.enter(fence.epoch)
         report = self._bring(fence)
+        self._resident.life = replace(self._resident.life, epoch=entered.epoch)
         self._lease = fence
         return report
 
     def release(self, epoch: int) -> MoveReport:
         """Free the device memory and end the epoch: nothing is accepted under it any more."""
-        if self._lease is not None and epoch < self._lease.epoch:
-            raise StaleEpochError(
-                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._lease.epoch} holds it now"
-            )
+        ended = self._resident.life.drain(epoch).ended
         report = self.to_host()
-        self._ended = max(self._ended, epoch)
+        self._resident.life = replace(self._resident.life, ended=ended)
         self._lease = None
         return report
 
@@ -214,6 +213,7 @@ class TrainWorker(Worker):
             rank=self.ctx.rank,
             data_part=self._module.dp_rank,
             residency=self._resident.state,
+            life=self._resident.life,
             device_bytes=self._resident.device_bytes,
             host_bytes=self._resident.host_bytes,
             epoch=self._epoch(),
@@ -326,13 +326,14 @@ class TrainWorker(Worker):
         empty = self._resident.state is Residency.META
         if empty:
             self._locks.acquire(self.ctx.fence(self._lease), LOCK_TIMEOUT_S)
-            self._resident.allocate()
-            self._module.zero_grad(set_to_none=True)
-            for optimizer in optimizers(self._module).values():
-                optimizer.state.clear()
         try:
-            self._guard(epoch)
-            yield
+            with self._resident.filling() if empty else nullcontext():
+                if empty:
+                    self._module.zero_grad(set_to_none=True)
+                    for optimizer in optimizers(self._module).values():
+                        optimizer.state.clear()
+                self._guard(epoch)
+                yield
         except BaseException:  # re-raised
             if empty:
                 self.to_meta()
@@ -361,8 +362,8 @@ class TrainWorker(Worker):
         return None if self._lease is None else self._lease.epoch
 
     def _written(self) -> int:
-        """How often this rank's parameters have been written to."""
-        return sum(local_tensor(parameter)._version for parameter in self._module.parameters())
+        """How often this rank's parameters have been written to, as sharded ones or as their shards."""
+        return sum(part._version for whole in self._module.parameters() for part in {whole, local_tensor(whole)})
 
 
 def _to_host(result: Any) -> Any:

@@ -10,18 +10,25 @@ from rlix.pipeline.algorithms.advantages import (
     rloo_advantages,
     whiten,
 )
+from rlix.pipeline.algorithms.base import Algorithm, Estimate, Setting
 from rlix.pipeline.algorithms.kl import kl_estimate
 from rlix.pipeline.algorithms.losses import (
     PolicyLoss,
+    capped_ratio_loss,
     clipped_policy_loss,
+    sequence_log_ratio,
     truncated_importance_weights,
     value_loss,
 )
 from rlix.pipeline.algorithms.tensors import aggregate, entropy, masked_mean, token_log_probs
 
 __all__ = [
+    "Algorithm",
+    "Estimate",
     "PolicyLoss",
+    "Setting",
     "aggregate",
+    "capped_ratio_loss",
     "clipped_policy_loss",
     "entropy",
     "gae",
@@ -33,6 +40,7 @@ __all__ = [
     "reinforce_plus_plus_advantages",
     "rewards_at_end",
     "rloo_advantages",
+    "sequence_log_ratio",
     "token_log_probs",
     "truncated_importance_weights",
     "value_loss",

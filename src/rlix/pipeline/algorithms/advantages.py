@@ -8,16 +8,21 @@ from rlix.pipeline.algorithms.tensors import masked_mean
 _NO_SPREAD = 1e-6  # a group whose rewards differ by less than rounding error carries no signal
 
 
-def group_relative_advantages(rewards: Tensor, group_size: int, *, normalize_by_std: bool = True) -> Tensor:
+def group_relative_advantages(
+    rewards: Tensor, group_size: int, *, counts: Tensor | None = None, normalize_by_std: bool = True
+) -> Tensor:
     """Reward minus the mean of its group, divided by the group's standard deviation: [groups * group_size].
 
-    `rewards` is [groups * group_size], the samples of one prompt next to each other. The standard deviation is the
-    unbiased one. A group whose rewards are all equal gets 0 everywhere.
+    `rewards` is [groups * group_size], the samples of one prompt next to each other; `counts` (bool, of the same
+    shape) says which are compared at all, default: all. The standard deviation is the unbiased one. Who does not count,
+    a group of which fewer than two count, and one whose rewards are all equal get 0.
 
     Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Without the division: Dr. GRPO, Liu et al. 2025,
     arXiv:2503.20783.
     """
     groups = _in_groups(rewards, group_size)
+    if counts is not None and not counts.all():
+        return _among_those_that_count(groups, counts.view(-1, group_size), normalize_by_std).reshape(rewards.shape)
     centered = groups - groups.mean(dim=1, keepdim=True)
     if normalize_by_std:
         std = groups.std(dim=1, keepdim=True)
@@ -26,14 +31,32 @@ def group_relative_advantages(rewards: Tensor, group_size: int, *, normalize_by_
     return centered.reshape(rewards.shape)
 
 
-def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """Reward minus the mean of the *other* samples of its group: [groups * group_size], laid out as `rewards`.
+def _among_those_that_count(groups: Tensor, valid: Tensor, normalize_by_std: bool) -> Tensor:
+    number = valid.sum(dim=1, keepdim=True)
+    mean = torch.where(valid, groups, 0.0).sum(dim=1, keepdim=True) / number.clamp(min=1)
+    centered = torch.where(valid & (number > 1), groups - mean, 0.0)
+    if normalize_by_std:
+        std = (centered.square().sum(dim=1, keepdim=True) / (number - 1).clamp(min=1)).sqrt()
+        centered = torch.where(std > _NO_SPREAD, centered / std.clamp(min=_NO_SPREAD), 0.0)
+    return centered
+
+
+def rloo_advantages(rewards: Tensor, group_size: int, *, counts: Tensor | None = None) -> Tensor:
+    """Reward minus the mean of the *other* samples of its group that count: [groups * group_size].
+
+    Laid out as `rewards`. Who does not count, or is alone, gets 0.
 
     Source: RLOO, Ahmadian et al. 2024, arXiv:2402.14740, section 3.
     """
     groups = _in_groups(rewards, group_size)
-    others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).reshape(rewards.shape)
+    if counts is None or counts.all():
+        others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
+        return (groups - others).reshape(rewards.shape)
+    valid = counts.view(-1, group_size)
+    number = valid.sum(dim=1, keepdim=True)
+    kept = torch.where(valid, groups, 0.0)
+    others = (kept.sum(dim=1, keepdim=True) - kept) / (number - 1).clamp(min=1)
+    return torch.where(valid & (number > 1), groups - others, 0.0).reshape(rewards.shape)
 
 
 def reinforce_plus_plus_advantages(
@@ -68,13 +91,17 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, normalised, torch.zeros_like(normalised))
 
 
-def groups_with_spread(rewards: Tensor, group_size: int) -> Tensor:
-    """Which groups have rewards that differ: bool [groups]. A group without spread has no gradient.
+def groups_with_spread(rewards: Tensor, group_size: int, *, counts: Tensor | None = None) -> Tensor:
+    """Which groups have rewards (of samples that count) that differ: bool [groups]. One without has no gradient.
 
     Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2 (which filters by accuracy 0 or 1).
     """
     groups = _in_groups(rewards, group_size)
-    return groups.amax(dim=1) - groups.amin(dim=1) > _NO_SPREAD
+    if counts is None:
+        return groups.amax(dim=1) - groups.amin(dim=1) > _NO_SPREAD
+    valid = counts.view(-1, group_size)
+    highest, lowest = (torch.where(valid, groups, filler) for filler in (-torch.inf, torch.inf))
+    return highest.amax(dim=1) - lowest.amin(dim=1) > _NO_SPREAD
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

@@ -29,12 +29,14 @@ def clipped_policy_loss(
     aggregation: Aggregation = "token",
     denominator: float | Tensor | None = None,
     weights: Tensor | None = None,
+    per_sequence: bool = False,
 ) -> PolicyLoss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), reduced to a scalar.
 
     `log_probs`, `old_log_probs` and `mask` are [batch, time] (mask: the tokens the policy generated); `advantages` is
     [batch, time], or [batch] for one per sequence. `aggregation` and `denominator` are those of `aggregate`. `weights`
-    [batch, time], without gradient, multiply each token's term: see `truncated_importance_weights`.
+    [batch, time], without gradient, multiply each token's term: see `truncated_importance_weights`. `per_sequence`: one
+    ratio for a sequence, see `sequence_log_ratio`, instead of one for each token.
 
     Source: PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, Yu et al.
     2025, arXiv:2503.14476, section 3.1.
@@ -43,7 +45,7 @@ def clipped_policy_loss(
         advantages = advantages.unsqueeze(1)
     # Positions outside the mask may hold anything; make them neutral before exp can overflow into NaN gradients.
     difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
-    ratio = difference.exp()
+    ratio = (sequence_log_ratio(log_probs, old_log_probs, mask) if per_sequence else difference).exp()
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     terms = -torch.minimum(free, clipped)
     loss = aggregate(terms if weights is None else terms * weights, mask, aggregation, denominator)
@@ -51,6 +53,45 @@ def clipped_policy_loss(
         return PolicyLoss(
             loss=loss,
             clip_fraction=masked_mean((clipped < free).to(ratio.dtype), mask),
+            approx_kl=masked_mean(difference.expm1() - difference, mask),
+            mean_ratio=masked_mean(ratio, mask),
+        )
+
+
+def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Log of GSPO's ratio, the mean of log_probs - old_log_probs over a sequence, at each of its tokens: [batch, time].
+
+    Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7.
+    """
+    difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
+    return masked_mean(difference, mask, dim=1).unsqueeze(1).expand_as(log_probs)
+
+
+def capped_ratio_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cap: float,
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """-min(ratio, cap) * A * log_prob with no gradient through the ratio, a mean over tokens; shapes as in
+    `clipped_policy_loss`.
+
+    Source: CISPO, MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5 (with 1 + eps_high = cap, and no lower bound).
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
+    ratio = difference.detach().exp()
+    terms = -ratio.clamp(max=cap) * advantages * torch.where(mask.bool(), log_probs, torch.zeros_like(log_probs))
+    loss = aggregate(terms if weights is None else terms * weights, mask, "token", denominator)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss=loss,
+            clip_fraction=masked_mean((ratio > cap).to(ratio.dtype), mask),
             approx_kl=masked_mean(difference.expm1() - difference, mask),
             mean_ratio=masked_mean(ratio, mask),
         )

@@ -1,6 +1,6 @@
 """Masked reductions, and per-token quantities of logits computed in slices so that memory stays bounded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Aggregation = Literal["token", "sequence"]
+Terms = tuple[Tensor, Mapping[str, Tensor]]
+"""A micro-batch's part of the loss of the global batch, and metrics as means over the micro-batch's tokens."""
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

@@ -1,9 +1,9 @@
 """The coordinator: the actor of a job that people and their programs talk to."""
 
 import asyncio
-import importlib
 import importlib.util
 import logging
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,19 +13,14 @@ from rlix.flow.prefork import runtime_env
 from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import pipeline_namespace
 
 logger = logging.getLogger(__name__)
 
-_BUILT_IN = {
-    "full_finetune": "rlix.pipeline.full_finetune:FullFinetunePipeline",
-    "agentic": "rlix.pipeline.agentic:AgenticPipeline",
-    "actor_critic": "rlix.pipeline.actor_critic:ActorCriticPipeline",
-    "asynchronous": "rlix.pipeline.asynchronous:AsynchronousPipeline",
-    "asynchronous_agentic": "rlix.pipeline.asynchronous:AsynchronousAgenticPipeline",
-}
-_PIPELINE_FORMS = f"use {', '.join(_BUILT_IN)} or 'package.module:Class'"
+_SHIPPED = "rlix.pipeline.full_finetune:FullFinetunePipeline"
+_PIPELINE_FORMS = "write file.py:Class or package.module:Class"
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
 
@@ -53,7 +48,7 @@ class PipelineCoordinator:
         if self._pipeline is not None:
             raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
         config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
-        check_importable(config.spec.pipeline)
+        check_importable(config.spec)
         actor_class = ray.remote(PipelineActor)
         self._pipeline = actor_class.options(
             name=f"pipeline:{self._pipeline_id}",
@@ -90,7 +85,7 @@ class PipelineActor:
     """The actor around a job's `Pipeline`: only its process imports what the pipeline needs."""
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
-        self._pipeline: Pipeline = resolve_pipeline(config.spec.pipeline)(pipeline_id, config)
+        self._pipeline: Pipeline = resolve_pipeline(config.spec)(pipeline_id, config)
         self._pipeline.client.join(config.spec.name)
 
     def run(self) -> JobSummary:
@@ -103,6 +98,12 @@ class PipelineActor:
     def wait_ended(self) -> None:
         self._pipeline.wait_ended()
 
+    def nodes(self) -> frozenset[str]:
+        """The ids of the nodes without which the job cannot go on: this process's and those of its gangs' devices."""
+        gangs = [cluster for cluster in self._pipeline.registration.clusters if not cluster.elastic]
+        devices = {self._pipeline.devices[device].node_id for cluster in gangs for device in cluster.devices}
+        return frozenset(devices | {ray.get_runtime_context().get_node_id()})
+
     def request_stop(self) -> None:
         self._pipeline.request_stop()
 
@@ -110,28 +111,28 @@ class PipelineActor:
         return self._pipeline.status()
 
 
-def check_importable(name: str) -> None:
-    """Raise SpecError when the module of a pipeline ("package.module:Class") does not exist; nothing is loaded."""
-    module = _BUILT_IN.get(name, name).partition(":")[0]
+def check_importable(spec: JobSpec) -> None:
+    """Raise SpecError when the file or module of a pipeline of the user's does not exist; nothing is loaded."""
+    if spec.pipeline is None:
+        return
+    name = spec.pipeline.name
+    module = name.rpartition(":")[0]
     try:
-        found = importlib.util.find_spec(module)
+        exists = Path(module).is_file() if module.endswith(".py") else importlib.util.find_spec(module) is not None
     except (ImportError, ValueError) as error:
         raise SpecError(f"pipeline: {name!r} cannot be imported ({error}); {_PIPELINE_FORMS}") from error
-    if found is None:
+    if not exists:
         raise SpecError(f"pipeline: {name!r} cannot be imported (no module {module!r}); {_PIPELINE_FORMS}")
 
 
-def resolve_pipeline(name: str) -> type[Pipeline]:
-    """The pipeline class behind a built-in name or "package.module:Class".
+def resolve_pipeline(spec: JobSpec) -> type[Pipeline]:
+    """The pipeline class of a job.
 
     Raises:
         SpecError: it cannot be imported, or is no `Pipeline`.
     """
-    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"pipeline: {name!r} cannot be imported ({error}); {_PIPELINE_FORMS}") from error
+    name = _SHIPPED if spec.pipeline is None else spec.pipeline.name
+    found = import_object(name)
     if not (isinstance(found, type) and issubclass(found, Pipeline)):
         raise SpecError(f"pipeline: {name!r} is not a subclass of rlix.pipeline.Pipeline")
     return found

@@ -1,23 +1,26 @@
 """Prompts from the user's own files, in an order that depends on the job's seed alone."""
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlix.pipeline.sources.rewards import TEXT_REWARDS, Reward, TextReward, as_reward, import_object, token_match
-from rlix.pipeline.sources.tasks.base import Prompt, random_stream
-from rlix.pipeline.spec.file import Problem, nearest
+from rlix.pipeline.sources.judge import Verdict
+from rlix.pipeline.sources.panel import Asked, Panel
+from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.tasks.base import Prompt, Task, random_stream
+from rlix.pipeline.spec.columns import PARQUET, column_problems
+from rlix.pipeline.spec.source import DataSpec, RewardSpec
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlix.pipeline.spec.job import DataSpec, RewardSpec
+logger = logging.getLogger(__name__)
 
-_JSON, _PARQUET = (".jsonl", ".json"), (".parquet",)
+_SHOWN = 5
 
 
 class Rows(Protocol):
@@ -28,19 +31,30 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
-class DataTask:
+class DataTask(Task):
     """The task over a table with a prompt and an answer in each row.
 
-    Every epoch is a new shuffle of all rows; step k continues where step k-1 ended. Prompts go through the tokenizer's
-    chat template when it has one.
+    Every epoch is a new shuffle of all rows that are used; step k continues where step k-1 ended. Prompts go through
+    the tokenizer's chat template when it has one.
+
+    Args:
+        longest_prompt: rows with more tokens are left out.
+
+    Raises:
+        SpecError: rows that cannot be used, the first few of them by number, or none that can be.
     """
 
     def __init__(
-        self, data: "DataSpec", rows: Rows, reward: "RewardSpec", tokenizer: "PreTrainedTokenizerBase"
+        self,
+        data: DataSpec,
+        rows: Rows,
+        rewards: Sequence[RewardSpec],
+        tokenizer: "PreTrainedTokenizerBase",
+        longest_prompt: int | None = None,
     ) -> None:
         self._data, self._rows, self._tokenizer = data, rows, tokenizer
-        self._reward_name = reward.name or str(reward.function)
-        self._text_reward = _text_reward(reward)
+        self._used = self._usable(longest_prompt)
+        self._panel = Panel(rewards)
         self._shuffled = lru_cache(maxsize=4)(self._shuffle)
 
     def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
@@ -50,21 +64,57 @@ class DataTask:
         return self._take("supervised", seed, step, n)
 
     def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> Reward:
-        if self._text_reward is None:
-            return token_match(completion_ids, prompt.answer_ids)
-        completion = self._tokenizer.decode(list(completion_ids), skip_special_tokens=True)
-        value = self._text_reward(prompt.text, completion, prompt.answer)
-        return as_reward(value, f"reward {self._reward_name} for prompt {prompt.id}")
+        (verdict,) = self.judge([(prompt, completion_ids)])
+        if isinstance(verdict, Reward):
+            return verdict
+        raise ValueError(verdict)
+
+    def judge(self, answers: Sequence[tuple[Prompt, Sequence[int]]]) -> list[Verdict]:
+        texts = self._tokenizer.batch_decode([list(ids) for _, ids in answers], skip_special_tokens=True)
+        return self._panel.judge([Asked(p, text, ids) for (p, ids), text in zip(answers, texts, strict=True)])
+
+    def close(self) -> None:
+        self._panel.close()
+
+    def _usable(self, longest_prompt: int | None) -> list[int]:
+        """Numbers of the rows that are not too long; every row is looked at before anything starts."""
+        used, problems = [], []
+        for row in range(len(self._rows)):
+            try:
+                length = len(self._prompt("", row).prompt_ids)
+            except SpecError as error:
+                problems.append(str(error))
+                if len(problems) == _SHOWN:
+                    break
+                continue
+            if longest_prompt is None or length <= longest_prompt:
+                used.append(row)
+        if problems:
+            raise SpecError("\n".join(problems))
+        if left_out := len(self._rows) - len(used):
+            logger.warning(
+                "%s: %d rows of %d are left out: their prompts have more than %s tokens",
+                self._data.path,
+                left_out,
+                len(self._rows),
+                longest_prompt,
+            )
+        if not used:
+            raise SpecError(
+                f"{self._data.path}: every prompt has more than {longest_prompt} tokens; raise "
+                "source.data.max_prompt_tokens, lower rollout.max_new_tokens, or use another model"
+            )
+        return used
 
     def _take(self, stream: str, seed: int, step: int, n: int) -> list[Prompt]:
         result = []
         for i in range(n):
-            epoch, position = divmod(step * n + i, len(self._rows))
+            epoch, position = divmod(step * n + i, len(self._used))
             result.append(self._prompt(f"{stream}/{step}/{i}", self._shuffled(stream, seed, epoch)[position]))
         return result
 
     def _shuffle(self, stream: str, seed: int, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
+        order = list(self._used)
         random_stream("data", stream, seed, epoch).shuffle(order)
         return order
 
@@ -80,7 +130,8 @@ class DataTask:
         answer_ids: list[int] = []
         if self._data.answer is not None:
             answer_ids = [*self._encode(str(answer), row, special=False), self._tokenizer.eos_token_id]
-        return Prompt(id, text, tuple(self._encode_prompt(given, row)), str(answer), tuple(answer_ids))
+        others = {k: v for k, v in values.items() if k not in (self._data.prompt, self._data.answer)}
+        return Prompt(id, text, tuple(self._encode_prompt(given, row)), str(answer), tuple(answer_ids), others)
 
     def _encode_prompt(self, given: Any, row: int) -> list[int]:
         if self._tokenizer.chat_template is None:
@@ -105,7 +156,7 @@ class DataTask:
         return ids
 
 
-def load_rows(data: "DataSpec") -> Rows:
+def load_rows(data: DataSpec) -> Rows:
     """The table at `data.path`, memory-mapped. Raises SpecError when it cannot be read or lacks what the spec names."""
     if problems := list(column_problems(data)):
         raise SpecError("\n".join(f"{p.field}: {p.message}" for p in problems))
@@ -117,92 +168,11 @@ def load_rows(data: "DataSpec") -> Rows:
             loaded = datasets.load_from_disk(str(path))
             rows = loaded[data.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            read = datasets.Dataset.from_parquet if path.suffix in _PARQUET else datasets.Dataset.from_json
+            read = datasets.Dataset.from_parquet if path.suffix in PARQUET else datasets.Dataset.from_json
             rows = read(str(path))
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        raise SpecError(f"data.path: {path} cannot be read as a table: {error.__cause__ or error}") from error
+        raise SpecError(f"source.data.path: {path} cannot be read as a table: {error.__cause__ or error}") from error
     if len(rows) == 0:
-        raise SpecError(f"data.path: {path} holds no rows")
+        raise SpecError(f"source.data.path: {path} holds no rows")
     result: Rows = rows
     return result
-
-
-def column_problems(data: "DataSpec") -> Iterator[Problem]:
-    """What is wrong with the file or its columns, found without reading more of it than its head."""
-    if find_spec("datasets") is None:
-        yield Problem("data", "needs the package datasets; run 'pip install rlix[data]'")
-        return
-    path = Path(data.path)
-    if not path.exists():
-        beside = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        yield Problem("data.path", f"there is no file or folder {path}{nearest(str(path), beside)}")
-        return
-    try:
-        columns = _columns(path, data.split)
-    except SpecError as error:
-        yield Problem("data.path", str(error))
-        return
-    for field, column in (("prompt", data.prompt), ("answer", data.answer)):
-        if column is not None and column not in columns:
-            yield Problem(
-                f"data.{field}",
-                f"{path.name} has no column {column!r}; its columns are {', '.join(columns)}{nearest(column, columns)}",
-            )
-
-
-def _columns(path: Path, split: str) -> list[str]:
-    if path.is_dir():
-        return _saved_columns(path, split)
-    if path.suffix in _PARQUET:
-        return _parquet_columns(path)
-    if path.suffix not in _JSON:
-        raise SpecError(f"{path} is of a kind that is not known; use .jsonl, .parquet, or a folder saved by datasets")
-    return _json_columns(path)
-
-
-def _json_columns(path: Path) -> list[str]:
-    with path.open(encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), None)
-    if first is None:
-        raise SpecError(f"{path} is empty")
-    try:
-        row = json.loads(first)
-    except ValueError as error:
-        raise SpecError(f"{path} does not hold one JSON object per line; its first line: {error}") from error
-    if not isinstance(row, dict):
-        raise SpecError(f"{path} does not hold one JSON object per line; its first line is a {type(row).__name__}")
-    return list(row)
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    import pyarrow.parquet
-    from pyarrow.lib import ArrowInvalid
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except ArrowInvalid as error:
-        raise SpecError(f"{path} is not a Parquet file: {error}") from error
-    if file.metadata.num_rows == 0:
-        raise SpecError(f"{path} holds no rows")
-    return list(file.schema_arrow.names)
-
-
-def _saved_columns(path: Path, split: str) -> list[str]:
-    splits = path / "dataset_dict.json"
-    if splits.is_file():
-        names = json.loads(splits.read_text())["splits"]
-        if split not in names:
-            raise SpecError(f"{path} has no split {split!r}; it has {', '.join(names)}; set data.split")
-        path = path / split
-    info = path / "dataset_info.json"
-    if not info.is_file():
-        raise SpecError(f"{path} was not saved by datasets (Dataset.save_to_disk): it holds no dataset_info.json")
-    return list(json.loads(info.read_text())["features"])
-
-
-def _text_reward(reward: "RewardSpec") -> TextReward | None:
-    """The function that judges text, or None when tokens are compared."""
-    if reward.function is not None:
-        function: Any = import_object(reward.function)
-        return function
-    return None if reward.name == "token_match" else TEXT_REWARDS[str(reward.name)]

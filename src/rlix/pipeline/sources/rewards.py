@@ -1,18 +1,18 @@
 """Verifiable rewards: how good a completion is, and whether it is exactly right."""
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlix.protocol.errors import SpecError
-
 
 @dataclass(frozen=True, slots=True)
 class Reward:
+    """`parts`: the rewards that it is the weighted sum of, by name, when there are several."""
+
     reward: float
     exact: bool
+    parts: tuple[tuple[str, float], ...] = ()
 
 
 TextReward = Callable[[str, str, str], float | Reward]
@@ -52,25 +52,7 @@ def as_reward(value: float | Reward, source: str) -> Reward:
     reward = value if isinstance(value, Reward) else Reward(value, _is_number(value) and value >= 1.0)
     if not _is_number(reward.reward) or not math.isfinite(reward.reward):
         raise ValueError(f"{source} returned {value!r}; a reward must be a finite number or a rlix Reward")
-    return Reward(float(reward.reward), bool(reward.exact))
-
-
-def import_object(name: str) -> object:
-    """The object behind `package.module:attribute`. Raises SpecError saying which part could not be found."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise SpecError(f"{name!r} is not of the form package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise SpecError(
-            f"module {module_name!r} cannot be imported ({error}); install it, or put its folder on PYTHONPATH"
-        ) from error
-    try:
-        found: object = getattr(module, attribute)
-    except AttributeError:
-        raise SpecError(f"module {module_name!r} has no {attribute!r}") from None
-    return found
+    return Reward(float(reward.reward), bool(reward.exact), reward.parts)
 
 
 def _is_number(value: object) -> bool:

@@ -15,7 +15,7 @@ from pydantic import (
 
 from rlix.control.registration import describe_ids
 from rlix.pipeline.spec.file import Problem
-from rlix.pipeline.spec.training import Count, Index, Section
+from rlix.pipeline.spec.section import Count, Index, Section
 from rlix.protocol.types import ClusterName
 
 _RANGE = re.compile(r"(\d+) *- *(\d+)")
@@ -117,9 +117,9 @@ class ClustersSpec(Section):
     actor_infer: ClusterSpec = ClusterSpec()
     """The rollouts; without `gpus` or `devices` they may use the whole pool."""
     reference: ClusterSpec | None = None
-    """Needed with `algorithm.kl_coefficient` above 0."""
+    """Of the reference model, which an algorithm with a `kl_coefficient` above 0 has."""
     critic: ClusterSpec | None = None
-    """Needed with `pipeline: actor_critic`."""
+    """Of the critic, which `ppo` has."""
 
     @model_serializer(mode="wrap")
     def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class ClustersSpec(Section):
         return [(name, getattr(self, name)) for name in type(self).model_fields if getattr(self, name) is not None]
 
 
-def cluster_problems(clusters: ClustersSpec, fixed: str | None) -> Iterator[Problem]:
-    """What is wrong with the clusters alone. `fixed`: the job's pipeline, if its engines stay where they are built."""
+def cluster_problems(clusters: ClustersSpec, *, fixed: bool) -> Iterator[Problem]:
+    """What is wrong with the clusters alone. `fixed`: whether the job's engines stay where they are built."""
     for name, cluster in clusters.items():
         where = f"clusters.{name}"
         if cluster.count is None and name != ClusterName.ACTOR_INFER:
@@ -147,14 +147,14 @@ def cluster_problems(clusters: ClustersSpec, fixed: str | None) -> Iterator[Prob
             )
 
 
-def _range_problems(name: str, gpus: GpuRange, tensor_parallel: int, fixed: str | None) -> Iterator[Problem]:
+def _range_problems(name: str, gpus: GpuRange, tensor_parallel: int, fixed: bool) -> Iterator[Problem]:
     where = f"clusters.{name}.gpus"
     if name == ClusterName.ACTOR_INFER:
         yield Problem(where, f"rollouts grow and shrink by themselves; give the most they may use: 'gpus: {gpus.max}'")
-    elif fixed is not None:
+    elif fixed:
         yield Problem(
             where,
-            f"{gpus.min}-{gpus.max} is a range, but {fixed} builds its engines on devices that are fixed when the job "
+            f"{gpus.min}-{gpus.max} is a range, but this job's engines are built on devices that are fixed when it "
             f"starts; give one number, e.g. 'gpus: {gpus.max}' (a range is for a pipeline of your own that runs where "
             "its lease says)",
         )

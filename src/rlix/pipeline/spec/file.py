@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from rlix.pipeline.spec.old_keys import moved
 from rlix.protocol.errors import SpecError
 
 FieldPath = tuple[str | int, ...]
@@ -131,7 +132,9 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str
             about = next((m.model_fields[str(loc[-1])].description for m in section if loc[-1] in m.model_fields), None)
             meaning = f" ({about.rstrip('.')})" if about else ""
             return f"is missing and has no default{meaning}; add it"
-        case "extra_forbidden":
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            if (instead := moved(".".join(map(str, loc)))) is not None:
+                return instead
             return f"unknown key{_hint_for_key(str(loc[-1]), loc[:-1], model)}"
         case "literal_error" | "enum":
             allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])

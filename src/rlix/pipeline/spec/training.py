@@ -1,58 +1,10 @@
-"""The sections of a job spec that say how it trains, and what all sections have in common."""
+"""The sections of a job spec that say how its models are trained and kept."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-Count = Annotated[int, Field(gt=0)]
-Index = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class AlgorithmSpec(Section):
-    name: Literal["grpo", "rloo", "reinforce_pp", "ppo", "dapo"] = "grpo"
-    """ppo needs 'pipeline: actor_critic'; dapo changes the defaults of clip_high and resample_rounds."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Positive = 0.2
-    """With dapo 0.28 unless given (clip-higher)."""
-    kl_coefficient: NonNegative = 0.0
-    """Weight of the KL to the reference model, in the loss (in the reward with ppo and reinforce_pp); above 0 it needs
-    `clusters.reference`."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    normalize_by_std: bool = True
-    aggregation: Literal["token", "sequence"] = "token"
-    epochs: Count = 1
-    """Passes over each step's completions."""
-    minibatches: Count = 1
-    """Optimizer steps per pass."""
-    resample_rounds: Index = 0
-    """How often groups whose rewards are all equal are replaced by groups of new prompts; with dapo 3 unless given."""
-    overlong_buffer: Index = 0
-    """Tokens before `rollout.max_new_tokens` over which a penalty grows from 0 to 1 (soft overlong punishment)."""
-    discount: Share = 1.0
-    """Of later rewards, per token (ppo, reinforce_pp)."""
-    smoothing: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """Lambda of generalised advantage estimation (ppo)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_dapo(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("name") == "dapo":
-            return {"clip_high": 0.28, "resample_rounds": 3, **values}
-        return values
-
-    @property
-    def kl_in_reward(self) -> bool:
-        return self.name in ("ppo", "reinforce_pp")
+from rlix.pipeline.spec.section import Beta, Count, Index, NonNegative, Positive, Section
 
 
 class OptimizerSpec(Section):
@@ -93,28 +45,12 @@ class TrainingSpec(Section):
     """Apply the model's own dropout in training steps; log-probs never have any."""
 
 
-class CriticSpec(Section):
-    """The value model of actor-critic training; it starts from the policy's weights with a new head."""
+class WarmupSpec(Section):
+    """Supervised steps on right answers before reinforcement learning starts."""
 
-    learning_rate: Positive = 1e-5
-    clip: Positive | None = 0.2
-    """How far a prediction may move from its value before the update; null leaves it free."""
-
-
-class AsynchronousSpec(Section):
-    """Generating the next steps' trajectories while a step trains."""
-
-    max_staleness: Count = 1
-    """Oldest a token may be when it is trained on, in optimizer steps of the weights that produced it."""
-    ahead: Count | None = None
-    """How many steps beyond the one that trains may be generated; null: `max_staleness`."""
-    on_stale: Literal["wait", "drop", "rescore"] = "wait"
-    """wait: never run further ahead than the bound. drop: leave a trajectory with an older token out of the update.
-    rescore: keep it, with its older tokens scored as if the policy that trains had produced them."""
-    in_flight: Literal["continue", "finish"] = "continue"
-    """What new weights do to trajectories that are being generated: they go on with them, or finish without them."""
-    importance_cap: Positive = 2.0
-    """Truncation of the importance weight of a token."""
+    steps: Count
+    batch_size: Count = 64
+    learning_rate: Positive = 1e-3
 
 
 class CheckpointSpec(Section):

@@ -10,16 +10,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlix.engine.residency import HostHome
-from rlix.nn import HuggingFaceFsdp2TrainModule
+from rlix.nn import HuggingFaceFsdp2TrainModule, configures
+from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
-
-Terms = tuple[Tensor, Mapping[str, Tensor]]
-"""A micro-batch's part of the loss of the global batch, and metrics as means over the micro-batch's tokens."""
 
 
 class OptimizedModule(HuggingFaceFsdp2TrainModule):
@@ -30,6 +28,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     training_spec: TrainingSpec = TrainingSpec()
     skipped_updates: int = 0
 
+    @configures
     def configure_optimizer(
         self,
         spec: OptimizerSpec,
@@ -89,7 +88,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     def accumulate(
         self, batch: Mapping[str, Tensor], loss_of: Callable[[Mapping[str, Tensor]], Terms]
     ) -> dict[str, float]:
-        """Sum up the gradients of the losses of all micro-batches.
+        """Sum up the gradients of the losses of all micro-batches, each a part of the loss of the global batch.
 
         Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch.
         """

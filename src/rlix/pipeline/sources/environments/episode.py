@@ -2,72 +2,19 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
+from rlix.pipeline.samples import Answer, End, Sample, Turn
 from rlix.pipeline.sources.environments.base import Action, EnvironmentFailedError, Observation
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, Tally
 from rlix.protocol.messages import Demand
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the policy generated in one turn; the three have the same length."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What the policy read and what it answered."""
-
-    observation_ids: tuple[int, ...]
-    answer: Answer
-
-
-class End(StrEnum):
-    DONE = "done"  # the environment said so
-    TURNS = "turns"  # no turn was left
-    LENGTH = "length"  # no room was left for another answer
-    FAILED = "failed"  # the environment failed
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
+class Episode(Sample):
     """`turns` holds what was played before the end; a failed one keeps what it had, its reward is what came before."""
 
-    id: str
-    turns: tuple[Turn, ...]
-    reward: float
-    exact: bool
-    end: End
-    tally: Tally
-    error: str | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.end is End.FAILED
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Observations and answers in the order in which they came."""
-        return tuple(id for turn in self.turns for id in turn.observation_ids + turn.answer.token_ids)
-
-    @property
-    def from_policy(self) -> tuple[bool, ...]:
-        """For each of `token_ids`: whether the policy generated it."""
-        return tuple(
-            by_policy
-            for turn in self.turns
-            for by_policy, ids in ((False, turn.observation_ids), (True, turn.answer.token_ids))
-            for _ in ids
-        )
-
-    @property
-    def generated(self) -> int:
-        return sum(len(turn.answer.token_ids) for turn in self.turns)
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +103,7 @@ async def play(
     finally:
         outstanding.close(id)
         await environment.close(failed=failed)
-    return Episode(id, tuple(turns), reward, exact, end, environment.tally, error)
+    return Episode(id, tuple(turns), reward, exact, end, error=error, tally=environment.tally)
 
 
 def _something(id: str, observation_ids: tuple[int, ...]) -> tuple[int, ...]:

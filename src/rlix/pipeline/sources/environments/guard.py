@@ -16,6 +16,7 @@ from rlix.pipeline.sources.environments.base import (
     Observation,
     Transition,
 )
+from rlix.pipeline.spec.named import where_raised
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class InProcessRunner:
         try:
             return self._factory(instance)
         except Exception as error:  # a user's code may raise anything; it costs this trajectory only
-            raise EnvironmentFailedError(f"could not be built: {_describe(error)}") from error
+            raise EnvironmentFailedError(f"could not be built: {where_raised(error)}") from error
 
     async def stop(self, environment: Environment, *, failed: bool) -> None:
         if not failed:
@@ -180,8 +181,4 @@ async def bounded(what: str, call: Coroutine[Any, Any, T], timeout_s: float) -> 
     except EnvironmentFailedError:
         raise
     except Exception as error:  # a user's code may raise anything; it costs this trajectory only
-        raise EnvironmentFailedError(f"{what} raised {_describe(error)}") from error
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        raise EnvironmentFailedError(f"{what} raised {where_raised(error)}") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlix.pipeline.sources.environments.base import Action, Instance, Transition
-from rlix.pipeline.sources.rewards import import_object
+from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError
 
 

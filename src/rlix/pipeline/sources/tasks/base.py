@@ -1,39 +1,49 @@
 """What a task is: prompts, a reward, and examples for a supervised warm-up."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.sources.judge import Verdict, attempted
 from rlix.pipeline.sources.rewards import Reward
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`id` is unique within a job. `answer_ids` ends with the end-of-sequence token; it is empty without an answer."""
+    """`id` is unique within a job. `answer_ids` ends with the end-of-sequence token; it is empty without an answer.
+    `columns`: what else the row holds."""
 
     id: str
     text: str
     prompt_ids: tuple[int, ...]
     answer: str
     answer_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Task(Protocol):
+class Task(ABC):
     """Everything here is a pure function of its arguments, so that neither resuming nor sharing changes the data."""
 
+    @abstractmethod
     def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
         """The `n` prompts of training step `step`."""
-        ...
+
+    @abstractmethod
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float | Reward:
+        """`completion_ids` includes the end-of-sequence token when the model produced it. What it raises costs the
+        sample."""
 
     def supervised(self, seed: int, step: int, n: int) -> list[Prompt]:
         """The `n` examples of warm-up step `step`: the model learns `answer_ids` after `prompt_ids`."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no 'supervised': remove the section warmup, or add it")
 
-    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> Reward:
-        """`completion_ids` includes the end-of-sequence token when the model produced it."""
-        ...
+    def judge(self, answers: Sequence[tuple[Prompt, Sequence[int]]]) -> list[Verdict]:
+        """The reward of each completion, or why there is none."""
+        return [attempted(f"reward for prompt {p.id}", partial(self.reward, p, ids)) for p, ids in answers]
 
 
 def random_stream(*key: str | int) -> random.Random:

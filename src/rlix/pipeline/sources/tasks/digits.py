@@ -1,18 +1,24 @@
 """Tasks on a few digits: small enough to learn in seconds on a CPU, real enough to need learning."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from transformers import PreTrainedTokenizerBase
+from pydantic import Field
 
 from rlix.pipeline.sources.rewards import Reward, token_match
-from rlix.pipeline.sources.tasks.base import Prompt, random_stream
+from rlix.pipeline.sources.tasks.base import Prompt, Task, random_stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Digits = Annotated[int, Field(ge=1, le=32)]
 
 
-class DigitsTask:
+class DigitsTask(Task):
     """The prompt is random digits and ">"; the answer is what `answer` makes of the digits, and the end token."""
 
     def __init__(
-        self, name: str, answer: Callable[[str], str], tokenizer: PreTrainedTokenizerBase, digits: int = 4
+        self, name: str, answer: Callable[[str], str], tokenizer: "PreTrainedTokenizerBase", digits: int = 4
     ) -> None:
         self._name, self._answer, self._tokenizer, self._digits = name, answer, tokenizer, digits
 
@@ -42,11 +48,11 @@ class DigitsTask:
         )
 
 
-def sort_digits(tokenizer: PreTrainedTokenizerBase, digits: int = 4) -> DigitsTask:
+def sort_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4) -> DigitsTask:
     """4172> is answered by 1247."""
     return DigitsTask("sort_digits", lambda text: "".join(sorted(text)), tokenizer, digits)
 
 
-def copy_digits(tokenizer: PreTrainedTokenizerBase, digits: int = 4) -> DigitsTask:
+def copy_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4) -> DigitsTask:
     """4172> is answered by 4172."""
     return DigitsTask("copy_digits", lambda text: text, tokenizer, digits)

@@ -1,0 +1,27 @@
+"""From the algorithm that a job names to the object."""
+
+from rlix.pipeline.algorithms.base import Algorithm, Setting
+from rlix.pipeline.algorithms.groups import Cispo, Dapo, DrGrpo, Grpo, Gspo, Rloo
+from rlix.pipeline.algorithms.returns import Ppo, ReinforcePlusPlus
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.named import import_object
+from rlix.protocol.errors import SpecError
+
+CLASSES: dict[str, type[Algorithm]] = {
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "dapo": Dapo,
+    "rloo": Rloo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "reinforce_pp": ReinforcePlusPlus,
+    "ppo": Ppo,
+}
+
+
+def build_algorithm(spec: AlgorithmSpec, setting: Setting) -> Algorithm:
+    """Raises SpecError when what the job names is no algorithm."""
+    found = CLASSES.get(spec.name) or import_object(spec.name)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise SpecError(f"algorithm.name: {spec.name!r} is not a subclass of rlix.pipeline.algorithms.Algorithm")
+    return found(spec.parse(), setting)

@@ -1,0 +1,102 @@
+"""Algorithms that compare the samples of a group."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlix.pipeline.algorithms.advantages import group_relative_advantages, rloo_advantages
+from rlix.pipeline.algorithms.base import Algorithm, Estimate
+from rlix.pipeline.algorithms.losses import PolicyLoss, capped_ratio_loss, clipped_policy_loss
+from rlix.pipeline.algorithms.tensors import Aggregation
+from rlix.pipeline.batch import PolicyBatch
+from rlix.pipeline.spec.algorithm import (
+    CispoOptions,
+    DapoOptions,
+    DrGrpoOptions,
+    GrpoOptions,
+    GspoOptions,
+    RlooOptions,
+)
+
+
+class Grpo(Algorithm):
+    """Shao et al. 2024, arXiv:2402.03300; with `aggregation: token`, DAPO's loss, Yu et al. 2025, arXiv:2503.14476."""
+
+    Options: Any = GrpoOptions
+
+    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+        return Estimate(
+            group_relative_advantages(
+                rewards, self.setting.group_size, counts=counts, normalize_by_std=self.options.normalize_by_std
+            )
+        )
+
+
+class Dapo(Grpo):
+    """GRPO with clip-higher: Yu et al. 2025, arXiv:2503.14476. Its dynamic sampling is `algorithm.resample_rounds`."""
+
+    Options = DapoOptions
+
+
+class DrGrpo(Algorithm):
+    """Liu et al. 2025, arXiv:2503.20783: sums over tokens divided by a constant, the longest possible sample times the
+    samples, so that a token's weight depends neither on its own sequence's length nor on the others'."""
+
+    Options = DrGrpoOptions
+
+    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+        size = self.setting.group_size
+        return Estimate(group_relative_advantages(rewards, size, counts=counts, normalize_by_std=False))
+
+    def denominator(self, mask: Tensor) -> float:
+        return float(len(mask) * self.setting.longest)
+
+
+class Rloo(Algorithm):
+    """Ahmadian et al. 2024, arXiv:2402.14740."""
+
+    Options = RlooOptions
+
+    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+        return Estimate(rloo_advantages(rewards, self.setting.group_size, counts=counts))
+
+
+class Gspo(Grpo):
+    """Zheng et al. 2025, arXiv:2507.18071: one clipped ratio for a whole sequence."""
+
+    Options = GspoOptions
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return "sequence"
+
+    def policy_loss(self, log_probs: Tensor, old: Tensor, batch: PolicyBatch, denominator: float) -> PolicyLoss:
+        return clipped_policy_loss(
+            log_probs,
+            old,
+            batch["advantages"],
+            batch["mask"],
+            clip_low=self.options.clip_low,
+            clip_high=self.options.clip_high,
+            aggregation="sequence",
+            denominator=denominator,
+            weights=batch.get("importance"),
+            per_sequence=True,
+        )
+
+
+class Cispo(Grpo):
+    """MiniMax-M1 2025, arXiv:2506.13585: the ratio is capped and carries no gradient, so that every token has one."""
+
+    Options = CispoOptions
+
+    def policy_loss(self, log_probs: Tensor, old: Tensor, batch: PolicyBatch, denominator: float) -> PolicyLoss:
+        return capped_ratio_loss(
+            log_probs,
+            old,
+            batch["advantages"],
+            batch["mask"],
+            cap=self.options.ratio_cap,
+            denominator=denominator,
+            weights=batch.get("importance"),
+        )

@@ -1,0 +1,46 @@
+"""Algorithms that give every token a return of its own; the KL to the reference is a cost per token."""
+
+from torch import Tensor
+
+from rlix.pipeline.algorithms.advantages import gae, reinforce_plus_plus_advantages, rewards_at_end, whiten
+from rlix.pipeline.algorithms.base import Algorithm, Estimate
+from rlix.pipeline.batch import PolicyBatch
+from rlix.pipeline.spec.algorithm import PpoOptions, ReinforceOptions
+
+
+class ReinforcePlusPlus(Algorithm):
+    """Hu et al. 2025, arXiv:2501.03262."""
+
+    Options = ReinforceOptions
+    kl_in_reward = True
+
+    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+        options = self.options
+        advantages = reinforce_plus_plus_advantages(
+            rewards,
+            batch["mask"],
+            self.kl(batch),
+            kl_coefficient=options.kl_coefficient,
+            discount=options.discount,
+        )
+        return Estimate(advantages)
+
+
+class Ppo(Algorithm):
+    """Schulman et al. 2017, arXiv:1707.06347, with generalised advantage estimation and, with a reference model, a
+    per-token KL penalty in the reward (Ouyang et al. 2022, arXiv:2203.02155)."""
+
+    Options = PpoOptions
+    kl_in_reward = True
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return True
+
+    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+        options, mask = self.options, batch["mask"]
+        per_token = rewards_at_end(rewards, mask, self.kl(batch), options.kl_coefficient)
+        advantages, returns = gae(
+            per_token, batch["values"], mask, discount=options.discount, smoothing=options.smoothing
+        )
+        return Estimate(whiten(advantages, mask), returns)

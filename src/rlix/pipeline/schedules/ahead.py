@@ -1,0 +1,92 @@
+"""Making the next steps' samples while a step trains, under a bound on the age of their tokens."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.pipeline.samples import Samples, mean
+from rlix.pipeline.schedules.base import Schedule, Supply, with_spread
+from rlix.pipeline.spec.schedule import AheadOptions
+from rlix.protocol.errors import RlixError
+
+
+class StalenessError(RlixError):
+    """A token is older than the job's bound allows. Always a bug: nothing is started that could become too old."""
+
+
+class Ahead(Schedule):
+    """While step k trains, what the steps up to k + `ahead` learn from is generated.
+
+    Every token knows the version of the weights that produced it, and is checked against `max_staleness` when it is
+    trained on. With `in_flight: finish` a step's samples come from one version, so that a run is as reproducible as an
+    on-policy one.
+    """
+
+    Options = AheadOptions
+    off_policy = True
+    options: AheadOptions
+
+    def __init__(self, options: AheadOptions, supply: Supply) -> None:
+        super().__init__(options, supply)
+        self._begun: dict[int, Any] = {}
+        self._held_back: PublishedWeights | None = None
+
+    def samples(self, step: int) -> Samples:
+        """What an earlier step has usually begun; begins the next."""
+        if step not in self._begun:
+            self._begin(step)
+        start = time.time()
+        samples = self.supply.source.finish(self._begun[step])
+        waited = time.time() - start
+        samples = with_spread(step, samples, self.supply)  # before the next step's would be in the way
+        del self._begun[step]
+        self._begin_ahead(step)
+        samples, found = checked(step, samples, self.options)
+        return replace(samples, curves={**samples.curves, **found, "rollout_wait_s": waited})
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """At once, or when what is in flight is finished."""
+        if self.options.in_flight == "finish" and self._begun:
+            self._held_back = weights
+        else:
+            super().publish(weights)
+
+    def _begin_ahead(self, step: int) -> None:
+        """Start what may be generated while `step` trains."""
+        if self._held_back is not None:
+            super().publish(self._held_back)
+            self._held_back = None
+        for later in range(step + 1, min(step + self.options.steps_ahead, self.supply.steps - 1) + 1):
+            if later not in self._begun:
+                self._begin(later)
+
+    def _begin(self, step: int) -> None:
+        self._begun[step] = self.supply.source.begin(step)
+
+
+def checked(step: int, samples: Samples, rule: AheadOptions) -> tuple[Samples, dict[str, float]]:
+    """`samples` under the staleness bound: with `drop` those that are too old do not count, with `rescore` their old
+    tokens are marked; and what was found, as metrics.
+
+    Raises:
+        StalenessError: with `on_stale: wait`, a token is older than `max_staleness`.
+    """
+    ages = {s.id: [step - version for version in s.versions] if s.counts else [] for s in samples.samples}
+    oldest = max((age for of_one in ages.values() for age in of_one), default=0)
+    if oldest > rule.max_staleness and rule.on_stale == "wait":
+        raise StalenessError(f"step {step}: a token is {oldest} steps old, the bound is {rule.max_staleness}")
+    stale = {id: [age > rule.max_staleness for age in of_one] for id, of_one in ages.items()}
+    too_old = {id for id, of_one in stale.items() if any(of_one)}
+    metrics = {
+        "staleness": mean([float(age) for of_one in ages.values() for age in of_one]),
+        "staleness_max": float(oldest),
+        "mixed": float(sum(len(set(of_one)) > 1 for of_one in ages.values())),
+        "dropped": 0.0,
+    }
+    if rule.on_stale == "drop":
+        metrics["dropped"] = float(len(too_old))
+        return replace(
+            samples, samples=[replace(s, counts=False) if s.id in too_old else s for s in samples.samples]
+        ), metrics
+    return replace(samples, stale={id: stale[id] for id in too_old}), metrics

@@ -1,0 +1,41 @@
+"""From the source that a job describes to the object."""
+
+from typing import Any
+
+from rlix.pipeline.sources.base import Source, Surroundings
+from rlix.pipeline.sources.data import DataTask, load_rows
+from rlix.pipeline.sources.episodes import EpisodeSource
+from rlix.pipeline.sources.prompts import PromptSource
+from rlix.pipeline.sources.tasks.base import Task
+from rlix.pipeline.spec.named import import_object, parse_options
+from rlix.pipeline.spec.source import TASK_GIVEN, SourceSpec, TaskSpec
+from rlix.protocol.errors import SpecError
+
+
+def build_source(spec: SourceSpec, around: Surroundings) -> Source:
+    """Raises SpecError when the data does not hold what the spec says, or what the job names is no source."""
+    if spec.environment is not None:
+        return EpisodeSource(spec.environment, around)
+    if spec.task is not None:
+        return PromptSource(build_task(spec.task, around.tokenizer), around)
+    if spec.data is not None:
+        room = around.context - around.sampling.max_new_tokens
+        longest = min(room, spec.data.max_prompt_tokens or room)
+        return PromptSource(DataTask(spec.data, load_rows(spec.data), spec.rewards, around.tokenizer, longest), around)
+    if spec.name is None:
+        raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")
+    found: Any = import_object(spec.name)
+    if not (isinstance(found, type) and issubclass(found, Source)):
+        raise SpecError(f"source.name: {spec.name!r} is not a subclass of rlix.pipeline.sources.Source")
+    has_options = getattr(found, "Options", None) is not None
+    return found(parse_options(found, spec.options) if has_options else spec.options, around)
+
+
+def build_task(spec: TaskSpec, tokenizer: Any) -> Task:
+    """The task that a job names."""
+    make: Any = import_object(spec.target)
+    options = parse_options(make, spec.options, TASK_GIVEN)
+    task = make(tokenizer, **options) if isinstance(options, dict) else make(tokenizer, options)
+    if not isinstance(task, Task):
+        raise SpecError(f"source.task.name: {spec.name!r} is not a rlix.pipeline.sources.tasks.Task")
+    return task

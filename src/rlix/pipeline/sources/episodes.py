@@ -1,0 +1,205 @@
+"""Samples from environments: the policy acts over many turns, and learns from its own tokens only."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from rlix.pipeline.batch import Row
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.samples import Answer, Samples, mean, measured
+from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.sources.base import Patience, Source, Surroundings, ended
+from rlix.pipeline.sources.environments.base import Demonstration, EnvironmentFactory, Instance, Observation
+from rlix.pipeline.sources.environments.episode import Episode, Outstanding, Room, play
+from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
+from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.environments.process import SubprocessRunner
+from rlix.pipeline.spec.named import import_object
+from rlix.pipeline.spec.source import EnvironmentSpec
+from rlix.protocol.errors import SpecError, WaitTimeoutError
+
+_POLL_S = 0.2
+_GRACE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    done: "Future[list[Episode]]"
+    time: float
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Which replica, and in which of its lives, has the episode's tokens in its prefix cache."""
+
+    cached_on: tuple[int, int] | None = None
+
+
+class EpisodeSource(Source):
+    """A group of episodes for each of the step's tasks.
+
+    A trajectory occupies a replica while it generates a turn and none while it waits for its environment. One whose
+    environment failed gets `failure_reward`, or does not count.
+    """
+
+    def __init__(self, environment: EnvironmentSpec, around: Surroundings) -> None:
+        super().__init__(environment, around)
+        self._environment = environment
+        self._factory = import_object(environment.target)
+        self._runner = make_runner(environment)
+        self._loop = LoopThread()
+        self._outstanding = Outstanding()
+        self._patience = Patience(around.job, "environment")
+        self._limits = Limits(
+            reset_timeout_s=environment.reset_timeout_s,
+            step_timeout_s=environment.step_timeout_s,
+            attempts=environment.attempts,
+            backoff_s=environment.backoff_s,
+        )
+        most = min(around.context, environment.max_tokens or around.context)
+        self._room = Room(environment.max_turns, around.sampling.max_new_tokens, most)
+
+    @property
+    def longest(self) -> int:
+        return self._room.outstanding(0, 0)
+
+    # ---- episodes --------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, groups: int | None = None) -> _Begun:
+        return _Begun(self._loop.submit(self._play(step, groups or self.around.groups)), time.time())
+
+    def finish(self, begun: _Begun) -> Samples:
+        """It ends in time by itself, unless an environment blocks the thread of all."""
+        if not wait([begun.done], timeout=self.around.timeout_s + _GRACE_S).done:
+            raise WaitTimeoutError(
+                f"the thread of the environments did not answer within {self.around.timeout_s + _GRACE_S:g} s: one of "
+                "them blocks it; use 'runner: subprocess'"
+            )
+        played = begun.done.result()
+        self._patience.look_at(played)
+        seconds, tokens = time.time() - begun.time, sum(episode.generated for episode in played)
+        metrics = {
+            "rollout_s": seconds,
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / seconds,
+            **environment_metrics(played),
+        }
+        samples = [judged(episode, self._environment.failure_reward) for episode in played]
+        return Samples(samples, self.around.group_size, measured(samples, metrics))
+
+    async def _play(self, step: int, groups: int) -> list[Episode]:
+        tasks = [f"episodes/{step}/{i}" for i in range(groups)]
+        samples = range(self.around.group_size)
+        open_ = [asyncio.ensure_future(self._episode(step, t, f"{t}/{k}")) for t in tasks for k in samples]
+        try:
+            await self._until_done(step, open_)
+            return [task.result() for task in open_]
+        finally:
+            if any(not task.done() or task.cancelled() or task.exception() for task in open_):
+                for task in open_:
+                    task.cancel()
+                self.around.generator().abandon()
+                await asyncio.gather(*open_, return_exceptions=True)
+
+    async def _until_done(self, step: int, open_: Sequence["asyncio.Future[Episode]"]) -> None:
+        deadline = time.monotonic() + self.around.timeout_s
+        pending = set(open_)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()  # environments do not raise here: what does is ours
+            if self.around.stop.is_set():
+                raise InterruptedError("the job was asked to stop")
+            if time.monotonic() > deadline:
+                names = ", ".join(sorted(self._outstanding.tokens)[:8])
+                raise WaitTimeoutError(
+                    f"step {step}: {len(pending)} episodes did not end within {self.around.timeout_s:g} s: {names}"
+                )
+            self.around.generator().expect(self._outstanding.demand())
+
+    async def _episode(self, step: int, task: str, id: str) -> Episode:
+        instance = Instance(id, stream_seed(self.around.seed, id, "instance"))
+        environment = GuardedEnvironment(self._runner, instance, self._limits, time.monotonic)
+        seed = stream_seed(self.around.seed, task)
+        policy = partial(self._answer, step, _Conversation())
+        return await play(id, seed, environment, policy, self, self._room, self._outstanding)
+
+    async def _answer(
+        self, step: int, conversation: _Conversation, id: str, tokens: tuple[int, ...], limit: int
+    ) -> Answer:
+        """One turn, generated on whatever devices the scheduler grants."""
+        sampling = replace(self.around.sampling, max_new_tokens=limit)
+        trajectory = Trajectory(id, tokens, stream_seed(self.around.seed, id), sampling)
+        trajectory.cached_on = conversation.cached_on
+        done = await asyncio.wrap_future(self.around.generator().submit(step, trajectory))
+        conversation.cached_on = done.cached_on
+        return ended(done, self.around.ends)[0]
+
+    # ---- text ------------------------------------------------------------------------------------------------
+
+    def encode(self, observation: Observation, *, first: bool) -> tuple[int, ...]:
+        if not isinstance(observation, str):
+            return tuple(observation)
+        return tuple(self.around.tokenizer.encode(observation, add_special_tokens=first))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return cast(str, self.around.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def supervised(self, step: int, size: int) -> list[Row]:
+        """Demonstrations of the environment: the model learns the actions, not the observations."""
+        return [self._demonstrated(stream_seed(self.around.seed, "supervised", step, i)) for i in range(size)]
+
+    def _demonstrated(self, seed: int) -> Row:
+        demonstrate = getattr(self._factory, "demonstrate", None)
+        if demonstrate is None:
+            raise SpecError(
+                f"warmup: the environment {self._environment.name} has no 'demonstrate' to learn from; remove the "
+                "section warmup, or give the factory that method"
+            )
+        token_ids: list[int] = []
+        learnt: list[bool] = []
+        demonstration = cast(Demonstration, demonstrate(seed, **self._environment.options))
+        for turn, (observation, action) in enumerate(demonstration):
+            given = self.encode(observation, first=turn == 0)
+            wanted = (*self.encode(action, first=False), *self.around.sampling.stop_token_ids[:1])
+            token_ids += given + wanted
+            learnt += [False] * len(given) + [True] * len(wanted)
+        return token_ids, learnt
+
+    def close(self) -> None:
+        self._loop.close(self._runner.close() if isinstance(self._runner, SubprocessRunner) else None)
+
+
+def judged(episode: Episode, failure_reward: float | None) -> Episode:
+    """A failed episode with the reward for that, or one that does not count."""
+    if not episode.failed:
+        return episode
+    if failure_reward is None:
+        return replace(episode, counts=False)
+    return replace(episode, reward=failure_reward)
+
+
+def make_runner(environment: EnvironmentSpec) -> Runner:
+    """Raises SpecError when the environment cannot be imported."""
+    name, options = environment.target, environment.options
+    if environment.runner == "subprocess":
+        return SubprocessRunner(name, options, environment.max_processes)
+    factory = cast(Any, import_object(name))
+    return InProcessRunner(cast(EnvironmentFactory, partial(factory, **options)))
+
+
+def environment_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Counts over the step's episodes; seconds and turns are means per episode."""
+    tallies = [episode.tally for episode in episodes]
+    return {
+        "env_failed": float(sum(episode.failed for episode in episodes)),
+        "env_faults": float(sum(tally.failures for tally in tallies)),
+        "env_timeouts": float(sum(tally.timeouts for tally in tallies)),
+        "env_retries": float(sum(tally.retries for tally in tallies)),
+        "env_wait_s": mean([tally.seconds for tally in tallies]),
+        "turns": mean([len(episode.turns) for episode in episodes]),
+    }

@@ -1,0 +1,207 @@
+"""What a job names: something that ships with RLix, or a user's own as `file.py:name` or `package.module:name`."""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, create_model
+from pydantic import model_validator as _model_validator
+
+from rlix.pipeline.spec.file import Problem, nearest, problems_of
+from rlix.pipeline.spec.section import Section
+from rlix.protocol.errors import SpecError
+
+_LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_NOT_OWN = ("<", str(Path(__file__).parents[2]), *_LIBRARIES)  # how names of files begin that no user wrote
+_FORMS = "file.py:name or package.module:name"
+
+
+class Named(Section):
+    """Something that is called by name, with options of its own. A bare name is the same without options."""
+
+    name: str
+    """What ships with RLix, or your own: `file.py:name` (relative to the job's file) or `package.module:name`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Checked by what is named."""
+
+    @_model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+def is_own(name: str) -> bool:
+    """Whether `name` says where something of the user's is."""
+    return ":" in name
+
+
+def unknown_name(field: str, name: str, shipped: Iterable[str]) -> Iterator[Problem]:
+    """A problem when `name` neither ships nor has the form of something of the user's."""
+    names = list(shipped)
+    if name not in names and not is_own(name):
+        yield Problem(field, f"must be {', '.join([*names, ''])}{_FORMS}, not {name!r}{nearest(name, names)}")
+
+
+def import_object(name: str) -> object:
+    """The object behind `file.py:name` or `package.module:name`. Raises SpecError saying what could not be found."""
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
+        raise SpecError(f"{name!r} is not of the form {_FORMS}")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    try:
+        found: object = getattr(module, attribute)
+    except AttributeError:
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise SpecError(f"module {module_name!r} has no {attribute!r}{nearest(attribute, public)}") from None
+    return found
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SpecError(
+            f"module {name!r} cannot be imported ({error}); install it, or put its folder on PYTHONPATH"
+        ) from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise SpecError(f"module {name!r} cannot be imported: {where_raised(error)}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module in a file, loaded once; its objects travel to other processes whole, which need not have the file."""
+    path = path.absolute()
+    name = f"rlix_file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}_{path.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        beside = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise SpecError(f"there is no file {path}{nearest(str(path), beside)}")
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise anything while it is imported
+        del sys.modules[name]
+        raise SpecError(f"{path} cannot be imported: {where_raised(error)}") from error
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def where_raised(error: BaseException) -> str:
+    """The error, and the file and line of the user's code that raised it, or called what did."""
+    text = f"{type(error).__name__}: {error}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OWN)]
+    if not own or isinstance(error, SyntaxError):  # the latter says where itself
+        return text
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})"
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def parse_options(found: object, options: Mapping[str, Any], given: int = 0) -> Any:
+    """`options` as what is named takes them, checked.
+
+    Something with a class attribute `Options` (a pydantic model or a dataclass) gets one of those; anything else that
+    can be called gets keyword arguments, a dictionary, checked against its signature, of whose positional parameters
+    the first `given` are not options.
+
+    Raises:
+        pydantic.ValidationError: they do not fit.
+    """
+    declared = getattr(found, "Options", None)
+    if declared is not None:
+        return _validated(TypeAdapter(_strict(declared)), options)
+    model = _model_of_signature(cast(Callable[..., Any], found), given)
+    if model is None:
+        return dict(options)
+    return {key: getattr(_validated(TypeAdapter(model), options), key) for key in options}
+
+
+def option_problems(
+    field: str, found: object, options: Mapping[str, Any], given: int = 0, *, partly: bool = False
+) -> Iterator[Problem]:
+    """What is wrong with the options of what is named, each by its field; with `partly`, none can be missing."""
+    try:
+        parse_options(found, options, given)
+    except ValidationError as error:
+        declared = getattr(found, "Options", None)
+        is_model = isinstance(declared, type) and issubclass(declared, BaseModel)
+        model = declared if is_model else _model_of_fields(found, declared, given)
+        found_errors = [e for e in error.errors() if not (partly and e["type"] == "missing")]
+        for problem in problems_of(found_errors, cast(type[BaseModel], model), options):
+            yield Problem(f"{field}.{problem.field}" if problem.field else field, problem.message)
+    except TypeError as error:
+        yield Problem(field, f"do not fit: {error}")
+
+
+def _validated(adapter: "TypeAdapter[Any]", options: Mapping[str, Any]) -> Any:
+    # JSON mode is strict about types, yet takes a list for a tuple as YAML must.
+    return adapter.validate_json(json.dumps(dict(options), default=str), strict=True)
+
+
+def _strict(declared: Any) -> Any:
+    """A dataclass that refuses what it does not know, like every section of a job."""
+    if dataclasses.is_dataclass(declared) and not hasattr(declared, "__pydantic_config__"):
+        declared.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
+    return declared
+
+
+def _model_of_fields(found: object, declared: Any, given: int) -> type[BaseModel]:
+    """For messages: the names that are known."""
+    if declared is None:
+        return _model_of_signature(cast(Callable[..., Any], found), given) or BaseModel
+    names: Any = {f.name: (Any, None) for f in dataclasses.fields(declared)}
+    return cast(type[BaseModel], create_model("Options", **names))
+
+
+def _model_of_signature(found: Callable[..., Any], given: int) -> type[BaseModel] | None:
+    """A model of the keyword arguments; None where the signature says nothing."""
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    fields: dict[str, Any] = {}
+    takes_any = False
+    for position, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any = True
+        elif position >= given and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (_annotation(found, parameter), default)
+    config: Any = ConfigDict(
+        extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True, protected_namespaces=()
+    )
+    try:
+        return cast(type[BaseModel], create_model("Options", __config__=config, **fields))
+    except (PydanticUserError, NameError, TypeError):  # annotations that pydantic does not understand are not checked
+        untyped: Any = {name: (Any, default) for name, (_, default) in fields.items()}
+        return cast(type[BaseModel], create_model("Options", __config__=config, **untyped))
+
+
+def _annotation(found: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return Any
+    if isinstance(annotation, str):
+        target = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
+        try:
+            return eval(annotation, getattr(target, "__globals__", {}))
+        except (NameError, SyntaxError, AttributeError, TypeError):
+            return Any
+    return annotation

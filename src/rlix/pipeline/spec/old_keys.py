@@ -1,0 +1,53 @@
+"""Keys that job specs no longer have, and what to write instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_OPTIONS = (
+    "clip_low",
+    "clip_high",
+    "kl_coefficient",
+    "kl_estimator",
+    "normalize_by_std",
+    "aggregation",
+    "discount",
+    "smoothing",
+)
+_MOVED = {
+    "task": "is part of 'source' now; write 'source: {task: {name: sort_digits, options: {digits: 4}}}'",
+    "data": "is part of 'source' now; write 'source: {data: {path: ...}, rewards: [exact_match]}'",
+    "reward": "is part of 'source' now, as a list; write e.g. 'source: {data: ..., rewards: [exact_match]}'",
+    "environment": "is part of 'source' now; write 'source: {environment: {name: digit_lookup, ...}}'",
+    "asynchronous": "is a schedule now; write 'schedule: {name: ahead, options: {max_staleness: 1}}'",
+    "critic": "is an option of ppo now; write 'algorithm: {name: ppo, options: {critic: {learning_rate: 1e-5}}}'",
+    "source.environment.factory": "is the name now; write 'name: my_environment.py:MyEnvironment'",
+    "source.reward": "is a list now; write 'rewards: [exact_match]'",
+    "algorithm.normalize_by_std": "is an option now; write it under 'algorithm.options', or use 'name: dr_grpo'",
+    "schedule.options.importance_cap": "belongs to any schedule now; write 'algorithm: {importance_cap: 2.0}'",
+}
+_PIPELINES = ("full_finetune", "agentic", "actor_critic", "asynchronous", "asynchronous_agentic")
+
+
+def moved(dotted: str) -> str | None:
+    """What to write instead of an unknown key, when it is one that there was."""
+    if dotted in _MOVED:
+        return _MOVED[dotted]
+    section, _, key = dotted.rpartition(".")
+    if section == "algorithm" and key in _OPTIONS:
+        return "is an option of the algorithm now; write it under 'algorithm.options'"
+    return None
+
+
+def old_pipeline(given: Any) -> str | None:
+    """What to write instead of the name of a pipeline that ships: what it was is said by the other sections."""
+    name = given.get("name") if isinstance(given, Mapping) else given
+    if name not in _PIPELINES:
+        return None
+    what = {
+        "full_finetune": "prompts, on policy, is what a job is unless it says otherwise",
+        "agentic": "an environment under 'source' says it",
+        "actor_critic": "'algorithm: ppo' says it",
+        "asynchronous": "'schedule: ahead' says it",
+        "asynchronous_agentic": "an environment under 'source' and 'schedule: ahead' say it",
+    }[name]
+    return f"{name!r} is no longer written, {what}; remove the line (it is for a pipeline of your own)"

@@ -1,0 +1,69 @@
+"""The sections of a job."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.clusters import ClustersSpec
+from rlix.pipeline.spec.model import ModelSpec, TinyModel
+from rlix.pipeline.spec.named import Named
+from rlix.pipeline.spec.schedule import ScheduleSpec
+from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share, one_or_many
+from rlix.pipeline.spec.source import SourceSpec
+from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
+
+
+class RolloutSpec(Section):
+    prompts_per_step: Count = 32
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Completions compared with each other (the group); at least 2."""
+    max_new_tokens: Count
+    """Longest completion in tokens, its end token included; with an environment, of one turn."""
+    temperature: Positive = 1.0
+    top_p: Share = 1.0
+    top_k: Index = 0
+    """Sample among this many most likely tokens; 0 for all."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    """Strings that end an answer and are part of it. One that is a token of the model's ends generation there; of what
+    is generated after another one nothing is kept."""
+    stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    """Tokens that end an answer, besides the end tokens of the tokenizer and of the model's folder."""
+    executor: Literal["transformers", "vllm"] = "transformers"
+    max_num_seqs: Count = 64
+    """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
+
+
+class Sections(Section):
+    """All that a job says; `JobSpec` has it checked."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    """Also the name of the run's folder."""
+    seed: Index = 0
+    steps: Count
+    """Number of training steps."""
+    source: SourceSpec = SourceSpec()
+    """Where samples come from; a pipeline of your own may do without."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """When they are made."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    """What is learnt from them."""
+    pipeline: Named | None = None
+    """Only for a pipeline of your own: `file.py:Class` or `package.module:Class`."""
+    model: ModelSpec = TinyModel()
+    warmup: WarmupSpec | None = None
+    rollout: RolloutSpec
+    optimizer: OptimizerSpec = OptimizerSpec()
+    training: TrainingSpec = TrainingSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    clusters: ClustersSpec
+    """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
+
+    @property
+    def trajectories_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole job."""
+        return self.steps * self.algorithm.epochs * self.algorithm.minibatches

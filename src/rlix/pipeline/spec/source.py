@@ -1,0 +1,113 @@
+"""Where a job's samples come from: a task, data with rewards, an environment, or a source of the user's."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rlix.pipeline.spec.named import Named
+from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section, one_or_many
+
+TASKS = {
+    "sort_digits": "rlix.pipeline.sources.tasks.digits:sort_digits",
+    "copy_digits": "rlix.pipeline.sources.tasks.digits:copy_digits",
+}
+REWARDS = {
+    "exact_match": "rlix.pipeline.sources.rewards:exact_match",
+    "number_match": "rlix.pipeline.sources.rewards:number_match",
+    "token_match": "rlix.pipeline.sources.rewards:token_match",
+}
+ENVIRONMENTS = {
+    "digit_lookup": "rlix.pipeline.sources.environments.lookup:DigitLookup",
+    "gym": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
+}
+ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # an `Instance`; a tokenizer
+REWARD_GIVEN = 3  # prompt, completion, answer
+
+
+class TaskSpec(Named):
+    """Prompts that bring their own reward. `sort_digits` and `copy_digits` have an option `digits` (4)."""
+
+    name: str
+    """`sort_digits`, `copy_digits`, or your own: `file.py:Class`, called with the tokenizer and the options."""
+
+    @property
+    def target(self) -> str:
+        return TASKS.get(self.name, self.name)
+
+
+class DataSpec(Section):
+    """Prompts from a JSONL or Parquet file, or a dataset saved by `datasets` (`Dataset.save_to_disk`)."""
+
+    path: str
+    """File or folder, relative to the job's file."""
+    prompt: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer: str | None = "answer"
+    """Column with the right answer; null when the rewards need none."""
+    split: str = "train"
+    """Which split, when the folder holds several."""
+    max_prompt_tokens: Count | None = None
+    """Rows with a longer prompt are left out before the start; null: with one that leaves no room for
+    `rollout.max_new_tokens` in the model's context."""
+
+
+class RewardSpec(Named):
+    """One of the rewards that judge the completions of prompts from `data`."""
+
+    name: str
+    """`exact_match`, `number_match`, `token_match`, or your own: `file.py:function`, called with (prompt, completion,
+    answer), the options, and those of the row's other columns that it has parameters for; returns a number."""
+    weight: float = 1.0
+    """The rewards of a completion are added up by weight."""
+    timeout_s: Positive = 30.0
+    """Longest one call of your own may take."""
+
+    @property
+    def target(self) -> str:
+        return REWARDS.get(self.name, self.name)
+
+
+class EnvironmentSpec(Named):
+    """What an agent acts in, turn by turn, and what its failures cost."""
+
+    name: str
+    """`digit_lookup`, `gym` (any Gymnasium environment), or your own: `file.py:Class`, called with an `Instance` and
+    the options."""
+    runner: Literal["in_process", "subprocess"] = "in_process"
+    """In the pipeline's event loop, or each in a process that is killed when it hangs."""
+    max_processes: Count = 8
+    """With `runner: subprocess`: how many environments run at a time."""
+    max_turns: Count = 8
+    max_tokens: Count | None = None
+    """Longest trajectory in tokens, observations included; null for the model's context."""
+    reset_timeout_s: Positive = 60.0
+    step_timeout_s: Positive = 30.0
+    attempts: Count = 2
+    """How often an environment is started for a trajectory before it counts as failed."""
+    backoff_s: NonNegative = 0.1
+    """Wait before the second attempt; it doubles with each further one."""
+    failure_reward: float | None = None
+    """Reward of a trajectory whose environment failed; null leaves it out of the update."""
+
+    @property
+    def target(self) -> str:
+        return ENVIRONMENTS.get(self.name, self.name)
+
+
+class SourceSpec(Section):
+    """Where samples come from: `task`, or `data` with `rewards`, or `environment`, or the `name` of your own."""
+
+    task: TaskSpec | None = None
+    data: DataSpec | None = None
+    rewards: Annotated[tuple[RewardSpec, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    """What judges completions of prompts from `data`; one alone needs no list."""
+    environment: EnvironmentSpec | None = None
+    name: str | None = None
+    """Your own source: `file.py:Class`, a `rlix.pipeline.sources.Source`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the source that `name` says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value

@@ -1,0 +1,120 @@
+"""The pipeline that ships in one process: real sources, schedules, algorithms and models; no Ray, no leases."""
+
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlix.engine.parallel import NeedParallel
+from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.pipeline.full_finetune import FullFinetunePipeline
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.spec.job import JobSpec
+
+
+class Generator:
+    """Answers at random, from each trajectory's own seed; `holding` keeps what is submitted unanswered until told."""
+
+    def __init__(self, vocabulary: int, end: int) -> None:
+        self.version = 0
+        self.published: list[int] = []
+        self.submitted: list[int] = []
+        self._vocabulary, self._end = vocabulary, end
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.published.append(version)
+
+    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+        self.submitted.append(step)
+        done: Future[list[Trajectory]] = Future()
+        done.set_result([self._answered(t) for t in trajectories])
+        return done
+
+    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        done: Future[Trajectory] = Future()
+        done.set_result(self._answered(trajectory))
+        return done
+
+    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+        return done.result(timeout=timeout_s)
+
+    def expect(self, demand: object) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _answered(self, trajectory: Trajectory) -> Trajectory:
+        source = Random(trajectory.seed)
+        limit = trajectory.sampling.max_new_tokens
+        ids = [source.randrange(4, self._vocabulary) for _ in range(source.randint(1, limit))]
+        stopped = source.random() < 0.7
+        trajectory.token_ids = [*ids[:-1], self._end] if stopped else ids
+        trajectory.logprobs = [-2.5 - 0.1 * source.random() for _ in ids]
+        trajectory.versions = [self.version] * len(ids)
+        trajectory.finish_reason = "stop" if stopped else "length"
+        return trajectory
+
+
+class Engine:
+    """A train engine of one rank: calls go to the module."""
+
+    def __init__(self, module: Any, folder: Path) -> None:
+        self.module, self._folder = module, folder
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            return getattr(self.module, name)(*(a.value if isinstance(a, NeedParallel) else a for a in args))
+
+        return call
+
+    def publish(self, version: int) -> int:
+        return version
+
+    def save(self, path: Path) -> None:
+        shutil.copytree(self._folder, path, dirs_exist_ok=True)
+
+    def close(self) -> None: ...
+
+
+class InProcess(FullFinetunePipeline):
+    def __init__(self, spec: JobSpec, folder: Path) -> None:
+        self.spec, self.stop_requested = spec, threading.Event()
+        self.folder: Any = SimpleNamespace(path=folder)
+        self.phases: list[str] = []
+
+    def run_steps(self) -> list[dict[str, float]]:
+        self.setup()
+        try:
+            self.initialize()
+            return [dict(self.step(step)) for step in range(self.spec.steps)]
+        finally:
+            self.teardown()
+
+    @contextmanager
+    def phase(self, cluster: str, phase: Any, engine: Any = None) -> Iterator[Any]:
+        self.phases.append(phase.name)
+        yield None
+
+    def note_phase(self, text: str) -> None: ...
+
+    def _start_engines(self) -> None:
+        self.actor: Any = self._policy_engine("actor_train", self.model_path)  # type: ignore[arg-type]
+        end = int(self.actor.module.config.eos_token_id)
+        self.rollouts: Any = Generator(int(self.actor.module.config.vocab_size), end)
+
+    def build_train_engine(self, name: Any, module: Any, path: Path, optimizer: Any) -> Any:
+        args, kwargs = module.rlix_init
+        spec = ModuleSpec(module_class=type(module), args=args, kwargs=kwargs, weights_path=str(path))
+        torch.manual_seed(0)
+        built: Any = build_module(spec, torch.device("cpu"), None)
+        built.configure_optimizer(optimizer)
+        return Engine(built, path)

@@ -1,0 +1,79 @@
+"""What a user might write in a file of theirs: a task, an algorithm, a source, a schedule, a pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlix.pipeline import FullFinetunePipeline
+from rlix.pipeline.algorithms import Algorithm, Estimate
+from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, measured
+from rlix.pipeline.schedules import Schedule
+from rlix.pipeline.sources import Source
+from rlix.pipeline.sources.tasks import Prompt, Task
+
+
+class Count(Task):
+    def __init__(self, tokenizer: Any, *, up_to: int = 3) -> None:
+        self._tokenizer, self._up_to = tokenizer, up_to
+
+    def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
+        ids = tuple(self._tokenizer.encode(f"{self._up_to}>"))
+        return [Prompt(f"count/{step}/{i}", f"{self._up_to}>", ids, "", ()) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> float:
+        return min(len(completion_ids), self._up_to) / self._up_to
+
+
+@dataclass(frozen=True)
+class BestOptions:
+    sharpness: float
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+
+class Best(Algorithm):
+    Options = BestOptions
+
+    def estimate(self, rewards: Tensor, counts: Tensor, batch: Any) -> Estimate:
+        groups = rewards.view(-1, self.setting.group_size) * self.options.sharpness
+        return Estimate((groups.softmax(dim=1) - 1 / self.setting.group_size).flatten())
+
+
+class Fixed(Source):
+    """The same answers, whatever the policy."""
+
+    longest = 2
+
+    def begin(self, step: int, groups: int | None = None) -> int:
+        return groups or self.around.groups
+
+    def finish(self, begun: int) -> Samples:
+        made = [self._sample(i, k) for i in range(begun) for k in range(self.around.group_size)]
+        return Samples(made, self.around.group_size, measured(made, {}))
+
+    def supervised(self, step: int, size: int) -> Any:
+        return [((1, 5, 6), (False, True, True))] * size
+
+    def _sample(self, i: int, k: int) -> Sample:
+        answer = Answer((4 + k, 2), (-1.0, -1.0), (0, 0))
+        return Sample(f"{i}/{k}", (Turn((1, 5), answer),), float(k), False, End.DONE)
+
+
+class Twice(Schedule):
+    """Learns from every other step's samples twice."""
+
+    def samples(self, step: int) -> Samples:
+        if step % 2 == 0:
+            self._kept = self.supply.source.finish(self.supply.source.begin(step))
+        return self._kept
+
+
+class Noted(FullFinetunePipeline):
+    @dataclass(frozen=True)
+    class Options:
+        note: float = 0.0
+
+    def step(self, step: int) -> Any:
+        return {**super().step(step), "note": self.options.note}

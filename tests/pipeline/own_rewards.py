@@ -1,0 +1,34 @@
+"""Rewards that a user might write; they run in processes of their own."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(prompt: str, completion: str, answer: str) -> float:
+    sys.stdout.write("this must not get among the answers\n")
+    return float(len(completion))
+
+
+def told(prompt: str, completion: str, answer: str, *, level: int, factor: float = 1.0) -> float:
+    return level * factor
+
+
+def moody(prompt: str, completion: str, answer: str, mood: str) -> Any:
+    match mood:
+        case "hang":
+            time.sleep(600)
+        case "raise":
+            raise KeyError(completion)
+        case "die":
+            os._exit(3)
+        case "nothing":
+            return None
+        case "meet":  # ends when three are there at a time
+            here = Path(answer)
+            (here / completion).touch()
+            while len(list(here.iterdir())) < 3:
+                time.sleep(0.01)
+    return 1.0

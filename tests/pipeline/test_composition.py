@@ -1,0 +1,117 @@
+"""Any source goes with any schedule and any algorithm: each combination takes real steps on a tiny model."""
+
+import json
+import math
+from itertools import product
+from operator import le
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlix.pipeline.algorithms.choice import CLASSES
+from rlix.pipeline.schedules.choice import CLASSES as SCHEDULE_CLASSES
+from rlix.pipeline.spec.algorithm import ALGORITHMS
+from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.schedule import SCHEDULES
+from tests.pipeline import sandboxes
+from tests.pipeline.in_process import InProcess
+
+pytest.importorskip("datasets")
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "task": {"task": {"name": "sort_digits", "options": {"digits": 2}}},
+    "data": {"data": {"path": "rows.jsonl"}, "rewards": ["exact_match", {"name": "token_match", "weight": 0.5}]},
+    "environment": {"environment": {"name": f"{sandboxes.__file__}:Sums", "attempts": 1, "max_turns": 3}},
+}
+AHEAD = {
+    "on_policy": {"name": "on_policy"},
+    "ahead": {"name": "ahead", "options": {"max_staleness": 2, "ahead": 2}},
+    "one_version": {"name": "ahead", "options": {"in_flight": "finish"}},
+}
+COMBINATIONS = [
+    *product(SOURCES, ("on_policy", "ahead"), CLASSES),
+    *product(SOURCES, ("one_version",), ("grpo", "ppo")),
+]
+
+
+def job(source: str, schedule: str, algorithm: Any, folder: Path, **changes: Any) -> JobSpec:
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}>", "answer": f"{i}"}) + "\n" for i in range(10)))
+    given = json.loads(json.dumps(SOURCES[source]).replace("rows.jsonl", str(rows)))
+    values = {
+        "name": "tiny",
+        "steps": 4,
+        "source": given,
+        "schedule": AHEAD[schedule],
+        "algorithm": algorithm,
+        "model": {"hidden_size": 16, "layers": 1, "heads": 2},
+        "warmup": {"steps": 1, "batch_size": 4},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "clusters": {"actor_train": {"gpus": 1}},
+    }
+    return JobSpec.model_validate(values | changes)
+
+
+def test_every_name_has_options_and_a_class() -> None:
+    assert {name: cls.Options for name, cls in CLASSES.items()} == ALGORITHMS
+    assert {name: cls.Options for name, cls in SCHEDULE_CLASSES.items()} == SCHEDULES
+
+
+@pytest.mark.parametrize(("source", "schedule", "algorithm"), COMBINATIONS)
+def test_every_combination_takes_steps(source: str, schedule: str, algorithm: str, tmp_path: Path) -> None:
+    pipeline = InProcess(job(source, schedule, {"name": algorithm, "minibatches": 2}, tmp_path), tmp_path)
+    rows = pipeline.run_steps()
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(row["trajectories"] == 8 for row in rows)
+    assert any(row.get("grad_norm", 0.0) > 0 for row in rows)
+    assert all(("value_loss" in row) == (algorithm == "ppo") for row in rows if "grad_norm" in row)
+    assert all(("resampled" in row) == (algorithm == "dapo") for row in rows)
+    assert all(("importance" in row) == (schedule != "on_policy") for row in rows)
+    if schedule != "on_policy":
+        ahead = 2 if schedule == "ahead" else 1
+        bounds = [min(step, ahead) for step in range(4)]
+        ages = [row["staleness_max"] for row in rows]
+        # What replaces a group without spread may be younger.
+        assert all(map(le, ages, bounds)) if algorithm == "dapo" else ages == bounds
+    assert pipeline.rollouts.published == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo"])
+def test_a_kl_coefficient_brings_a_reference(algorithm: str, tmp_path: Path) -> None:
+    chosen = {"name": algorithm, "options": {"kl_coefficient": 0.1}}
+    pipeline = InProcess(job("environment", "on_policy", chosen, tmp_path), tmp_path)
+    rows = pipeline.run_steps()
+    assert "REFERENCE_LOG_PROBS" in pipeline.phases
+    assert all(("kl" in row) == (algorithm in ("grpo", "gspo")) for row in rows)
+
+
+def test_synchronous_jobs_may_weight_what_the_sampler_made(tmp_path: Path) -> None:
+    pipeline = InProcess(job("task", "on_policy", {"importance_cap": 1.5}, tmp_path), tmp_path)
+    rows = pipeline.run_steps()
+    assert "OLD_LOG_PROBS" in pipeline.phases
+    assert all(0 < row["importance"] <= 1.5 for row in rows)
+
+
+def test_what_was_cut_off_is_left_out_of_the_loss(tmp_path: Path) -> None:
+    pipeline = InProcess(job("task", "on_policy", {"mask_truncated": True}, tmp_path), tmp_path)
+    pipeline.setup()
+    try:
+        samples = pipeline.sample(0)
+        learnt = pipeline.collate(samples)["mask"].any(dim=1).tolist()
+    finally:
+        pipeline.teardown()
+    assert learnt == [sample.end != "length" for sample in samples.samples]
+    assert samples.curves["truncated"] == 1 - sum(learnt) / len(learnt) > 0
+
+
+def test_curves_are_those_of_all_that_was_sampled(tmp_path: Path) -> None:
+    plain, filtered = (
+        InProcess(job("task", "on_policy", {"resample_rounds": rounds}, tmp_path, steps=1), tmp_path).run_steps()[0]
+        for rounds in (0, 5)
+    )
+    assert filtered["resampled"] > 0
+    assert filtered["tokens"] > plain["tokens"]
+    assert filtered["reward"] == plain["reward"]
+    assert filtered["trajectories_digest"] != plain["trajectories_digest"]

@@ -1,0 +1,93 @@
+"""Several rewards at once, and what a failing one costs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlix.pipeline.sources.panel import Asked, Panel
+from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.tasks.base import Prompt
+from rlix.pipeline.spec.source import RewardSpec
+from tests.pipeline import own_rewards
+from tests.pipeline.in_process import InProcess
+from tests.pipeline.test_composition import job
+
+OWN = own_rewards.__file__
+
+
+def asked(completion: str = "12", **columns: Any) -> Asked:
+    return Asked(Prompt("p", "1+1=", (1,), "12", (5, 2), columns), completion, (5, 2))
+
+
+def reward(name: str, **changes: Any) -> RewardSpec:
+    return RewardSpec(name=f"{OWN}:{name}", **{"timeout_s": 60.0, **changes})
+
+
+@pytest.fixture
+def panels() -> Iterator[Any]:
+    made: list[Panel] = []
+
+    def make(*rewards: RewardSpec, processes: int = 2) -> Panel:
+        made.append(Panel(rewards, processes))
+        return made[-1]
+
+    before = {child.pid for child in psutil.Process().children()}
+    yield make
+    for panel in made:
+        panel.close()
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_rewards_are_added_up_by_weight_and_shown_apart(panels: Any) -> None:
+    panel = panels(RewardSpec(name="exact_match"), reward("length", weight=0.25), RewardSpec(name="token_match"))
+    right, wrong = panel.judge([asked(), asked("3")])
+    assert right == Reward(1.0 + 0.25 * 2 + 1.0, True, (("exact_match", 1.0), ("length", 2.0), ("token_match", 1.0)))
+    assert (wrong.reward, wrong.exact) == (0.0 + 0.25 + 1.0, False)
+    assert panels(RewardSpec(name="number_match")).judge([asked("it is 12")]) == [Reward(1.0, True)]
+
+
+def test_columns_and_options_go_to_who_has_parameters_for_them(panels: Any) -> None:
+    panel = panels(reward("told", options={"factor": 0.5}), reward("length"))
+    (verdict,) = panel.judge([asked(level=3, source="somewhere", tags=["a"])])
+    assert verdict.reward == 1.5 + 2.0
+
+
+def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
+    panel = panels(reward("moody", timeout_s=5.0))
+    moods = ["good", "raise", "hang", "die", "nothing", "good"]
+    verdicts = panel.judge([asked(mood=mood) for mood in moods])
+    assert verdicts[0] == verdicts[5] == Reward(1.0, True)
+    line = next(i for i, text in enumerate(Path(OWN).read_text().splitlines(), 1) if "raise KeyError" in text)
+    said = [
+        f"failed: KeyError: '12' ({OWN}:{line})",
+        "failed: it did not return within 5 s",
+        "failed: its process ended with",
+        "failed: TypeError: ",
+    ]
+    for verdict, expected in zip(verdicts[1:5], said, strict=True):
+        assert isinstance(verdict, str)
+        assert verdict.startswith(f"reward {OWN}:moody for prompt p ")
+        assert expected in verdict
+
+
+def test_calls_run_side_by_side(panels: Any, tmp_path: Path) -> None:
+    three = [Asked(Prompt("p", "", (1,), str(tmp_path), (), {"mood": "meet"}), name, ()) for name in "abc"]
+    verdicts = panels(reward("moody"), processes=3).judge(three)
+    assert verdicts == [Reward(1.0, True)] * 3
+
+
+def test_a_job_learns_from_what_is_left(tmp_path: Path) -> None:
+    spec = job("data", "on_policy", "grpo", tmp_path, steps=1)
+    rows = [{"prompt": f"{i}>", "answer": f"{i}", "mood": "raise" if i == 0 else "good"} for i in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"name": f"{OWN}:moody", "options": {}, "weight": 1.0, "timeout_s": 60.0}
+    values = spec.model_dump()
+    values["source"] |= {"rewards": [own, {"name": "token_match"}]}
+    (row,) = InProcess(type(spec).model_validate(values), tmp_path).run_steps()
+    assert row["reward_failed"] == 4
+    assert (row["reward_moody"], row["trajectories"]) == (1.0, 8)
+    assert row["grad_norm"] > 0
