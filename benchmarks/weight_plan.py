@@ -195,7 +195,7 @@ def device(number: int) -> Device:
 
 
 def measure(name: str, count: int, shape: tuple[int, int], repeat: int) -> dict[str, Any]:
-    context, members = get_context("spawn"), RANKS + REPLICAS * WORKERS
+    context, members = get_context("fork"), RANKS + REPLICAS * WORKERS  # nothing has threads yet that a fork would lose
     with tempfile.TemporaryDirectory() as folder:
         connections, processes = [], []
         for place in range(members):
@@ -255,6 +255,7 @@ def main() -> None:
     options = parser.parse_args()
     sync.CHANNEL_BUCKET_BYTES = options.bucket_mb * 2**20 // ALIGNMENT * ALIGNMENT
     placement.common_address = lambda _: "127.0.0.1"
+    torch.set_num_threads(1)
     results = [measure(name, count, shape, options.repeat) for name, (count, shape) in MODELS.items()]
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     if options.json:
