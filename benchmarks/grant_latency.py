@@ -2,7 +2,7 @@
 
     python benchmarks/grant_latency.py [--count 300] [--gpus 8] [--json FILE]
 
-Two cases, each in milliseconds and as a multiple of an empty round trip to a Ray actor measured in the same run:
+Two cases, each in milliseconds and as a multiple of an empty round trip to a Ray actor, in turns with it:
 `idle` (the devices are free) and `preempt` (every device runs another job's rollout, which gives it back at once, so
 that what is measured is the control plane's own part), both by a bare call and through `JobClient`, as jobs ask.
 """
@@ -82,23 +82,35 @@ def get(ref: Any) -> Any:
     return ray.get(ref, timeout=TIMEOUT_S)
 
 
-def measure(count: int, timed: Callable[[], Any], after: Callable[[Any], None]) -> dict[str, float]:
-    """p50 and p99 of `timed` in milliseconds; `after` gets its result and is not timed."""
-    times = []
+def measure(
+    count: int, empty: Callable[[], Any], timed: Callable[[], Any], after: Callable[[Any], None]
+) -> dict[str, float]:
+    """p50 and p99 of `timed` in milliseconds, and p50 in those of `empty`, each of which is timed just before;
+    `after` gets the result and is not timed."""
+    empties, times = [], []
     for number in range(WARM_UP + count):
         start = time.perf_counter()
+        empty()
+        between = time.perf_counter()
         result = timed()
-        taken = time.perf_counter() - start
+        end = time.perf_counter()
         after(result)
         if number >= WARM_UP:
-            times.append(taken * 1e3)
+            empties.append((between - start) * 1e3)
+            times.append((end - between) * 1e3)
+    empties.sort()
     times.sort()
-    return {"p50_ms": times[len(times) // 2], "p99_ms": times[min(len(times) - 1, int(len(times) * 0.99))]}
+    p50 = times[count // 2]
+    return {"p50_ms": p50, "p99_ms": times[int(count * 0.99)], "p50_round_trips": p50 / empties[count // 2]}
 
 
 def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]:
     scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
     echo = ray.remote(num_cpus=0)(Echo).remote()
+
+    def ping() -> None:
+        get(echo.ping.remote())
+
     trainer = new_job(orchestrator, "actor_train", gpus)
     client = JobClient(trainer)
 
@@ -114,9 +126,9 @@ def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]
         return client.acquire("actor_train", Phase.ACTOR_TRAINING, TIMEOUT_S)
 
     results = {
-        "round trip": measure(count, lambda: get(echo.ping.remote()), lambda _: None),
-        "idle": measure(count, direct, client.release),
-        "idle, JobClient": measure(count, through_client, client.release),
+        "round trip": measure(count, ping, ping, lambda _: None),
+        "idle": measure(count, ping, direct, client.release),
+        "idle, JobClient": measure(count, ping, through_client, client.release),
     }
     rollout = new_job(orchestrator, "actor_infer", gpus)
     follower = ray.remote(num_cpus=0)(GivesBackAtOnce).options(max_concurrency=4).remote(rollout)
@@ -126,12 +138,9 @@ def run(orchestrator: Any, count: int, gpus: int) -> dict[str, dict[str, float]]
         client.release(lease)
         get(follower.holds.remote(gpus))
 
-    results["preempt"] = measure(count, direct, give_back)
-    results["preempt, JobClient"] = measure(count, through_client, give_back)
+    results["preempt"] = measure(count, ping, direct, give_back)
+    results["preempt, JobClient"] = measure(count, ping, through_client, give_back)
     ray.kill(follower)  # before the control plane, which it would ask in vain
-    for row in results.values():
-        row["p50_round_trips"] = row["p50_ms"] / results["round trip"]["p50_ms"]
-        row["p99_round_trips"] = row["p99_ms"] / results["round trip"]["p99_ms"]
     return results
 
 

@@ -91,7 +91,7 @@ def one_case(options: argparse.Namespace) -> None:
     args, kwargs = meta.rlix_init
     spec = ModuleSpec(module_class=type(meta), args=args, kwargs=kwargs, weights_path=str(folder))
     model: Any = build_module(spec, torch.device("cpu"), None)
-    settings = CASES[options.case]
+    settings, algorithm = CASES[options.case], build_algorithm(AlgorithmSpec(), Setting(8, options.length))
     training = TrainingSpec(micro_batch_tokens=options.budget, **(settings or {}))
     model.configure_optimizer(OptimizerSpec(), training)
     algorithm = build_algorithm(AlgorithmSpec(), Setting(group_size=8, longest=options.length))
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32768)

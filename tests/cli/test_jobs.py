@@ -1,13 +1,17 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlix.cli.jobs import select
+from rlix.cli.programs import find_programs
 from rlix.control.announcement import python_path
 from rlix.protocol.errors import SpecError
-from tests.cli.fakes import FakeJob, job_status
+from rlix.protocol.messages import Cluster, Demand, PipelineStatus
+from rlix.protocol.types import Phase
+from tests.cli.fakes import FakeJob, control, job_status, lease
 
 
 def job(name: str, pipeline_id: str, state: str = "running") -> Any:
@@ -33,6 +37,25 @@ def test_a_name_that_does_not_say_which_job_is_refused_with_those_there_are() ->
         select([SORT], ["up"])
     with pytest.raises(SpecError, match="there are: none"):
         select([], ["up"])
+
+
+def test_an_attached_program_is_a_job_for_as_long_as_it_is_registered() -> None:
+    train = Cluster("actor_train", 1, (0, 1))
+    pipelines = (
+        PipelineStatus("ft_1", True, (train,), (), Demand(0), name="sort"),
+        PipelineStatus("job_2", True, (train,), ("actor_train",), Demand(0), name="script"),
+        PipelineStatus("job_3", True, (train,), (), Demand(0)),
+    )
+    holds = lease(7, "job_3", (0, 1), phase=Phase.ACTOR_TRAINING)
+    now = [replace(control(holds), pipelines=pipelines), control()]
+    why = {"job_2": "its program ended", "job_3": "its program, process 5, died"}
+    script, nameless = find_programs(lambda: now[0], {"ft_1"}, lambda _, pipeline_id: why[pipeline_id])
+    assert select([script, nameless], ["script", "job_3"]) == [script, nameless]
+    assert (script.status().state, script.status().phase) == ("running", "waiting for actor_train")
+    assert (nameless.name, nameless.status().phase) == ("job_3", "actor_training")
+    now.pop(0)
+    assert script.status().state == "finished"
+    assert (nameless.status().state, nameless.status().error) == ("failed", why["job_3"])
 
 
 def test_python_path_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.cli.stalls import Stalls, waits
-from rlix.protocol.messages import Cluster, ControlStatus, Demand, LeaseState, LeaseStatus, PipelineStatus
+from rlix.protocol.messages import Cluster, ControlStatus, Demand, LeaseState, LeaseStatus, PipelineStatus, Waiting
 from rlix.protocol.types import Phase
 from tests.cli.fakes import control, job_status, lease
 
@@ -39,6 +39,12 @@ def test_who_waits_for_what_and_on_whom() -> None:
         "ft_3 holds 1 for critic training; copy waits for 0–1, too"
     )
     assert second.sentence().startswith("copy waits for devices 0–1 (actor train): ")
+
+
+def test_a_wait_says_since_when_the_control_plane_knows_of_it() -> None:
+    asked = Waiting("ft_1", "actor_train", Phase.ACTOR_TRAINING, 1e9, "")
+    status = replace(pool(pipeline("ft_1", "actor_train"), pipeline("ft_2", demand=5)), waiting=(asked,))
+    assert [wait.since for wait in waits(status, [SORT, COPY])] == [1e9, None]
 
 
 def test_its_own_rollout_may_be_in_the_way_but_not_the_lease_it_is_about_to_get() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlix.control.journal import Journal, JournalError
+from rlix.control.settings import Settings
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
-from rlix.protocol.events import Event, LeaseReleased
-from rlix.protocol.messages import Cluster, Demand, LeaseState, ReleaseReason
+from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
+from rlix.protocol.messages import Cluster, Demand, LeaseState, Registration, ReleaseReason
 from tests.control.world import DEVICES, INFER, TRAIN, World, process
 
 CRITIC = Cluster("critic", 1, (1, 2))
@@ -304,6 +305,19 @@ def test_a_bundle_that_is_still_locked_keeps_back_none_of_those_given_back_with_
     world.run(0.1)
     assert world.held("ft_1", LeaseState.DRAINING) == ()
     assert world.machine.killed == []
+
+
+def test_an_id_that_is_never_admitted_is_forgotten(tmp_path: Path) -> None:
+    world = World(settings=Settings(home=tmp_path, idle_job_s=60.0))
+    world.core.watch.start()
+    unregistered, unadmitted = world.core.allocate("ft"), world.core.allocate("ft")
+    world.core.record(PipelineRegistered(Registration(unadmitted, "ns", (TRAIN,))))
+    world.core.name_holders("ft_1", "", [(0, process(7))])  # a program, so that its pipeline lives on in silence
+    world.run(59.0)
+    assert {unregistered, unadmitted} <= set(world.core.state.allocated)
+    world.run(3.0)
+    assert set(world.core.state.allocated) == {"ft_1"}
+    assert world.core.log.why_ended(unadmitted) == "it was not admitted within 61 s"
 
 
 def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_numbers() -> None:

@@ -15,7 +15,7 @@ from rlix.control.init import _is_ray
 pytestmark = pytest.mark.ray
 
 
-def run(program: str, home: Path, **variables: str) -> Any:
+def run(program: str, home: Path, timeout_s: float = 100.0, **variables: str) -> Any:
     """Runs a Python program with an isolated home; returns what its last line holds, as JSON."""
     environment = {"RLIX_HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
     path = home / "program.py"
@@ -25,7 +25,7 @@ def run(program: str, home: Path, **variables: str) -> Any:
         env={"PATH": "/usr/bin:/bin", "HOME": str(home), **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -35,16 +35,27 @@ def run(program: str, home: Path, **variables: str) -> Any:
 LOCAL = {"RAY_ADDRESS": "local"}
 
 START_AND_STOP = """
-import json, psutil, ray, rlix
+import json, os, psutil, ray, rlix
+from rlix.node.device_lock import DeviceLocks, lock_directory, lock_path
 from rlix.protocol.types import Phase
 
+directory = lock_directory()
+directory.mkdir(parents=True, exist_ok=True)
+forgotten = lock_path(directory, "virtual-abandoned-0")
+forgotten.touch()
+os.utime(forgotten, (0, 0))
 orchestrator = rlix.init(virtual_gpus=3, log_level="ERROR")
 assert rlix.init(log_level="ERROR")._actor_id == orchestrator._actor_id
 job = ray.get(orchestrator.allocate_pipeline_id.remote("ft"))
 ray.get(orchestrator.register_pipeline.remote(
     pipeline_id=job, ray_namespace="n", cluster_tp_configs={"critic": 1}, cluster_device_mappings={"critic": [2]}))
 ray.get(orchestrator.admit_pipeline.remote(pipeline_id=job))
-rlix.JobClient(job).acquire("critic", Phase.CRITIC_TRAINING, 10)
+client = rlix.JobClient(job)
+lease = client.acquire("critic", Phase.CRITIC_TRAINING, 10)
+locks = DeviceLocks([client.devices()[2].key])
+locks.acquire(client.fence(lease), 5)
+locks.release()
+used = [path.name for path in directory.glob("virtual-*.lock")]
 children = psutil.Process().children(recursive=True)
 listening = sorted({c.laddr.ip for p in children for c in p.net_connections() if c.status == psutil.CONN_LISTEN})
 devices = len(ray.get(orchestrator.devices.remote()))
@@ -52,19 +63,22 @@ rlix.shutdown()
 rlix.shutdown()
 print(json.dumps({
     "devices": devices, "listening": listening, "pids": [p.pid for p in children],
-    "left": [p.pid for p in psutil.Process().children(recursive=True)],
+    "left": [p.pid for p in psutil.Process().children(recursive=True)], "used": used,
+    "locks": [path.name for path in directory.glob("virtual-*.lock")],
 }))
 """
 
 
 def test_ray_is_started_on_loopback_and_ended_without_a_trace(tmp_path: Path) -> None:
-    got = run(START_AND_STOP, tmp_path, **LOCAL)
+    got = run(START_AND_STOP, tmp_path, **LOCAL, RLIX_LOCK_DIR=str(tmp_path / "locks"))
     assert got["devices"] == 3
     assert {address.removeprefix("::ffff:") for address in got["listening"]} == {"127.0.0.1"}
     assert got["left"] == []
     assert len(got["pids"]) > 5
     assert not any(psutil.pid_exists(pid) for pid in got["pids"])
     assert len(list(tmp_path.glob("journal-*.db"))) == 1
+    assert len(got["used"]) == 1
+    assert got["locks"] == []
 
 
 TWO_NODES = """

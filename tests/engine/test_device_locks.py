@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlix import InferenceEngine, TrainEngine
+from rlix import InferenceEngine, Phase, TrainEngine
+from rlix.control.program import attach
 from rlix.engine.placement import pool_devices
 from rlix.flow.worker import program_fence
 from rlix.node.device_lock import lock_directory
@@ -116,6 +117,30 @@ def test_a_killed_worker_holds_nothing(rollout: InferenceEngine) -> None:
     rollout.cuda()
     rollout.replicas.kill(0)
     assert holders(rollout.devices) == {}
+
+
+def test_an_engine_without_a_lease_keeps_off_the_devices_of_jobs_and_of_other_programs(
+    devices: tuple[Device, ...], trainer: TrainEngine, path: Path
+) -> None:
+    mine = set(trainer.devices)
+    free = [device for device in devices if device not in mine]
+    job, theirs = free[-2:], free[:1]
+    with (
+        attach("a job", gangs={"train": [device.id for device in job]}) as program,
+        there(theirs) as other,
+        program.phase(Phase.ACTOR_TRAINING),
+    ):
+        assert other.acquire(THEIRS) is None
+        left = set(free) - {*job, *theirs}
+        with InferenceEngine(path).build(data_parallel_size=len(left), load=False) as engine:
+            assert set(engine.devices) == left
+            with pytest.raises(
+                ValueError, match=rf"{len(devices) - 1} device.*{len(devices) - 2} under no job's lease"
+            ):
+                InferenceEngine(path).build(data_parallel_size=len(devices) - 1)
+        # Where nothing else is left it would be the other program's, whose lock then says whose it is.
+        with pytest.raises(DeviceBusyError, match=f"pid {other.pid} of job another user's program"):
+            InferenceEngine(path).build(data_parallel_size=len(left) + 1, not_colocate_with=trainer)
 
 
 def test_another_programs_device_is_refused_and_its_process_named(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -215,3 +216,4 @@ class TrainingMachine(Machine):
 
 TestInference = Machine.TestCase
 TestTraining = TrainingMachine.TestCase
+TestInference.settings = TestTraining.settings = settings(max_examples=60, stateful_step_count=25)

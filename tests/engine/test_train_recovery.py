@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlix.engine.life_cycle import Residency
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
-from rlix.engine.residency import Residency
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
-from rlix.engine.train.evacuation import in_step
 from rlix.engine.weights import publication
 from rlix.protocol.errors import NotResidentError, RlixError, WorkerError
 from tests.engine.models import qwen
@@ -77,14 +76,6 @@ def test_ranks_that_do_not_come_back_are_ended(engine: TrainEngine, monkeypatch:
         engine.sleep_on_the_others(60.0)
     with pytest.raises(RlixError, match="given up after an error"):
         engine.count([[1]])
-
-
-def test_collectives_are_in_step_where_all_members_have_begun_as_many() -> None:
-    world, pair = (0, 1, 2), (1, 2)
-    assert in_step([{world: [3]}, {world: [3], pair: [1, 7]}, {world: [3], pair: [1, 7]}])
-    assert not in_step([{world: [3]}, {world: [4]}, {world: [3]}])
-    assert not in_step([{world: [3]}, {world: [3], pair: [1]}, {world: [3], pair: [2]}])
-    assert not in_step([{}, {pair: [1]}, {}])
 
 
 def test_the_same_calls_are_allowed_wherever_the_bytes_are(ray_session: Any, tmp_path: Path) -> None:

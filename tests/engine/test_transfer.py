@@ -1,158 +1,333 @@
-"""Members of one transfer, each on a thread of this process; on a GPU also in processes of their own."""
+"""Channels whose members are threads of this process; on a GPU also processes of their own."""
 
-import ast
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlix.engine import placement
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor
 from rlix.engine.inference.requests import GenerationRequest
 from rlix.engine.life_cycle import SOURCE_VERSION
 from rlix.engine.model_source import ModelSource
-from rlix.engine.weights import transfer
-from rlix.engine.weights.buckets import layout, pack_stream
-from rlix.engine.weights.publication import PublishedWeights, named_weights
-from rlix.engine.weights.transfer import FAILED, Receiver, Rendezvous, Sender, TransferError, open_store
-from rlix.protocol.errors import NotResidentError, WaitTimeoutError, WeightSyncError
-from rlix.protocol.messages import DeviceKind
+from rlix.engine.weights import channel, streams
+from rlix.engine.weights.buckets import views
+from rlix.engine.weights.channel import Delivery, Ticket, TransferError
+from rlix.engine.weights.layout import Cut, Layout, Part, shard
+from rlix.engine.weights.plan import least_bytes
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.schedule import Way
+from rlix.engine.weights.shards import pieces_of, whole_layout
+from rlix.engine.weights.sync import Channel, Trainer
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WeightSyncError
+from rlix.protocol.messages import Device, DeviceKind, Process
 from tests.engine.models import folder, greedy, model
 
 CPU = torch.device("cpu")
 WAIT_S = 30.0
-BUCKETS = [torch.arange(size, dtype=torch.uint8) for size in (7, 200, 64)]
+TENSORS = {
+    "rows": torch.arange(7 * 5, dtype=torch.float32).view(7, 5),
+    "columns": torch.arange(4 * 6, dtype=torch.float32).view(4, 6) + 100,
+    "large": torch.arange(30 * 20, dtype=torch.float32).view(30, 20) + 1000,
+    "scale": torch.tensor(0.5),
+    "count": torch.arange(5),
+}
+COLUMNS = ("columns",)
 
 
-@pytest.fixture
-def store() -> Any:
-    return open_store("127.0.0.1", 0, WAIT_S, server=True)
+def device(number: int, node: str = "node") -> Device:
+    return Device(number, node, "203.0.113.9", number, DeviceKind.CPU)
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
+def layouts(mesh: Sequence[int], cuts: Callable[[str], Sequence[Cut | None]], dtype: str | None = None) -> list[Layout]:
+    made = []
+    for place in itertools.product(*map(range, mesh)):
+        parts = {}
+        for name, tensor in TENSORS.items():
+            mine = dtype if dtype and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+            parts[name] = Part(mine, tuple(tensor.shape), shard(tensor.shape, mesh, cuts(name), place, name))
+        made.append(Layout(parts))
+    return made
 
 
-def rendezvous(store: Any, *transports: Any, timeout_s: float = WAIT_S) -> Rendezvous:
-    return Rendezvous("infer", "127.0.0.1", store.port, transports, timeout_s)
+def fsdp(ranks: int) -> list[Layout]:
+    return layouts((ranks,), lambda name: [Cut(0) if TENSORS[name].dim() else None])
 
 
-def send(meeting: Rendezvous, device: torch.device = CPU) -> None:
-    with Sender(meeting, device) as sender:
-        for bucket in BUCKETS:
-            sender.send(bucket.to(device))
-        sender.finish()
+def tensor_parallel(ranks: int, dtype: str | None = None) -> list[Layout]:
+    return layouts((ranks,), lambda name: [Cut(name in COLUMNS) if TENSORS[name].dim() else None], dtype)
 
 
-def receive(meeting: Rendezvous, device: torch.device = CPU) -> list[list[int]]:
-    with Receiver(meeting, device) as receiver:
-        received = [receiver.receive(len(bucket)) for bucket in BUCKETS]
-        receiver.finish()
-    return [bucket.tolist() for bucket in received]
+def each(actions: Sequence[Callable[[], Any]], *, patient: bool = True) -> list[Any]:
+    """All at once; the first error is raised, as soon as it is there or else when all have ended."""
+    pool = ThreadPoolExecutor(len(actions))
+    futures = [pool.submit(action) for action in actions]
+    pool.shutdown(wait=False)
+    wait(futures, WAIT_S, FIRST_EXCEPTION)
+    failed = next((future.exception() for future in futures if future.done() and future.exception()), None)
+    if failed is not None:
+        wait(futures, WAIT_S if patient else 0)
+        raise failed
+    return [future.result(0) for future in futures]
 
 
-def everyone(threads: ThreadPoolExecutor, meeting: Rendezvous, act: Callable[..., Any] = receive) -> list[Future[Any]]:
-    places = [(replica, worker) for replica, row in enumerate(meeting.transports) for worker in range(len(row))]
-    return [threads.submit(act, meeting.at(*place)) for place in places]
+class Ranks:
+    """A trainer's ranks as threads, each with the shards that its layout says."""
+
+    def __init__(self, held: Sequence[Layout], nodes: Sequence[str] = ("node",)) -> None:
+        self.held = held
+        self.devices = tuple(device(rank, nodes[rank % len(nodes)]) for rank in range(len(held)))
+        self.fail_at: str | None = None
+
+    def __call__(self, method: str, *args: Any) -> list[Any]:
+        return each([partial(getattr(self, method), rank, *args) for rank in range(len(self.held))])
+
+    def weight_layout(self, rank: int, as_trained: bool) -> tuple[Layout, dict[str, tuple[str, ...]]]:
+        return self.held[rank], {}
+
+    def join_channel(self, rank: int, tickets: Any) -> None:
+        channel.join(tickets.values[rank], CPU)
+
+    def leave_channel(self, rank: int, name: str) -> None:
+        channel.leave(name)
+
+    def send_weights(self, rank: int, delivery: Delivery, epoch: int | None) -> int:
+        return streams.send(delivery.sent_by(rank), [(name, partial(self.pieces, rank, name)) for name in TENSORS])
+
+    def pieces(self, rank: int, name: str) -> streams.Held:
+        if name == self.fail_at:
+            raise KeyError("out of memory")
+        found = []
+        for piece in self.held[rank].parts[name].pieces:
+            part = TENSORS[name][tuple(slice(*side) for side in piece.box)].contiguous()
+            found.append((type(piece)(piece.box, name, (0,) * part.dim()), part))
+        return found
+
+
+class Replicas:
+    """An inference engine whose workers are threads, each with an empty tensor for each that it needs a part of."""
+
+    name = "infer"
+    processes: dict[int, Process] = {}  # noqa: RUF012
+
+    def __init__(self, needed: Sequence[Sequence[Layout]], nodes: Sequence[str] = ("node",)) -> None:
+        self.needed = needed
+        count = itertools.count(100)
+        self.receivers = tuple(tuple(device(next(count), nodes[0]) for _ in row) for row in needed)
+        self.places = [(r, w) for r, row in enumerate(needed) for w in range(len(row))]
+        self.values: dict[tuple[int, int], dict[str, torch.Tensor]] = {
+            (r, w): {
+                name: torch.full(part.shape, -1, dtype=getattr(torch, part.dtype))
+                for name, part in needed[r][w].parts.items()
+            }
+            for r, w in self.places
+        }
+        self.absent: set[tuple[int, int]] = set()
+        self.refuse: tuple[int, int] | None = None
+        self.leave_after: int | None = None
+
+    def weight_layouts(self, offered: PublishedWeights) -> Sequence[Sequence[Layout]]:
+        return self.needed
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
+        each([partial(channel.join, tickets[r][w], CPU) for r, w in self.places if (r, w) not in self.absent])
+
+    def leave_channel(self, name: str) -> None:
+        channel.leave(name)
+
+    def update_weights(self, published: PublishedWeights) -> None:
+        each([partial(self._update, published, *place) for place in self.places], patient=self.refuse is None)
+
+    def _update(self, published: PublishedWeights, replica: int, worker: int) -> None:
+        if (replica, worker) == self.refuse:
+            raise WeightSyncError("replica 1 refused")
+        mine = published.received_by(replica=replica).received_by(worker=worker)
+        assert mine.delivery is not None
+        with closing(streams.receive(mine.delivery)) as buckets:
+            for number, (flat, entries) in enumerate(buckets):
+                if number == self.leave_after and (replica, worker) == (0, 0):
+                    raise KeyError("out of memory")
+                for entry, view in views(flat, entries):
+                    place = self.values[replica, worker][entry.name]
+                    place[tuple(slice(*side) for side in entry.box or ())] = view
+
+    def check(self, version: float = 0.0, names: Sequence[str] = tuple(TENSORS)) -> None:
+        """Every worker has what it needs, equal to the bit, and nothing else was written."""
+        for replica, worker in self.places:
+            for name, part in self.needed[replica][worker].parts.items():
+                expected = torch.full(part.shape, -1, dtype=getattr(torch, part.dtype))
+                for piece in part.pieces if name in names else ():
+                    box = tuple(slice(*side) for side in piece.box)
+                    expected[box] = TENSORS[name][box].to(expected.dtype)
+                assert torch.equal(self.values[replica, worker][name], expected), (replica, worker, name)
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(placement, "common_address", lambda _: "127.0.0.1")
+    yield
+    for name in {key[0] for key in channel._members}:
+        channel.leave(name)
+
+
+def opened(
+    ranks: Ranks, replicas: Replicas, way: Way = "shm", timeout_s: float = WAIT_S, bucket_bytes: int = 256
+) -> Channel:
+    return Channel(Trainer("train", ranks.devices, ranks), replicas, lambda *_: way, timeout_s, bucket_bytes)
 
 
 @pytest.fixture
 def bytes_for_handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of a handle on GPU memory, its contents: everything around them is as on a GPU."""
-    monkeypatch.setattr(transfer, "share", lambda data: repr(data.tolist()))
-    monkeypatch.setattr(
-        transfer, "opened", lambda handle, _: torch.tensor(ast.literal_eval(handle.decode()), dtype=torch.uint8)
-    )
+    """Instead of GPU memory, host memory: everything around it is as on a GPU."""
+    monkeypatch.setattr(channel, "GpuMemory", lambda size, _: channel.HostMemory(size))
+    monkeypatch.setattr(channel, "opened_gpu", lambda handle, _: channel.opened_host(handle))
 
 
 @pytest.mark.usefixtures("bytes_for_handles")
-@pytest.mark.parametrize(
-    "transports", [(("broadcast",),), (("broadcast", "broadcast"), ("broadcast",)), (("ipc",), ("broadcast", "ipc"))]
-)
-def test_every_receiver_gets_every_bucket(store: Any, threads: ThreadPoolExecutor, transports: Any) -> None:
-    meeting = rendezvous(store, *transports)
-    receiving = everyone(threads, meeting)
-    threads.submit(send, meeting).result(WAIT_S)
-    assert all(future.result(WAIT_S) == [bucket.tolist() for bucket in BUCKETS] for future in receiving)
+@pytest.mark.parametrize("way", ["shm", "p2p", "ipc"])
+def test_every_worker_gets_its_part_of_every_tensor(way: Any) -> None:
+    ranks, replicas = Ranks(fsdp(4)), Replicas([tensor_parallel(2, "bfloat16")] * 2)
+    made = opened(ranks, replicas, way)
+    needed = [layout for row in replicas.needed for layout in row]
+    assert made.transfer(1, None, None) == least_bytes(ranks.held, needed)
+    replicas.check()
+    TENSORS["rows"].mul_(2)  # the channel stays open, and the next version goes through the same buckets
+    made.transfer(2, None, None)
+    TENSORS["rows"].div_(2)
+    assert replicas.values[0, 0]["rows"][1, 1] == 2 * TENSORS["rows"][1, 1]
 
 
-def test_nobody_begins_before_all_are_there_and_everyone_learns_who_failed(
-    store: Any, threads: ThreadPoolExecutor
-) -> None:
-    meeting = rendezvous(store, ("broadcast",), ("broadcast",))
-    waiting = [threads.submit(send, meeting), threads.submit(receive, meeting)]
-    store.set(FAILED, "replica 1 refused")
-    for future in waiting:
-        with pytest.raises(WeightSyncError, match="nothing was changed: replica 1 refused"):
-            future.result(WAIT_S)
+def test_one_way_to_some_and_another_to_others() -> None:
+    ranks, replicas = Ranks(fsdp(2)), Replicas([tensor_parallel(1), tensor_parallel(1)])
+    ways: dict[int, Way] = {0: "shm", 1: "p2p"}
+    trainer = Trainer("train", ranks.devices, ranks)
+    made = Channel(trainer, replicas, lambda _, target: ways[target], WAIT_S, 256)
+    made.transfer(1, None, None)
+    replicas.check()
+    assert made.ways == ("p2p", "shm")
 
 
-def test_a_member_that_does_not_come_is_named(store: Any, threads: ThreadPoolExecutor) -> None:
-    meeting = rendezvous(store, ("broadcast",), ("broadcast", "broadcast"), timeout_s=0.2)
-    late = threads.submit(receive, meeting.at(1, 0))
-    with pytest.raises(WaitTimeoutError, match=r"training rank 0; infer, replica 0; infer, replica 1, worker 1 to say"):
-        late.result(WAIT_S)
+def test_only_what_changed_moves_and_only_onto_what_it_changed() -> None:
+    ranks, replicas = Ranks(fsdp(3)), Replicas([tensor_parallel(2)])
+    made = opened(ranks, replicas)
+    with pytest.raises(WeightSyncError, match="sync all names first"):
+        made.transfer(1, {"rows"}, None)
+    made.transfer(1, None, None)
+    for tensor in replicas.values[0, 0], replicas.values[0, 1]:
+        for part in tensor.values():
+            part.fill_(-1)
+    moved = made.transfer(2, {"large", "count"}, None)
+    replicas.check(names=("large", "count"))
+    assert moved == 30 * 20 * 4 + 5 * 8  # each worker has half of both
+    with pytest.raises(WeightSyncError, match="no weights of these names: other"):
+        made.transfer(3, {"large", "other"}, None)
 
 
-@pytest.mark.usefixtures("bytes_for_handles")
-@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
-def test_a_receiver_that_leaves_in_the_middle_is_an_error_for_all(
-    store: Any, threads: ThreadPoolExecutor, transport: Any
-) -> None:
-    meeting = rendezvous(store, (transport,), ("broadcast",), timeout_s=2.0)
-
-    def leave() -> None:
-        with Receiver(meeting.at(0, 0), CPU) as receiver:
-            receiver.receive(len(BUCKETS[0]))
-            raise KeyError("out of memory")
-
-    leaving, staying = threads.submit(leave), threads.submit(receive, meeting.at(1, 0))
-    with pytest.raises((TransferError, WaitTimeoutError), match="training rank 0"):
-        threads.submit(send, meeting).result(WAIT_S)
-    with pytest.raises(KeyError):
-        leaving.result(WAIT_S)
-    with pytest.raises(TransferError, match=r"infer, replica 1 could not receive bucket \d \(timeout 2 s\)"):
-        staying.result(WAIT_S)
+def test_nobody_begins_before_all_are_there_and_everyone_learns_who_failed() -> None:
+    ranks, replicas = Ranks(fsdp(2)), Replicas([tensor_parallel(1)] * 2)
+    made = opened(ranks, replicas)
+    replicas.refuse = (1, 0)
+    with pytest.raises(WeightSyncError, match="replica 1 refused"):
+        made.transfer(1, None, None)
+    replicas.check(names=())
 
 
-def test_a_replica_drops_weights_that_arrived_in_part(store: Any, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_a_member_that_does_not_come_is_named_in_time() -> None:
+    replicas = Replicas([tensor_parallel(1), tensor_parallel(2)])
+    replicas.absent = {(0, 0), (1, 1)}
+    start = time.monotonic()
+    with pytest.raises(
+        WaitTimeoutError, match=r"waited 0\.5 s for infer, replica 0; infer, replica 1, worker 1 to say"
+    ):
+        opened(Ranks(fsdp(2)), replicas, timeout_s=0.5)
+    assert time.monotonic() - start < WAIT_S
+
+
+@pytest.mark.parametrize("way", ["shm", "p2p"])
+def test_a_receiver_that_leaves_in_the_middle_is_an_error_for_all(way: Any) -> None:
+    replicas = Replicas([tensor_parallel(1)] * 2)
+    made = opened(Ranks(fsdp(2)), replicas, way)
+    replicas.leave_after = 1
+    with pytest.raises((TransferError, KeyError)):
+        made.transfer(1, None, None)
+    assert not [key for key in channel._members if key[0] == made.name]  # everyone has left
+
+
+def test_a_sender_that_fails_in_the_middle_is_an_error_for_all() -> None:
+    ranks, replicas = Ranks(fsdp(2)), Replicas([tensor_parallel(1)] * 2)
+    made = opened(ranks, replicas)
+    ranks.fail_at = "large"
+    with pytest.raises((TransferError, KeyError)):
+        made.transfer(1, None, None)
+    assert not [key for key in channel._members if key[0] == made.name]
+    with pytest.raises(WeightSyncError, match="not open here"):
+        streams.send(Delivery(made.name, 2, None, (2, 3)).sent_by(0), [])
+
+
+class Model:
+    """A whole model on one rank."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        self.devices = (device(0),)
+        self.fail_at = ""
+
+    def __call__(self, method: str, *args: Any) -> list[Any]:
+        if method == "weight_layout":
+            return [(whole_layout(self.state), {})]
+        if method == "join_channel":
+            return [channel.join(args[0].values[0], CPU)]
+        if method == "leave_channel":
+            return [channel.leave(args[0])]
+        return [streams.send(args[0].sent_by(0), [(name, partial(self.pieces, name)) for name in self.state])]
+
+    def pieces(self, name: str) -> streams.Held:
+        if name == self.fail_at:
+            raise KeyError("the trainer ends")
+        return [(piece, self.state[name]) for piece in pieces_of(self.state[name], name)]
+
+
+class OneReplica:
+    name, processes, receivers = "infer", {}, ((device(1),),)
+
+    def __init__(self, executor: TransformersExecutor) -> None:
+        self.executor = executor
+        self.leave_channel = executor.leave_channel
+
+    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
+        return [self.executor.weight_layouts(offered)]
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
+        self.executor.join_channel(tickets[0])
+
+    def update_weights(self, published: PublishedWeights) -> None:
+        self.executor.update(published.received_by(replica=0))
+
+
+def test_a_replica_drops_weights_that_arrived_in_part(tmp_path: Path) -> None:
     request = GenerationRequest("r", (3, 4, 5), 8, temperature=0.0)
     executor = TransformersExecutor(ModelSource.of(folder(tmp_path, 0)), ExecutorOptions(), Site(DeviceKind.CPU))
     executor.load(None, ALL_PARTS)
-    meeting, named = rendezvous(store, ("broadcast",)), named_weights(model(1))
-    updating = threads.submit(executor.update, PublishedWeights(5, layout(named.items(), 2**14), rendezvous=meeting))
-    with pytest.raises(KeyError), Sender(meeting, CPU) as sender:
-        sender.send(next(pack_stream(named.items(), 2**14)).data)
-        raise KeyError("the trainer ends")
-    with pytest.raises(TransferError, match="infer, replica 0 could not receive bucket 1"):
-        updating.result(WAIT_S)
+    source, engine = Model(model(1)), OneReplica(executor)
+    trainer = Trainer("train", source.devices, source)
+    whole = Channel(trainer, engine, lambda *_: "shm", WAIT_S, 2**14)
+    whole.transfer(5, None, None)
+    (result,) = executor.submit([request]).result(WAIT_S)
+    assert (result.token_ids, result.weight_version) == (greedy(model(1), (3, 4, 5), 8), 5)
+    source.fail_at = "model.norm.weight"
+    with pytest.raises((KeyError, RlixError)):
+        whole.transfer(6, None, None)
     with pytest.raises(NotResidentError):
         executor.submit([request]).result(WAIT_S)
     executor.load(None, ALL_PARTS)
     (result,) = executor.submit([request]).result(WAIT_S)
     assert (result.token_ids, result.weight_version) == (greedy(model(0), (3, 4, 5), 8), SOURCE_VERSION)
     executor.close()
-
-
-def _receive_in_a_process(meeting: Rendezvous, results: Any) -> None:
-    results.put(receive(meeting, torch.device("cuda", 0)))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_processes_on_one_gpu_share_its_memory(store: Any, threads: ThreadPoolExecutor) -> None:
-    meeting = rendezvous(store, ("ipc",), timeout_s=60.0)
-    context = get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=partial(_receive_in_a_process, meeting, results), daemon=True)
-    process.start()
-    send(meeting, torch.device("cuda", 0))
-    assert results.get(timeout=60.0) == [bucket.tolist() for bucket in BUCKETS]
-    process.join(60.0)

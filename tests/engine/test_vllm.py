@@ -1,6 +1,9 @@
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from rlix.engine.weights.publication import PublishedWeights, named_weights, pub
 from rlix.node import process
 from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node
-from rlix.protocol.errors import NotResidentError, WeightSyncError
+from rlix.protocol.errors import NotResidentError, WeightSyncError, WorkerError
 from rlix.protocol.messages import Fence, Process
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
 from tests.engine.training_models import Policy
@@ -95,7 +98,7 @@ def test_a_trainer_sends_weights_directly(engine: InferenceEngine) -> None:
     long = list(range(3, 90)) * 2  # several blocks of vLLM's cache
     engine.generate([long], GREEDY)  # leaves them there, computed with the old weights
     with TrainEngine((Policy, CONFIG)).build(seed=3) as trainer:
-        report = trainer.p2p_weight_sync(engine, transport="broadcast")
+        report = trainer.p2p_weight_sync(engine, transport="direct")
         trained = model(0, CONFIG)
         trained.load_state_dict(trainer.state_dict())
     (output,) = engine.generate([long], GREEDY)
@@ -111,6 +114,15 @@ def test_a_token_outside_the_vocabulary_harms_no_later_call(engine: InferenceEng
     with pytest.raises(ValueError, match="token 97 is not in"):
         ray.get(replica.generate.remote([GenerationRequest("bad", (VOCABULARY,), 4)]), timeout=WAIT_S)
     assert answers(engine) == expected(0)
+
+
+def test_options_of_its_own_are_passed_through_and_checked(ray_session: Any, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", seed=0, config=CONFIG)
+    build = partial(InferenceEngine(path, executor="vllm").build, max_model_len=64)
+    with pytest.raises(WorkerError, match=r"has no 'blok_size'; did you mean 'block_size'\?"):
+        build(executor_options={"blok_size": 16})
+    with pytest.raises(WorkerError, match="'max_num_seqs' is an argument of build"):
+        build(executor_options={"max_num_seqs": 16})
 
 
 def test_worker_processes_hold_their_devices_themselves(ray_session: Any, tmp_path: Path) -> None:
@@ -129,8 +141,8 @@ def test_worker_processes_hold_their_devices_themselves(ray_session: Any, tmp_pa
         assert _by_start(held) == [parent, *workers]
         assert {record.fence.epoch for record in held.values()} == {2}
 
-        engine.replicas.kill(0)
-        assert node.kill(workers, WAIT_S) == ()
+        engine.replicas.kill(0)  # which waits for its workers too
+        assert not any(process.alive(worker) for worker in workers)
         assert node.holders(engine.devices) == {}
 
 
@@ -138,6 +150,24 @@ def _by_start(holders: dict[int, LockRecord]) -> list[Process]:
     """The processes of a bundle's devices, which are the same for each; the oldest first."""
     (processes,) = {record.processes for record in holders.values()}
     return sorted((replace(p, name="") for p in processes), key=lambda p: p.started)
+
+
+def test_a_vllm_without_what_rlix_relies_on_is_refused_at_once() -> None:
+    program = """
+from vllm.v1.engine.llm_engine import LLMEngine
+from rlix.engine.executors import vllm_abi
+vllm_abi.check()
+del LLMEngine.is_sleeping
+LLMEngine.abort_request = lambda self, request_ids: None
+try:
+    vllm_abi.check()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert (
+        "does not have what RLix relies on: LLMEngine.abort_request(internal); LLMEngine.is_sleeping()" in done.stdout
+    )
 
 
 def test_streams_and_turns(engine: InferenceEngine) -> None:

@@ -3,18 +3,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from rlix import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
-from rlix.engine.train import state_calls
 from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights import sync
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.shards import everything
 from rlix.engine.weights.sync import choose
 from rlix.protocol.errors import NotResidentError, StaleEpochError, WaitTimeoutError, WeightSyncError, WorkerError
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.messages import Device, DeviceKind, Process
 from tests.engine.models import folder, greedy, model, qwen
 from tests.engine.training_models import Policy, batch, policy
 
@@ -37,7 +38,7 @@ def rollout(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_calls, "DEVICE_BUCKET_BYTES", 2**16)
+    monkeypatch.setattr(sync, "CHANNEL_BUCKET_BYTES", 2**14)
 
 
 def answers(engine: InferenceEngine) -> list[tuple[int, ...]]:
@@ -50,7 +51,7 @@ def expected(module: torch.nn.Module) -> list[tuple[int, ...]]:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("transport", ["broadcast", "host", "auto"])
+@pytest.mark.parametrize("transport", ["direct", "p2p", "host", "auto"])
 def test_every_replica_answers_with_the_weights_of_all_shards(
     trainer: TrainEngine, rollout: InferenceEngine, transport: Any
 ) -> None:
@@ -63,7 +64,8 @@ def test_every_replica_answers_with_the_weights_of_all_shards(
     outputs = rollout.generate(PROMPTS, GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == expected(trained) != before
     assert {output.outputs[0].weight_version for output in outputs} == {report.version} == {trainer.version}
-    assert report.transports == (("broadcast",) if transport == "broadcast" else ("host",))
+    assert report.transports == ({"p2p": "p2p", "host": "host"}.get(transport, "shm"),)
+    assert report.nbytes == 2 * sum(tensor.nbytes for tensor in state.values())  # two replicas, each byte once
     assert {entry.name for entry in report.manifest.entries} == state.keys()
 
 
@@ -80,7 +82,7 @@ def test_tied_weights_travel_once(ray_session: Any) -> None:
         assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
         trainer.load_state_dict(state)
         engine.cuda(weights=trainer.publish())
-        report = trainer.p2p_weight_sync(engine, transport="broadcast")
+        report = trainer.p2p_weight_sync(engine, transport="direct")
         assert [entry.aliases for entry in report.manifest.entries if entry.aliases] == [("lm_head.weight",)]
         assert answers(engine) == expected(model(7, tied))
 
@@ -90,7 +92,7 @@ def test_weights_that_do_not_fit_are_listed_and_nothing_is_changed(trainer: Trai
     other = qwen(num_hidden_layers=3, vocab_size=90)
     with InferenceEngine(folder(tmp_path, 5, other)).build(data_parallel_size=2) as engine:
         with pytest.raises(WeightSyncError, match="nothing was changed") as caught:
-            trainer.p2p_weight_sync(engine, transport="broadcast")
+            trainer.p2p_weight_sync(engine, transport="direct")
         for problem in ("not published: model.layers.2", "shape of lm_head.weight: published [97, 64], here [90, 64]"):
             assert problem in str(caught.value)
         engine.cuda()
@@ -104,15 +106,15 @@ def test_one_side_that_cannot_stops_all_at_once(trainer: TrainEngine, rollout: I
     before, version = answers(rollout), trainer.version
     rollout.replicas.run("offload", None, True, ranks=[1], timeout_s=60.0)
     with pytest.raises(NotResidentError, match=r"rank 1 failed in update.*call cuda"):
-        trainer.p2p_weight_sync(rollout, transport="broadcast")
+        trainer.p2p_weight_sync(rollout, transport="direct")
     rollout.cuda()
     assert answers(rollout) == before  # replica 0 was told to stop waiting, and has what it had
     trainer._epoch = 3  # a handle that missed the change of hands
     with pytest.raises(StaleEpochError, match="epoch 3 refused"):
-        trainer.p2p_weight_sync(rollout, transport="broadcast")
+        trainer.p2p_weight_sync(rollout, transport="direct")
     trainer._epoch = None
     rollout.cuda()
-    trainer.p2p_weight_sync(rollout, transport="broadcast")
+    trainer.p2p_weight_sync(rollout, transport="direct")
     assert trainer.version > version + 1  # no two attempts share a number
 
 
@@ -121,8 +123,30 @@ def test_a_replica_that_has_died_is_named(trainer: TrainEngine, tmp_path: Path) 
     with InferenceEngine(folder(tmp_path, 0)).build(data_parallel_size=2) as engine:
         engine.replicas.kill(1)
         with pytest.raises(WorkerError, match=r"rank 1 failed in update\(\): ActorDiedError"):
-            trainer.p2p_weight_sync(engine, transport="broadcast")
+            trainer.p2p_weight_sync(engine, transport="direct")
     assert trainer.count(NeedParallel(batch(0))) == 9
+
+
+@pytest.mark.ray
+def test_only_named_tensors_move(trainer: TrainEngine, rollout: InferenceEngine) -> None:
+    trainer.p2p_weight_sync(rollout)
+    before, old = answers(rollout), trainer.state_dict()
+    trainer.train_step(NeedParallel(batch(3)))
+    report = trainer.p2p_weight_sync(rollout, names=["lm_head.weight"])
+    state = trainer.state_dict()
+    assert report.nbytes == 2 * state["lm_head.weight"].nbytes
+    mixed = model(0)
+    mixed.load_state_dict({**old, "lm_head.weight": state["lm_head.weight"]})
+    assert answers(rollout) == expected(mixed)
+    rollout.cuda(weights=trainer.publish())
+    rollout.update_weights(trainer.publish())  # somebody else's version in between
+    with pytest.raises(WeightSyncError, match="onto this trainer's version"):
+        trainer.p2p_weight_sync(rollout, names=["lm_head.weight"])
+    rollout.cuda()
+    trainer.p2p_weight_sync(rollout)
+    assert answers(rollout) != before
+    with pytest.raises(ValueError, match="through host memory all tensors move"):
+        trainer.p2p_weight_sync(rollout, names=["lm_head.weight"], transport="host")
 
 
 @pytest.mark.ray
@@ -130,52 +154,63 @@ def test_a_receiver_that_does_not_come_is_a_bounded_wait(trainer: TrainEngine) -
     class Absent:
         name = "absent"
         receivers = ((pool_devices()[5],),)
+        processes: dict[int, Process] = {}  # noqa: RUF012
+
+        def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
+            return [[everything(offered.manifest)]]
+
+        def join_channel(self, tickets: Any) -> None: ...
+
+        def leave_channel(self, channel: str) -> None: ...
 
         def update_weights(self, published: PublishedWeights) -> None:
-            assert published.rendezvous is not None
+            raise AssertionError
 
-    with pytest.raises(WaitTimeoutError, match=r"training rank 0 waited 0\.2 s for absent, replica 0 to say 'ready'"):
-        trainer.p2p_weight_sync(Absent(), transport="broadcast", timeout_s=0.2)
+    with pytest.raises(WaitTimeoutError, match=r"rank \d waited 0\.5 s for absent.*, replica 0 to say 'come'"):
+        trainer.p2p_weight_sync(Absent(), timeout_s=0.5)
     assert trainer.count(NeedParallel(batch(0))) == 9
 
 
 @pytest.mark.ray
-def test_cuda_ipc_is_refused_on_virtual_gpus(trainer: TrainEngine, rollout: InferenceEngine) -> None:
-    with pytest.raises(ValueError, match='"ipc" is for CUDA; on virtual GPUs use "host"'):
-        trainer.p2p_weight_sync(rollout, transport="ipc")
+def test_an_unknown_transport_is_refused(trainer: TrainEngine, rollout: InferenceEngine) -> None:
     with pytest.raises(ValueError, match="unknown transport 'nccl'"):
         trainer.p2p_weight_sync(rollout, transport="nccl")  # type: ignore[arg-type]
-    assert ray.is_initialized()
 
 
-def device(number: int, kind: DeviceKind = DeviceKind.CUDA) -> Device:
-    return Device(number, "node", "203.0.113.9", number, kind)
+def device(number: int, kind: DeviceKind = DeviceKind.CUDA, node: str = "node") -> Device:
+    return Device(number, node, "203.0.113.9", number, kind)
 
 
-def test_auto_takes_the_shortest_way_to_each_receiver() -> None:
-    source, beside, away = device(0), (device(0),), (device(1),)
-    assert choose("auto", source, [beside]) == (("ipc",),)
-    assert choose("auto", source, [beside, away]) == (("ipc",), ("broadcast",))
-    assert choose("auto", source, [(device(0), device(1)), (device(2), device(3))]) == (
-        ("ipc", "broadcast"),
-        ("broadcast", "broadcast"),
-    )
-    assert choose("broadcast", source, [away, (device(2),)]) == (("broadcast",), ("broadcast",))
-    assert choose("auto", source, [away, away]) is None  # NCCL takes a GPU once
-    assert choose("auto", source, [(device(1, DeviceKind.CPU),)]) is None
-    assert choose("auto", device(0, DeviceKind.CPU), [(device(1, DeviceKind.CPU),)]) is None
-    assert choose("host", source, [beside]) is None
+def test_direct_takes_the_shortest_way_between_any_two() -> None:
+    sources = [device(0), device(1)]
+    way = choose("direct", sources, [(device(1), device(2)), (device(3, node="other"),)])
+    assert way is not None
+    assert [[way(source, target) for target in range(3)] for source in range(2)] == [
+        ["shm", "shm", "p2p"],
+        ["ipc", "shm", "p2p"],
+    ]
+    messages = choose("p2p", sources, [(device(2),)])
+    assert messages is not None
+    assert messages(0, 0) == "p2p"
+    virtual = choose("auto", [device(0, DeviceKind.CPU)], [(device(0, DeviceKind.CPU),)])
+    assert virtual is not None
+    assert virtual(0, 0) == "shm"
+
+
+def test_on_gpus_auto_is_the_plain_way() -> None:
+    assert choose("auto", [device(0)], [(device(0),)]) is None
+    assert choose("auto", [device(0)], [(device(1, DeviceKind.CPU),)]) is None
+    assert choose("host", [device(0, DeviceKind.CPU)], [(device(1, DeviceKind.CPU),)]) is None
 
 
 @pytest.mark.parametrize(
     ("transport", "receivers", "message"),
     [
-        ("broadcast", [(device(0),)], r"a GPU of its own.*\[0, 0\]"),
-        ("broadcast", [(device(1),), (device(1),)], "a GPU of its own"),
-        ("broadcast", [(device(1, DeviceKind.CPU),)], "from GPUs to virtual ones"),
-        ("ipc", [(device(0),), (device(1),)], r"stays on device 0, but receivers are on \[1\]"),
+        ("p2p", [(device(0),)], r"a GPU of its own.*\[0, 0\]"),
+        ("p2p", [(device(1),), (device(1),)], "a GPU of its own"),
+        ("direct", [(device(1, DeviceKind.CPU),)], "from GPUs to virtual ones"),
     ],
 )
 def test_a_transport_that_cannot_reach_a_receiver_says_why(transport: Any, receivers: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choose(transport, device(0), receivers)
+        choose(transport, [device(0)], receivers)

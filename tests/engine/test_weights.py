@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2ForCausalLM
 
-from rlix.engine.weights.buckets import ALIGNMENT, Bytes, layout, pack, pack_stream
+from rlix.engine.weights.buckets import ALIGNMENT, Bytes, pack, pack_stream
 from rlix.engine.weights.publication import PublishedWeights, apply, named_weights, publish, stream, tied_names, unpack
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
@@ -45,8 +45,6 @@ def test_unpack_gives_back_what_was_packed(shapes: list[tuple[torch.dtype, list[
     largest = max((tensor.nbytes for tensor in named.values()), default=0)
     assert all(bucket.nbytes < max(bucket_bytes, largest) + ALIGNMENT for bucket in buckets)
     assert manifest.nbytes == sum(tensor.nbytes for tensor in named.values())
-    shapes_only = ((name, tensor.to("meta")) for name, tensor in named.items())
-    assert layout(shapes_only, bucket_bytes) == manifest
 
 
 def test_packing_holds_one_bucket_at_a_time() -> None:

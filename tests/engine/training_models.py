@@ -110,6 +110,14 @@ def batch(seed: int, size: int = 9, length: int = 12) -> list[list[int]]:
     return ids
 
 
+class Descending(Policy):
+    """Without AdamW, which makes whole steps of gradients that are rounding alone."""
+
+    def on_weights_materialized(self) -> None:
+        self.use_sgd(0.05)
+        self.steps = 0
+
+
 class Several(Policy):
     """Its optimizers are in a dictionary of lists; each has a part of the parameters."""
 

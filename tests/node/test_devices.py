@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlix.node.devices import Gpu, device_keys, gpus_in, visible
+from rlix.node.devices import Gpu, device_keys, gpus_in, memory_in, visible
 from rlix.protocol.errors import RlixError
 
 LISTING = """\
@@ -67,3 +67,13 @@ def test_a_machine_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     tool.write_text("#!/bin/sh\necho NVML: Driver mismatch; exit 9\n")
     with pytest.raises(RlixError, match="Driver mismatch"):
         device_keys()
+
+
+def test_free_memory_is_read_for_each_gpu() -> None:
+    assert memory_in("100, 400\n300, 400\n", ["GPU-a", "GPU-b"]) == (
+        (100 * 2**20, 400 * 2**20),
+        (300 * 2**20, 400 * 2**20),
+    )
+    for answer in ("100, 400\n", "[N/A], [N/A]\n1, 2\n", ""):
+        with pytest.raises(RlixError, match="GPU-a, GPU-b"):
+            memory_in(answer, ["GPU-a", "GPU-b"])

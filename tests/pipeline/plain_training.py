@@ -109,13 +109,16 @@ def generalised_advantages(batch: Batch, kl_coefficient: float, discount: float,
     return result
 
 
-def mean(terms: Tensor, mask: Tensor, aggregation: str | int) -> Tensor:
-    """Over tokens, or sequences; or, for a number, the sum over that number of tokens for each row."""
-    if isinstance(aggregation, int):
-        return terms[mask.bool()].sum() / (len(mask) * aggregation)
+def mean(terms: Tensor, mask: Tensor, aggregation: str) -> Tensor:
     if aggregation == "token":
         return terms[mask.bool()].mean()
     return torch.stack([row[chosen.bool()].mean() for row, chosen in zip(terms, mask, strict=True)]).mean()
+
+
+def reference_kl(log_probs: Tensor, batch: Batch) -> Tensor:
+    """k3 of each token."""
+    d = log_probs - batch.reference
+    return torch.exp(-d) - 1 + d
 
 
 def policy_loss(
@@ -125,24 +128,44 @@ def policy_loss(
     *,
     low: float,
     high: float,
-    aggregation: str | int,
-    kl_coefficient: float = 0.0,
-    importance: bool = False,
-    cap: float | None = None,
-    per_sequence: bool = False,
+    aggregation: str,
+    kl_coefficient: float,
 ) -> Tensor:
+    """GRPO, DAPO, RLOO, REINFORCE++ and PPO; each token weighs as `batch.importance` says."""
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     ratio = (log_probs - batch.old).exp()
-    if per_sequence:  # GSPO: the geometric mean of the tokens' ratios
-        logs = [(log_probs - batch.old)[row][chosen.bool()].mean() for row, chosen in enumerate(batch.mask)]
-        ratio = torch.stack(logs).exp()[:, None].expand_as(log_probs)
-    terms = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if cap is not None:  # CISPO: no gradient through the ratio
-        terms = -ratio.detach().clamp(max=cap) * advantages * log_probs
-    if importance:
-        terms = terms * batch.importance
-    d = log_probs - batch.reference
-    return mean(terms, batch.mask, aggregation) + kl_coefficient * mean(torch.exp(-d) - 1 + d, batch.mask, aggregation)
+    terms = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages) * batch.importance
+    kl = reference_kl(log_probs, batch)
+    return mean(terms, batch.mask, aggregation) + kl_coefficient * mean(kl, batch.mask, aggregation)
+
+
+def dr_grpo_loss(
+    log_probs: Tensor, batch: Batch, advantages: Tensor, *, clip: float, longest: int, kl_coefficient: float
+) -> Tensor:
+    ratio, advantages = (log_probs - batch.old).exp(), advantages[:, None]
+    terms = -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages) * batch.importance
+    every = (terms + kl_coefficient * reference_kl(log_probs, batch))[batch.mask.bool()]
+    return every.sum() / (len(batch.ids) * longest)
+
+
+def gspo_loss(
+    log_probs: Tensor, batch: Batch, advantages: Tensor, *, low: float, high: float, kl_coefficient: float
+) -> Tensor:
+    """One ratio for a sequence: the geometric mean of its tokens'."""
+    losses = []
+    for row, chosen in enumerate(batch.mask.bool()):
+        ratio = (log_probs[row] - batch.old[row])[chosen].mean().exp()
+        term = torch.min(ratio * advantages[row], ratio.clamp(1 - low, 1 + high) * advantages[row])
+        kl = reference_kl(log_probs, batch)[row][chosen].mean()
+        losses.append(kl_coefficient * kl - term * batch.importance[row][chosen].mean())
+    return torch.stack(losses).mean()
+
+
+def cispo_loss(log_probs: Tensor, batch: Batch, advantages: Tensor, *, cap: float, kl_coefficient: float) -> Tensor:
+    """The capped ratio is a weight without gradient."""
+    weight = (log_probs - batch.old).exp().clamp(max=cap).detach() * batch.importance
+    terms = -weight * advantages[:, None] * log_probs + kl_coefficient * reference_kl(log_probs, batch)
+    return mean(terms, batch.mask, "token")
 
 
 def critic_loss(values: Tensor, batch: Batch, targets: Tensor, *, clip: float, aggregation: str) -> Tensor:

@@ -108,6 +108,7 @@ class TestSamples:
         metrics = self.samples().metrics()
         assert (metrics["reward"], metrics["exact"], metrics["trajectories"]) == (0.5, 1 / 3, 3)
         assert metrics["truncated"] == 1 / 3
+        assert (metrics["length"], metrics["length_max"]) == (4 / 3, 2)
 
     def test_the_digest_tells_every_token_and_order_apart(self) -> None:
         one = self.samples().metrics()["trajectories_digest"]

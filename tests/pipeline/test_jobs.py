@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
 import rlix
+from rlix.pipeline.base import JobConfig
+from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices, wait_all
 from rlix.pipeline.jobs.run_folder import list_checkpoints
 from rlix.pipeline.spec.clusters import ClusterSpec
@@ -114,3 +118,12 @@ def test_split_refuses_a_bundle_larger_than_a_part() -> None:
     job = job.model_copy(update={"clusters": job.clusters.model_copy(update={"actor_infer": wide})})
     with pytest.raises(SpecError, match=r"actor_infer needs 4 devices, .*gives each job 2; .* lower tensor_parallel"):
         split_devices([job, job], range(4))
+
+
+@pytest.mark.ray
+def test_a_coordinator_whose_launcher_died_before_it_said_start_ends(ray_session: Any, tmp_path: Path) -> None:
+    config = JobConfig(small(), tmp_path)
+    options = {"name": "rlix:coordinator:ft_unstarted", "lifetime": "detached", "num_cpus": 0}
+    coordinator = ray.remote(JobCoordinator).options(**options).remote("ft_unstarted", config, start_within_s=0.1)
+    with pytest.raises(RayActorError):
+        ray.get(coordinator.ended.remote(), timeout=60)

@@ -14,7 +14,7 @@ from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.schedule import learning_rate_factor
 from tests.pipeline import plain_training as plain
 from tests.pipeline.training_scenarios import (
-    CASES,
+    ALGORITHMS,
     CLIP,
     TEMPERATURE,
     Gradients,
@@ -29,7 +29,9 @@ from tests.pipeline.training_scenarios import (
 )
 
 BATCH = plain.random_batch()
-TOTALS = {"token": float(BATCH.mask.sum()), "sequence": float(len(BATCH.mask))}
+TOKENS = float(BATCH.mask.sum())
+ROWS = float(len(BATCH.ids))
+CASES = [(name, "token") for name in ALGORITHMS] + [(name, "sequence") for name in ("grpo", "rloo", "ppo")]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_policy_losses_and_gradients(name: str, aggregation: str, training: dict
     module = built(policy(folder), folder)
     module.configure_optimizer(OptimizerSpec(), TrainingSpec(**training))
     wanted = scenario(name, BATCH, aggregation)
-    metrics = module.policy_step(wanted.tensors, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+    metrics = module.policy_step(wanted.tensors, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
     loss, gradients = expected_policy(folder, BATCH, wanted)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
     same(module.gradients(), gradients)
@@ -65,7 +67,9 @@ def test_the_critics_loss_and_gradients(aggregation: str, training: dict[str, An
     module: Any = built(critic(folder), folder)
     module.configure_optimizer(OptimizerSpec(), TrainingSpec(**training))
     head = module.score.weight.detach().clone()
-    metrics = module.critic_step(critic_tensors(BATCH), TOTALS[aggregation], CLIP, aggregation, 1.0)
+    metrics = module.critic_step(
+        critic_tensors(BATCH), TOKENS if aggregation == "token" else ROWS, CLIP, aggregation, 1.0
+    )
     loss, gradients = expected_critic(folder, BATCH, head, aggregation)
     assert metrics["value_loss"] == pytest.approx(loss, abs=1e-6)
     same(module.gradients(), gradients)
@@ -89,7 +93,7 @@ def stepped(folder: Path, optimizer: OptimizerSpec | None = None, **training: An
 
 def step(module: Any, wanted: Any = None) -> dict[str, float]:
     wanted = wanted or scenario("grpo", BATCH)
-    return module.policy_step(wanted.tensors, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+    return module.policy_step(wanted.tensors, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
 
 
 def test_metrics_are_means_over_all_tokens(folder: Path) -> None:
@@ -155,7 +159,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_said(folder: Path,
     wanted = scenario("grpo", BATCH)
     broken = {**wanted.tensors, "advantages": wanted.tensors["advantages"] * float("inf")}
     with caplog.at_level(logging.WARNING):
-        metrics = module.policy_step(broken, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+        metrics = module.policy_step(broken, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
     assert metrics == {"skipped_updates": 1.0}
     assert "optimizer step left out (1 so far)" in caplog.text
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
@@ -181,7 +185,7 @@ def test_tied_embeddings_get_the_gradients_of_both_uses(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tied", tie_word_embeddings=True)
     module = built(policy(folder), folder)
     wanted = scenario("grpo", BATCH)
-    module.policy_step(wanted.tensors, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+    module.policy_step(wanted.tensors, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
     same(module.gradients(), expected_policy(folder, BATCH, wanted)[1])
 
 
@@ -205,7 +209,7 @@ def test_a_model_that_changes_its_heads_logits_is_scored_by_whole_logits_and_say
     module = built(policy(tmp_path), tmp_path)
     wanted = scenario("grpo", BATCH)
     with caplog.at_level(logging.WARNING):
-        metrics = module.policy_step(wanted.tensors, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+        metrics = module.policy_step(wanted.tensors, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
     assert "does not end in a plain linear head" in caplog.text
     loss, gradients = expected_policy(tmp_path, BATCH, wanted)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
@@ -216,5 +220,5 @@ def test_a_minibatch_that_counts_for_nothing_on_this_rank(folder: Path) -> None:
     module = stepped(folder)
     wanted = scenario("grpo", BATCH)
     empty = {**wanted.tensors, "mask": torch.zeros_like(BATCH.mask)}
-    metrics = module.policy_step(empty, 0.0, wanted.algorithm, TEMPERATURE, 1.0)
+    metrics = module.policy_step(empty, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
     assert metrics["loss"] == metrics["grad_norm"] == 0.0

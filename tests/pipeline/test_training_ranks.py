@@ -14,9 +14,8 @@ from rlix.engine.weights import publication
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from tests.pipeline import plain_training as plain
-from tests.pipeline.test_train_modules import BATCH, TOTALS, same
+from tests.pipeline.test_train_modules import BATCH, CASES, TOKENS, same
 from tests.pipeline.training_scenarios import (
-    CASES,
     CLIP,
     TEMPERATURE,
     critic,
@@ -64,7 +63,7 @@ def test_every_loss_and_gradient(engines: dict[str, TrainEngine], training: Trai
     for name, aggregation in CASES:
         wanted = scenario(name, BATCH, aggregation)
         given = NeedParallel(wanted.tensors)
-        metrics = engine.policy_step(given, wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+        metrics = engine.policy_step(given, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
         loss, gradients = expected_policy(folder, BATCH, wanted)
         assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
         same(engine.gradients(), gradients)
@@ -75,7 +74,7 @@ def test_the_critic(engines: dict[str, TrainEngine], training: TrainingSpec, fol
     engine = engines["critic"]
     engine.configure_optimizer(OptimizerSpec(), training)
     head = engine.state_dict()["score.weight"]
-    metrics = engine.critic_step(NeedParallel(critic_tensors(BATCH)), TOTALS["token"], CLIP, "token", 1.0)
+    metrics = engine.critic_step(NeedParallel(critic_tensors(BATCH)), TOKENS, CLIP, "token", 1.0)
     loss, gradients = expected_critic(folder, BATCH, head, "token")
     assert metrics["value_loss"] == pytest.approx(loss, abs=1e-6)
     same(engine.gradients(), gradients)
@@ -111,7 +110,9 @@ def trained(folder: Path, dtype: str) -> tuple[float, TrainEngine]:
     before = engine.state_dict()
     wanted = scenario("grpo", BATCH)
     for _ in range(UPDATES):
-        metrics = engine.policy_step(NeedParallel(wanted.tensors), wanted.total, wanted.algorithm, TEMPERATURE, 1.0)
+        metrics = engine.policy_step(
+            NeedParallel(wanted.tensors), wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0
+        )
         assert metrics["grad_norm"] > 0
     return moved(before, engine.state_dict()), engine
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.pipeline.algorithms import Algorithm, Setting, gae, kl_estimate, rewards_at_end
+from rlix.pipeline.algorithms import Algorithm, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.critic import CriticModule, critic_on_meta
@@ -22,8 +22,9 @@ from tests.pipeline.plain_training import Batch
 TEMPERATURE = 0.9
 KL = 0.1
 CLIP = 0.2
-LONGEST = 20
-WAYS = ("token", "sequence")
+CAP = 1.1
+LONGEST = 13
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "reinforce_pp", "ppo")
 
 Gradients = dict[str, Tensor]
 
@@ -62,21 +63,6 @@ def critic(folder: Path) -> CriticModule:
     return recording(critic_on_meta(folder))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gspo": {"clip_high": CLIP},
-    "cispo": {"ratio_cap": 1.1},
-    "reinforce_pp": {"discount": 0.9},
-    "ppo": {"discount": 0.9},
-}
-CASES = [
-    *((name, aggregation) for name in ("grpo", "dapo", "rloo", "reinforce_pp", "ppo") for aggregation in WAYS),
-    ("dr_grpo", "token"),
-    ("gspo", "sequence"),
-    ("cispo", "token"),
-]
-"""Every algorithm that ships, in each way in which it can be averaged."""
-
-
 @dataclass(frozen=True)
 class Scenario:
     """`tensors` of the batch as rlix gets it, and the plain loss of the log-probs."""
@@ -86,62 +72,70 @@ class Scenario:
     loss: Callable[[Tensor], Tensor]
 
     @property
-    def total(self) -> float:
+    def denominator(self) -> float:
         return self.algorithm.denominator(self.tensors["mask"])
 
 
 def scenario(name: str, batch: Batch, aggregation: Any = "token") -> Scenario:
-    options = {"kl_coefficient": KL, **OPTIONS.get(name, {})}
-    options |= {} if name == "cispo" else {"clip_low": CLIP}
-    options |= {} if name in ("dr_grpo", "gspo", "cispo") else {"aggregation": aggregation}
+    """`aggregation` is that of the algorithms that have a choice."""
+    options: dict[str, Any] = {"kl_coefficient": KL}
+    if name not in ("dr_grpo", "gspo", "cispo"):
+        options |= {"aggregation": aggregation, "clip_low": CLIP}
+    options |= {"reinforce_pp": {"discount": 0.9}, "ppo": {"discount": 0.9}, "cispo": {"ratio_cap": CAP}}.get(name, {})
     algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(plain.GROUP, LONGEST))
-    given = PolicyBatch(
-        input_ids=batch.ids,
-        mask=batch.mask,
-        old_log_probs=batch.old,
-        reference_log_probs=batch.reference,
-        values=batch.old_values,
-    )
-    everyone = torch.ones(len(batch.rewards), dtype=torch.bool)
-    given["advantages"] = algorithm.estimate(batch.rewards, everyone, given).advantages
-    del given["values"]
-    if name == "dapo":
-        given["importance"] = batch.importance
-    theirs = _plain_advantages(name, batch)
+    tensors = {
+        "input_ids": batch.ids,
+        "mask": batch.mask,
+        "old_log_probs": batch.old,
+        "reference_log_probs": batch.reference,
+        "values": batch.old_values,
+        "importance": batch.importance,
+    }
+    everyone = torch.ones(len(batch.ids), dtype=torch.bool)
+    tensors["advantages"] = algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, tensors)).advantages
+    del tensors["values"]
+    return Scenario(algorithm, tensors, plain_loss(name, batch, aggregation))
 
-    def loss(log_probs: Tensor) -> Tensor:
-        return plain.policy_loss(
-            log_probs,
-            batch,
-            theirs,
-            low=CLIP,
-            high=0.28 if name == "dapo" else 0.2,
-            aggregation=LONGEST if name == "dr_grpo" else aggregation,
-            kl_coefficient=0.0 if name in ("reinforce_pp", "ppo") else KL,
-            importance=name == "dapo",
-            cap=1.1 if name == "cispo" else None,
-            per_sequence=name == "gspo",
+
+def plain_loss(name: str, batch: Batch, aggregation: str) -> Callable[[Tensor], Tensor]:
+    if name == "dr_grpo":
+        advantages = plain.group_advantages(batch.rewards, by_std=False)
+        return lambda log_probs: plain.dr_grpo_loss(
+            log_probs, batch, advantages, clip=0.2, longest=LONGEST, kl_coefficient=KL
         )
-
-    return Scenario(algorithm, cast(dict[str, Tensor], given), loss)
-
-
-def _plain_advantages(name: str, batch: Batch) -> Tensor:
-    match name:
-        case "rloo":
-            return plain.group_advantages(batch.rewards, leave_one_out=True)
-        case "reinforce_pp":
-            return plain.normalised(plain.discounted_returns(batch, KL, 0.9), batch.mask)
-        case "ppo":
-            return plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), batch.mask)
-    return plain.group_advantages(batch.rewards, by_std=name != "dr_grpo")
+    grouped = plain.group_advantages(batch.rewards, leave_one_out=name == "rloo")
+    if name == "gspo":
+        return lambda log_probs: plain.gspo_loss(log_probs, batch, grouped, low=3e-4, high=4e-4, kl_coefficient=KL)
+    if name == "cispo":
+        return lambda log_probs: plain.cispo_loss(log_probs, batch, grouped, cap=CAP, kl_coefficient=KL)
+    if name == "reinforce_pp":
+        grouped = plain.normalised(plain.discounted_returns(batch, KL, 0.9), batch.mask)
+    elif name == "ppo":
+        grouped = plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), batch.mask)
+    return lambda log_probs: plain.policy_loss(
+        log_probs,
+        batch,
+        grouped,
+        low=CLIP,
+        high=0.28 if name == "dapo" else 0.2,
+        aggregation=aggregation,
+        kl_coefficient=0.0 if name in ("reinforce_pp", "ppo") else KL,
+    )
 
 
 def critic_tensors(batch: Batch) -> dict[str, Tensor]:
-    kl = kl_estimate(batch.old, batch.reference, "k3")
-    rewards = rewards_at_end(batch.rewards, batch.mask, kl, KL)
-    _, targets = gae(rewards, batch.old_values, batch.mask, discount=0.9, smoothing=0.95)
-    return {"input_ids": batch.ids, "mask": batch.mask, "old_values": batch.old_values, "returns": targets}
+    """What the critic of ppo learns from."""
+    given = {
+        "mask": batch.mask,
+        "old_log_probs": batch.old,
+        "reference_log_probs": batch.reference,
+        "values": batch.old_values,
+    }
+    everyone = torch.ones(len(batch.ids), dtype=torch.bool)
+    estimate = scenario("ppo", batch).algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, given))
+    assert estimate.returns is not None
+    kept = {"input_ids": batch.ids, "mask": batch.mask, "old_values": batch.old_values}
+    return {**kept, "returns": estimate.returns}
 
 
 def expected_policy(folder: Path, batch: Batch, scenario: Scenario) -> tuple[float, Gradients]:

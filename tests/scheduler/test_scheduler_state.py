@@ -22,7 +22,8 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
-from rlix.scheduler.state import State, StateError
+from rlix.scheduler.known import StateError
+from rlix.scheduler.state import State
 from tests.scheduler.world import INFER, TRAIN, World, devices
 
 

@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
-from rlix.cli.pool import StatusSource, running_pool
+from rlix.cli.pool import Pool, StatusSource, running_pool
+from rlix.cli.programs import AttachedProgram, asking, find_programs
 from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render, utilisation
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LocalJob = JobHandle | AttachedProgram
 LEAVE_TIMEOUT_S = 15.0
 DOWN_TIMEOUT_S = 60.0
 POLL_S = 0.3
@@ -45,11 +48,12 @@ def show_status() -> int:
         control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
         statuses = tuple(job.status() for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
-        sentences = tuple(wait.sentence() for wait in waits(control, statuses))
+        sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
         _say(console, pool.said)
         console.print(render(Snapshot(statuses, control, elapsed_s, utilisation(control), stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
-            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}, {job.run_dir or 'no run folder'}")
+            again = f", started again {status.resumes} times after a node left" if status.resumes else ""
+            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}, {job.run_dir or 'no run folder'}")
         launched = {job.pipeline_id for job in jobs}
         for pipeline in control.pipelines:
             if pipeline.pipeline_id not in launched:
@@ -62,7 +66,7 @@ def watch_jobs(names: Sequence[str], *, live: bool) -> int:
     """Follow jobs to their end, whoever started them, and report. Ctrl-C leaves; the jobs go on."""
     console, interrupts = make_console(), Interrupts()
     with running_pool(Settings.from_env()) as pool:
-        jobs = [] if pool is None else select(find_jobs(pool.orchestrator), names)
+        jobs = [] if pool is None else select(_all_jobs(pool), names)
         if pool is None or not jobs:
             _say(console, "no job runs here") if pool else _say_nothing_runs(console)
             return 0
@@ -86,7 +90,8 @@ def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
         if pool is None:
             _say_nothing_runs(console)
             return 0 if everything else EXIT_FAILED
-        jobs = select(find_jobs(pool.orchestrator), names)
+        # Whoever says "all" means the jobs that have checkpoints to write; a program is ended when it is named.
+        jobs = select(_all_jobs(pool) if names else find_jobs(pool.orchestrator), names)
         return 0 if _stop(jobs, console, now=now) else EXIT_FAILED
 
 
@@ -130,7 +135,7 @@ def _end(found: Announcement, settings: Settings) -> None:
         raise RlixError(f"{error}; see {log_path(settings.home)}, and kill process {found.pid}") from error
 
 
-def _stop(jobs: Sequence[JobHandle], console: Console, *, now: bool) -> bool:
+def _stop(jobs: Sequence[LocalJob], console: Console, *, now: bool) -> bool:
     """Whether each has ended."""
     running = [job for job in jobs if job.status().state not in FINAL_STATES]
     for job in running:
@@ -141,7 +146,7 @@ def _stop(jobs: Sequence[JobHandle], console: Console, *, now: bool) -> bool:
             job.stop()
     if now or not running:
         return True
-    _say(console, f"stopping {count(len(running), 'job')}: each writes a checkpoint and ends")
+    _say(console, f"stopping {count(len(running), 'job')}: each writes a checkpoint (attached programs none) and ends")
     start = time.monotonic()
 
     def ended() -> bool:
@@ -160,11 +165,16 @@ def _stop(jobs: Sequence[JobHandle], console: Console, *, now: bool) -> bool:
     return False
 
 
-def select(jobs: Sequence[JobHandle], names: Sequence[str]) -> list[JobHandle]:
+def _all_jobs(pool: Pool) -> list[LocalJob]:
+    jobs = find_jobs(pool.orchestrator)
+    return [*jobs, *find_programs(StatusSource(pool), {job.pipeline_id for job in jobs}, asking(pool.orchestrator))]
+
+
+def select(jobs: Sequence[LocalJob], names: Sequence[str]) -> list[LocalJob]:
     """The jobs with these names or pipeline ids; without any, those that have not ended."""
     if not names:
         return [job for job in jobs if job.status().state not in FINAL_STATES]
-    chosen: list[JobHandle] = []
+    chosen: list[LocalJob] = []
     for name in names:
         found = [job for job in jobs if name in (job.pipeline_id, job.name)]
         if len(found) > 1:
@@ -177,7 +187,7 @@ def select(jobs: Sequence[JobHandle], names: Sequence[str]) -> list[JobHandle]:
     return chosen
 
 
-def _report(jobs: Sequence[JobHandle], statuses: Sequence["JobStatus"], console: Console) -> None:
+def _report(jobs: Sequence[LocalJob], statuses: Sequence["JobStatus"], console: Console) -> None:
     ended = [(job.run_dir, status) for job, status in zip(jobs, statuses, strict=True) if job.run_dir is not None]
     if not ended:
         return
@@ -189,6 +199,10 @@ def _report(jobs: Sequence[JobHandle], statuses: Sequence["JobStatus"], console:
         _say(console, f"no report: {error}")
         return
     print_report(report, [status for _, status in ended], run_dirs, target, console)
+
+
+def _time_of_day(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at).strftime("%H:%M:%S")
 
 
 def _say(console: Console, text: str) -> None:

@@ -17,13 +17,14 @@ STALL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One thing that a job waits for. `reasons`: who has it, or is in front."""
+    """One thing that a job waits for. `reasons`: who has it, or is in front. `since`: unix seconds, where known."""
 
     pipeline_id: str
     job: str
     cluster: str
     what: str
     reasons: tuple[str, ...]
+    since: float | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -39,6 +40,7 @@ class Wait:
 def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ...]:
     """Everything that pipelines wait for now. Those without a name go by their ids."""
     names = pipeline_names(control) | {job.pipeline_id: job.name for job in jobs}
+    since = {(wait.pipeline_id, wait.cluster): wait.since for wait in control.waiting}
     found = []
     for pipeline in control.pipelines:
         for cluster in pipeline.clusters:
@@ -56,6 +58,7 @@ def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ..
                     cluster.name,
                     f"{what} ({words(cluster.name)})",
                     reasons or ("nobody holds them: the scheduler has not come to it",),
+                    since.get((pipeline.pipeline_id, cluster.name)),
                 )
             )
     return tuple(found)

@@ -18,6 +18,8 @@ from rlix.control.resource_manager import ResourceManager
 from rlix.control.rpc import get
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
+from rlix.node.device_lock import remove_unheld
+from rlix.node.devices import VIRTUAL_KEYS, virtual_key
 from rlix.node.process import this_process
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import (
@@ -40,6 +42,7 @@ _NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence 
 # A node that is gone refuses each question at once, and is known to be within 3 s instead of Ray's 15. One that is slow
 # has Ray's 10 s for each answer, so that busy cores raise no false alarm.
 _HEALTH_PERIOD_MS, _HEALTH_FAILURES = 1000, 3
+_OLD_LOCK_S = 7 * 86_400.0  # a virtual device that nobody has used for so long is not there any more
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
 _SCHEDULER_CALLS = 10_000  # that wait inside the scheduler at the same time; they cost it no thread
 _RAY = f"{Path(ray.__file__).parent}/"
@@ -111,7 +114,10 @@ def shutdown() -> None:
         ray.kill(handle)
     if _Session.started_ray:
         _Session.started_ray = False
+        nodes = [node["NodeID"] for node in ray.nodes()]
         _stop_ray()
+        for node_id in nodes:  # which never come back, nor their virtual devices
+            remove_unheld(virtual_key(node_id))
         authentication.restore()
     else:
         for handle in handles:
@@ -173,6 +179,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
         }
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    remove_unheld(VIRTUAL_KEYS, older_than_s=_OLD_LOCK_S)  # of pools that were killed
     with loopback_kept():
         ray.init(
             address="local",

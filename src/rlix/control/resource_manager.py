@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlix.control.live_nodes import NodeAgent
 from rlix.control.rpc import Patient, get
 from rlix.control.watchdog import here, watch_over
-from rlix.node.devices import device_keys
+from rlix.node.devices import device_keys, virtual_key
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, DeviceKind, Process
 from rlix.protocol.types import (
@@ -144,8 +144,8 @@ def _keys_of(node: Mapping[str, Any], known: Sequence[str] | None) -> Sequence[s
     count = int(node["Resources"].get("GPU", 0))
     kind, address = _kind(node), node["NodeManagerAddress"]
     if known is None or kind is DeviceKind.CPU:
-        name = "virtual" if kind is DeviceKind.CPU else "cuda"
-        return [f"{name}-{node['NodeID'][:12]}-{index}" for index in range(count)]
+        prefix = virtual_key(node["NodeID"]) if kind is DeviceKind.CPU else f"cuda-{node['NodeID'][:12]}-"
+        return [f"{prefix}{index}" for index in range(count)]
     if len(known) < count:
         raise RlixError(
             f"Ray was told of {count} GPUs on node {address}, but programs there may use {len(known)} "

@@ -24,9 +24,10 @@ class Settings:
     bundle within `grow_timeout_s` loses the bundle. A gang that is given back while somebody still locks its devices
     has `release_grace_s` until its processes are ended. A process that has been stopped (SIGSTOP) for `stopped_s` is
     ended; so is one that runs but has not been heard of for `silent_s`. A pipeline that holds nothing, waits for
-    nothing and says nothing for `idle_job_s` is forgotten. A waiting request whose caller has not asked again for
-    `abandon_after_s` is dropped. After a restart nothing is planned for `settle_s`, while holders say what they hold. A
-    quarantined device is looked at again after `quarantine_retry_s`, then ever more rarely.
+    nothing and says nothing for `idle_job_s` is forgotten, and so is one that is not admitted within that time. A
+    waiting request whose caller has not asked again for `abandon_after_s` is dropped. After a restart nothing is
+    planned for `settle_s`, while holders say what they hold. A quarantined device is looked at again after
+    `quarantine_retry_s`, then ever more rarely.
     """
 
     home: Path

@@ -24,6 +24,7 @@ class Watch:
     def __init__(self, core: "Core") -> None:
         self._core = core
         self._stopped_at: dict[Process, float] = {}
+        self._unused_since: dict[str, float] = {}  # ids that were handed out and never admitted
         self._asked_at: float | None = None  # since when an answer is awaited
 
     def start(self) -> None:
@@ -53,6 +54,7 @@ class Watch:
         for pipeline_id, job in list(core.jobs.items()):
             if self._is_idle(pipeline_id, job, now):
                 core.endings.end(pipeline_id, f"nothing was heard of it for {now - job.heard_at:.0f} s", done=_nothing)
+        self._end_unused(now)
         if self._asked_at is not None and now - self._asked_at < _ANSWER_S:
             return  # a node is slow to answer
         asked = self._processes(now)
@@ -60,6 +62,15 @@ class Watch:
         if asked:
             self._asked_at = now
             core.nodes.states(tuple(asked), self._seen)
+
+    def _end_unused(self, now: float) -> None:
+        """Whoever got an id and died before its pipeline was admitted leaves nobody else who would end it."""
+        unused = [pipeline_id for pipeline_id in self._core.state.allocated if pipeline_id not in self._core.jobs]
+        self._unused_since = {pipeline_id: self._unused_since.get(pipeline_id, now) for pipeline_id in unused}
+        for pipeline_id, since in self._unused_since.items():
+            if now - since > self._core.settings.idle_job_s:
+                why = f"it was not admitted within {now - since:.0f} s"
+                self._core.endings.end(pipeline_id, why, done=_nothing)
 
     def _is_idle(self, pipeline_id: str, job: Job, now: float) -> bool:
         """A pipeline without a program lives as long as it uses the control plane."""

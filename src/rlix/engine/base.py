@@ -24,6 +24,7 @@ class Engine(ABC):
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"
         self._group: WorkerGroup | None = None
         self._life = Life()
+        self._known = True  # whether that is what the workers last said; after a call that failed they are asked
         self._timeout_s = 0.0  # longest a call may take
 
     @property
@@ -34,7 +35,18 @@ class Engine(ABC):
     @property
     def life(self) -> Life:
         """Where the bytes are, and which weights they are, of all workers together."""
+        if not self._known:
+            self._known = True
+            try:
+                self._life = self._ask_workers()
+            except BaseException:  # raised again: they are asked the next time
+                self._known = False
+                raise
         return self._life
+
+    @abstractmethod
+    def _ask_workers(self) -> Life:
+        """What is so once they are through with whatever they were called for last."""
 
     @property
     def residency(self) -> Residency:
@@ -47,6 +59,7 @@ class Engine(ABC):
     @_residency.setter
     def _residency(self, where: Residency) -> None:
         """What a trainer's handle notes after a move; its bytes are one part, and define themselves."""
+        self._known = True
         resident = training(resident=where is not Residency.META)
         self._life = resident.released(keep_host=True) if where is Residency.HOST else resident
 
@@ -111,7 +124,7 @@ class Engine(ABC):
     def _end(self, *, graceful: bool) -> None:
         group, self._group = self._group, None
         placement.vacate(self)
-        self._life = Life(self._life.whole)
+        self._life, self._known = Life(self._life.whole), True
         self.devices = ()
         if group is not None:
             group.close(graceful=graceful)

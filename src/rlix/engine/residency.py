@@ -20,8 +20,6 @@ from rlix.engine.life_cycle import SOURCE, Part, Residency, training
 from rlix.engine.movers import Mover, mover_for
 from rlix.protocol.errors import NotResidentError
 
-__all__ = ["MoveReport", "Residency", "ResidentSet", "local_tensor", "module_tensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
@@ -107,14 +105,6 @@ class ResidentSet:
         if self.state is Residency.META:
             return MoveReport(0, 0.0)
         return self._timed(self._drop)
-
-    def allocate(self) -> MoveReport:
-        """From meta to the device with undefined contents, which the caller fills before use, or drops again."""
-        if self.state is not Residency.META:
-            raise NotResidentError(f"{self._owner} is on {self.state.value}; only a set on meta can be allocated")
-        report = self._timed(self._regrow)
-        self.life = self.life.filled(SOURCE)
-        return report
 
     @contextmanager
     def filling(self) -> Iterator[MoveReport]:

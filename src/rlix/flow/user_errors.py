@@ -9,11 +9,16 @@ from rlix.protocol.errors import RlixError, WorkerError
 def worker_error(message: str, rank: int, cause: BaseException) -> WorkerError:
     """An error that is caught as `WorkerError` and as the cause's own type, and has the cause's attributes."""
     own = isinstance(cause, Exception) and not isinstance(cause, RlixError)
-    own_type: Any = type(cause)
-    kind = _both(own_type) if own else WorkerError
-    error: WorkerError = kind.__new__(kind, message)
-    error.__dict__.update(cause.__dict__ if own else {}, rank=rank)
+    return _made(type(cause) if own else WorkerError, message, {**(cause.__dict__ if own else {}), "rank": rank})
+
+
+def _made(kind: Any, message: str, attributes: dict[str, object]) -> WorkerError:
+    """Without `__init__`, which may want other arguments than a message."""
+    both = WorkerError if kind is WorkerError else _both(kind)
+    built_in: Any = next(base for base in both.__mro__[1:] if base.__module__ == "builtins" and issubclass(kind, base))
+    error: WorkerError = built_in.__new__(both, message)
     error.args = (message,)
+    error.__dict__.update(attributes)
     return error
 
 
@@ -23,18 +28,10 @@ def _both(kind: Any) -> type[WorkerError]:
         return str(error.args[0])
 
     def reduce(error: Exception) -> tuple[object, ...]:
-        return _rebuilt, (kind, error.args[0], error.__dict__)
+        return _made, (kind, error.args[0], error.__dict__)
 
     members = {"__str__": text, "__reduce__": reduce, "__module__": kind.__module__, "__init__": Exception.__init__}
     try:
         return type(kind.__name__, (WorkerError, kind), members)
     except TypeError:  # a class that cannot be extended, or not together with another
         return WorkerError
-
-
-def _rebuilt(kind: Any, message: str, attributes: dict[str, object]) -> WorkerError:
-    both: Any = _both(kind)
-    error: WorkerError = both.__new__(both, message)
-    error.args = (message,)
-    error.__dict__.update(attributes)
-    return error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlix.protocol.errors import RlixError
 
+VIRTUAL_KEYS = "virtual-"
 _TOOL_TIMEOUT_S = 20.0
 _GPU_LINE = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)")
 _MEMORY_LINE = re.compile(r"(\d+), *(\d+)")
@@ -20,6 +21,11 @@ class Gpu:
 
     uuid: str
     instances: tuple[str, ...] = ()
+
+
+def virtual_key(node_id: str) -> str:
+    """What the keys of a node's virtual devices begin with; their numbers follow."""
+    return f"{VIRTUAL_KEYS}{node_id[:12]}-"
 
 
 def device_keys() -> tuple[str, ...]:

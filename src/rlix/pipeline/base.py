@@ -29,6 +29,7 @@ class JobConfig:
     spec: JobSpec
     run_dir: Path
     resume: bool = False
+    why: str = ""  # it is started again, for the job's log
 
     @staticmethod
     def of(config: "JobConfig | JobSpec") -> "JobConfig":
@@ -52,6 +53,7 @@ class JobStatus:
     exact: float | None = None
     tokens_per_s: float | None = None
     error: str | None = None
+    resumes: int = 0  # how often it was started again because a node had left
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,7 @@ class Pipeline(ABC):
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
-        self._event("job", event="started", detail=None)
+        self._event("job", event="started", detail=self.config.why or None)
         self.folder.write_spec(self.spec.to_yaml())
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)

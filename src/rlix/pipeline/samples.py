@@ -119,11 +119,13 @@ class Samples:
 
 
 def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:
-    """Means over the samples that count, and `more`."""
+    """Means over the samples that count, lengths (in tokens that the policy generated) of all, and `more`."""
     kept = [sample for sample in samples if sample.counts]
     return {
         "reward": mean([sample.reward for sample in kept]),
         "exact": mean([float(sample.exact) for sample in kept]),
+        "length": mean([float(sample.generated) for sample in samples]),
+        "length_max": float(max((sample.generated for sample in samples), default=0)),
         "truncated": mean([float(sample.end is End.LENGTH) for sample in samples]),
         **more,
     }

@@ -1,11 +1,10 @@
 """What the control plane knows, as a fold over its events. `State.apply` is the only thing that changes it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import singledispatchmethod
-from types import MappingProxyType
 
-from rlix.protocol.errors import PipelineGoneError, RlixError
+from rlix.protocol.errors import PipelineGoneError
 from rlix.protocol.events import (
     CountersKept,
     DemandReported,
@@ -28,143 +27,23 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import (
     Cluster,
-    Demand,
-    Device,
     Lease,
     LeaseState,
     LeaseStatus,
-    Process,
-    Registration,
     ReleaseReason,
 )
 from rlix.protocol.types import Phase
 from rlix.scheduler.account import REMEMBERED_S, Account
-from rlix.scheduler.snapshot import Bundles, GangRequest, Snapshot
-
-ClusterKey = tuple[str, str]  # (pipeline_id, cluster)
-
-
-class StateError(RlixError):
-    """An event contradicts what is known. The state is unchanged."""
+from rlix.scheduler.known import Known, StateError
+from rlix.scheduler.snapshot import Bundles
 
 
-class State:
-    """Registrations, requests, demand and leases; validates every event before it takes effect.
-
-    Not thread-safe: one writer. Properties are live read-only views.
-    """
+class State(Known):
+    """Validates every event before it takes effect. Not thread-safe: one writer."""
 
     def __init__(self) -> None:
-        self._devices: dict[int, Device] = {}
-        self._allocated: dict[str, str] = {}
-        self._registrations: dict[str, Registration] = {}
-        self._admitted: set[str] = set()
-        self._ending: dict[str, str] = {}  # why, by pipeline
-        self._holders: dict[ClusterKey, dict[int, Process]] = {}
-        self._requests: dict[int, GangRequest] = {}
-        self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
-        self._rollouts: dict[ClusterKey, Account] = {}
-        self._leases: dict[int, LeaseStatus] = {}
-        self._leases_of: dict[str, set[int]] = {}  # pipeline -> epochs
-        self._holder: dict[int, int] = {}  # device -> epoch of the active or draining lease on it
-        self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
-        self._answered: dict[int, GangRequest] = {}  # the request that a pending lease answers
-        self._gang_since: dict[int, float] = {}  # epoch -> when the gang became active
-        self._gang_work: dict[tuple[str, str, Phase], float] = {}  # GPU-seconds that it took last time
-        self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
-        self._last_epoch = 0
-        self._last_request = 0
-        self._last_device = -1
-        self._pipelines = 0  # ids handed out so far
-        self._now = 0.0  # of the event that is being applied
+        super().__init__()
         self._handle: Callable[[Event], tuple[Lease, ...]] = self._apply  # to bind it costs more than an event
-
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        return tuple(self._devices.values())
-
-    def device(self, number: int) -> Device | None:
-        """The device with this id, if it is in the pool."""
-        return self._devices.get(number)
-
-    @property
-    def allocated(self) -> Mapping[str, str]:
-        """Kind by pipeline id, for every id handed out and not ended."""
-        return MappingProxyType(self._allocated)
-
-    @property
-    def registrations(self) -> Mapping[str, Registration]:
-        return MappingProxyType(self._registrations)
-
-    @property
-    def admitted(self) -> frozenset[str]:
-        return frozenset(self._admitted)
-
-    @property
-    def ending(self) -> Mapping[str, str]:
-        """Why each pipeline ends whose devices are being taken back."""
-        return MappingProxyType(self._ending)
-
-    def holders(self, pipeline_id: str, cluster: str) -> Mapping[int, Process]:
-        """The processes that were named for a cluster, by rank; cluster "" is the pipeline's own program."""
-        return MappingProxyType(self._holders.get((pipeline_id, cluster), {}))
-
-    @property
-    def requests(self) -> Mapping[int, GangRequest]:
-        """Gang requests that wait, by request id."""
-        return MappingProxyType(self._requests)
-
-    @property
-    def leases(self) -> Mapping[int, LeaseStatus]:
-        """By epoch, in order of grant."""
-        return MappingProxyType(self._leases)
-
-    @property
-    def demands(self) -> Mapping[ClusterKey, Demand]:
-        return {key: rollout.demand for key, rollout in self._rollouts.items()}
-
-    @property
-    def next_epoch(self) -> int:
-        return self._last_epoch + 1
-
-    @property
-    def next_request_id(self) -> int:
-        return self._last_request + 1
-
-    @property
-    def next_device_id(self) -> int:
-        return self._last_device + 1
-
-    @property
-    def next_pipeline(self) -> int:
-        return self._pipelines + 1
-
-    def answered_by(self, epoch: int) -> GangRequest | None:
-        """The request that a pending gang lease answers."""
-        return self._answered.get(epoch)
-
-    def holder(self, device: int) -> int | None:
-        """The epoch of the lease whose bytes may be on the device: active, draining or quarantined."""
-        return self._holder.get(device)
-
-    def successors(self, devices: Iterable[int]) -> tuple[int, ...]:
-        """The pending leases that wait for any of these devices, by epoch."""
-        return tuple(sorted({self._successor[device] for device in devices if device in self._successor}))
-
-    def leases_of(self, pipeline_id: str) -> tuple[LeaseStatus, ...]:
-        return tuple(self._leases[epoch] for epoch in sorted(self._leases_of.get(pipeline_id, ())))
-
-    def snapshot(self, now: float) -> Snapshot:
-        """What the planner needs, admitted pipelines only. Costs a pass over rollouts and references to the rest.
-
-        `now`: seconds of the clock that the events' times were read from. What pipelines have used, and since when, is
-        not known here; whoever measures it puts it in.
-        """
-        rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
-        requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
-        return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()))
 
     # -- changing ------------------------------------------------------------------------------------------------
 
@@ -296,24 +175,6 @@ class State:
         self._last_request = event.request_id
         self._requests[event.request_id] = self._placed(event, cluster)
         return ()
-
-    def _placed(self, asked: GangRequested, cluster: Cluster) -> GangRequest:
-        """The request with the devices on which it may be granted, the expected ones first."""
-        first = asked.first or self._expected_on(asked.pipeline_id, cluster)
-        others = tuple(devices for devices in cluster.choices if devices != first)
-        return GangRequest(
-            asked.request_id,
-            asked.pipeline_id,
-            asked.cluster,
-            asked.phase,
-            first,
-            others,
-            asked.key,
-            asked.holder,
-            asked.holding,
-            asked.longest_s,
-            self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
-        )
 
     @_apply.register
     def _(self, event: GangCancelled) -> tuple[Lease, ...]:
@@ -476,16 +337,6 @@ class State:
             if pipeline_id == lease.pipeline_id:
                 rollout.gang_devices = self._gang_devices(pipeline_id)
 
-    def _gang_devices(self, pipeline_id: str) -> tuple[int, ...]:
-        """Where the pipeline will ask for gangs, as far as is known."""
-        gangs = [c for c in self._registrations[pipeline_id].clusters if not c.elastic]
-        return tuple(sorted({device for gang in gangs for device in self._expected_on(pipeline_id, gang)}))
-
-    def _expected_on(self, pipeline_id: str, cluster: Cluster) -> tuple[int, ...]:
-        """The first choice of a cluster's gang: where it last was, unless that was narrower than what it declares."""
-        last = self._last_on.get((pipeline_id, cluster.name), cluster.devices)
-        return last if len(last) == len(cluster.devices) else cluster.devices
-
     def _remove(self, epoch: int) -> tuple[int, ...]:
         """Forget the lease; returns the devices it held."""
         status = self._leases.pop(epoch)
@@ -532,22 +383,3 @@ class State:
     def _leave_rollout(self, lease: Lease) -> None:
         rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
         rollout.leave(lease.epoch, self._now)
-
-    def _planned_for(self) -> Iterator[Account]:
-        return (rollout for key, rollout in self._rollouts.items() if key[0] in self._admitted)
-
-    def _registration(self, pipeline_id: str) -> Registration:
-        if pipeline_id not in self._registrations:
-            raise PipelineGoneError(f"pipeline {pipeline_id!r} is not registered (any more)")
-        return self._registrations[pipeline_id]
-
-    def _cluster(self, pipeline_id: str, name: str) -> Cluster:
-        for cluster in self._registration(pipeline_id).clusters:
-            if cluster.name == name:
-                return cluster
-        raise StateError(f"pipeline {pipeline_id!r} registered no cluster {name!r}")
-
-    def _status(self, epoch: int) -> LeaseStatus:
-        if epoch not in self._leases:
-            raise StateError(f"lease {epoch} is not held (any more)")
-        return self._leases[epoch]

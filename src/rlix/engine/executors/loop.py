@@ -13,12 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import SOURCE, Part
 from rlix.engine.model_source import ModelSource
+from rlix.engine.weights import channel
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.shards import everything
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WeightSyncError
+from rlix.protocol.messages import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +154,23 @@ class LoopExecutor(InferenceExecutor):
     def load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
         return self._run("load", lambda: self._load(published, parts))
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        """One worker, which takes every tensor as it is."""
+        self._check_fit(offered)
+        return [everything(offered.manifest)]
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        (ticket,) = tickets
+        channel.join(ticket, torch.device("cuda" if self._site.kind is DeviceKind.CUDA else "cpu"))
+
+    def leave_channel(self, channel_name: str) -> None:
+        channel.leave(channel_name)
+
     def update(self, published: PublishedWeights) -> int:
         def action() -> int:
             self.life.check_part(Part.WEIGHTS)
             self._check_fit(published)
+            published.check_base(self.life.weights)
             return self._overwrite(published)
 
         return self._run("update", action)

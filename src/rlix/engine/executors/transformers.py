@@ -14,7 +14,9 @@ from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.model_source import ModelSource
 from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.shards import whole_layout
 from rlix.protocol.messages import DeviceKind
 
 _VIRTUAL_KV_BYTES = 2**30
@@ -108,6 +110,11 @@ class TransformersExecutor(LoopExecutor):
         if self._expected is None:
             self._expected = self._source.on_meta()
         publication.check(self._expected, published)
+
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        self._check_fit(offered)
+        assert self._expected is not None
+        return [whole_layout(publication.targets_of(self._model or self._expected, offered))]
 
     def _fill(self, published: PublishedWeights | None) -> int:
         if published is None:

@@ -22,8 +22,9 @@ from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
+from rlix.engine.weights.channel import Ticket, TransferError
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.transfer import TransferError
 from rlix.flow.scratch import Scratch
 from rlix.node.devices import gpu_memory
 from rlix.protocol.errors import RlixError, WeightSyncError
@@ -187,6 +188,23 @@ class VllmExecutor(LoopExecutor):
             self._expected = self._source.on_meta()
         publication.check(self._expected, published)
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        def ask() -> list[Layout]:
+            self.life.check_part(Part.WEIGHTS)
+            self._check_fit(offered)
+            layouts: list[Layout] = self._rpc("rlix_layout", offered.manifest)
+            return layouts
+
+        return self._run("weight_layouts", ask)
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        for error in self._run("join_channel", lambda: self._rpc("rlix_join", tickets)):
+            if error is not None:
+                raise error
+
+    def leave_channel(self, channel_name: str) -> None:
+        self._run("leave_channel", lambda: None if self._engine is None else self._rpc("rlix_leave", channel_name))
+
     def _fill(self, published: PublishedWeights | None) -> int:
         built = self._engine is None
         if built:
@@ -211,6 +229,8 @@ class VllmExecutor(LoopExecutor):
 
     def _write(self, published: PublishedWeights) -> int:
         """Requests in flight go on, their KV cache computed anew with the new weights."""
+        if published.delivery is not None and published.delivery.names is not None:
+            raise WeightSyncError("vLLM loads a layer's tensors together, not some of them: sync all names")
         for progress in self._running.values():  # these tokens are the old weights'
             self._catch_up(progress)
         # Tensor-parallel workers are no Ray processes, so the buckets are pulled here; one node, so by shared memory.

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
-from rlix.engine.weights import publication
+from rlix.engine.executors import vllm_layout
+from rlix.engine.weights import channel, publication
+from rlix.engine.weights.buckets import Manifest
+from rlix.engine.weights.channel import Ticket, TransferError
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.transfer import TransferError
 from rlix.flow.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import RlixError, WeightSyncError
@@ -51,15 +54,34 @@ class ReplicaWorker:
     model_runner: Any
     rank: int
     device: torch.device
+    _expected: torch.nn.Module | None = None
 
     def rlix_lock(self, keys: Sequence[str], fence: Fence | None) -> None:
         """Lock the bundle's devices for this process too; None: let them go."""
         _hold(keys, fence)
 
+    def rlix_layout(self, offered: Manifest) -> Layout:
+        """What this worker needs of a trainer's tensors."""
+        if self._expected is None:
+            self._expected = vllm_layout.meta_model(self.model_runner.vllm_config)
+        return vllm_layout.needed(self._expected, offered.entries)
+
+    def rlix_join(self, tickets: Sequence[Ticket]) -> RlixError | None:
+        """Returns what went wrong, as `rlix_reload` does."""
+        try:
+            channel.join(tickets[self.rank], self.device)
+        except RlixError as error:
+            return error
+        return None
+
+    def rlix_leave(self, name: str) -> None:
+        channel.leave(name)
+
     def rlix_reload(self, published: PublishedWeights) -> RlixError | None:
         """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be arrays by now.
 
-        What the trainer sends directly each tensor-parallel worker receives whole, and keeps its part of.
+        vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So of what a trainer sends
+        directly only that part arrives; it comes to lie in a tensor of the whole's shape that is otherwise undefined.
 
         Returns what went wrong, because errors do not pass between vLLM's processes with their types: a WeightSyncError
         when nothing was changed, else one that leaves the weights undefined, but vLLM fit for others.

@@ -24,6 +24,8 @@ from rlix.engine.life_cycle import Life, Part, Phase, joint
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import split_sizes
 from rlix.engine.residency import MoveReport
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker_group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
@@ -60,7 +62,6 @@ class InferenceEngine(Engine):
         self.source = ModelSource.of(source)
         self.executor = executor
         self._reader: PromptReader | None = None
-        self._known = True  # whether `_life` is what the replicas last said
         self._turn = itertools.count()  # of replicas to take the next stream
 
     def build(
@@ -107,7 +108,7 @@ class InferenceEngine(Engine):
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
             WorkerError, WaitTimeoutError: a replica failed to start, or did not in time.
         """
-        self.devices = self._choose_devices(
+        chosen = self._choose_devices(
             tensor_parallel_size,
             data_parallel_size,
             devices,
@@ -131,15 +132,16 @@ class InferenceEngine(Engine):
         self._group = WorkerGroup(
             Replica,
             name=self.name,
-            placements=[self.devices[i : i + size] for i in range(0, len(self.devices), size)],
+            placements=[chosen[i : i + size] for i in range(0, len(chosen), size)],
             kwargs={"source": self.source, "backend": self._backend.target, "options": options},
             namespace=namespace,
-            env=self._backend.environment(self.devices[0].kind, cpu_threads, self.source.is_local),
+            env=self._backend.environment(chosen[0].kind, cpu_threads, self.source.is_local),
             start=start or self._backend.start,
             max_concurrency=_CONCURRENT_CALLS,
             cpu_threads=cpu_threads,
             start_timeout_s=build_timeout_s,
         )
+        self.devices = chosen
         try:
             if load and self.source.has_weights:
                 self.cuda()
@@ -160,11 +162,8 @@ class InferenceEngine(Engine):
         bundles = self.replicas.placements
         return bundles if self._backend.splits else tuple(bundle[:1] for bundle in bundles)
 
-    @property
-    def life(self) -> Life:
-        if not self._known:
-            self._life, self._known = joint([self._asked(rank) for rank in range(self.replicas.world_size)]), True
-        return self._life
+    def _ask_workers(self) -> Life:
+        return joint([self._asked(rank) for rank in range(self.replicas.world_size)])
 
     def _asked(self, rank: int) -> Life | str:
         """What a replica says of itself after a call that failed, once the replica is through with it."""
@@ -326,6 +325,22 @@ class InferenceEngine(Engine):
 
     # ---- weights and residency -------------------------------------------------------------------------------
 
+    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
+        """What of a trainer's tensors each worker of each replica needs.
+
+        Raises:
+            WorkerError: the weights do not fit; `__cause__` says why.
+        """
+        return self.replicas.run("weight_layouts", offered, timeout_s=self._timeout_s)
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
+        """Have every worker take its end of a channel. Raises WorkerError: one could not; `__cause__` says why."""
+        self.replicas.run("join_channel", PerRank(tickets), timeout_s=self._timeout_s)
+
+    def leave_channel(self, channel: str) -> None:
+        if self._group is not None:
+            self._group.run("leave_channel", channel, timeout_s=self._timeout_s)
+
     def update_weights(self, published: PublishedWeights) -> tuple[ReplicaReport, ...]:
         """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
 
@@ -369,10 +384,6 @@ class InferenceEngine(Engine):
     def _release(self, *, keep_host: bool) -> MoveReport:
         reports = self._call("offload", None, keep_host)
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
-
-    def _end(self, *, graceful: bool) -> None:
-        self._known = True
-        super()._end(graceful=graceful)
 
 
 def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:

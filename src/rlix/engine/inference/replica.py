@@ -15,6 +15,8 @@ from rlix.engine.executors.registry import Backend
 from rlix.engine.inference.requests import Collected, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Life, Part, Phase
 from rlix.engine.model_source import ModelSource
+from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
@@ -98,6 +100,22 @@ class Replica(Worker):
         async with self._moving:
             mine = weights.received_by(replica=self.ctx.rank)
             return await self._move(lambda: self._executor.update(mine))
+
+    async def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
+        """What each of the executor's workers needs of a trainer's tensors.
+
+        Raises:
+            WeightSyncError: they do not fit.
+        """
+        async with self._moving:
+            return await asyncio.to_thread(self._executor.weight_layouts, offered)
+
+    async def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        """Take the workers' ends of a channel. Raises WaitTimeoutError: a member did not come; names whom."""
+        await asyncio.to_thread(self._executor.join_channel, tickets)
+
+    async def leave_channel(self, channel: str) -> None:
+        await asyncio.to_thread(self._executor.leave_channel, channel)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The results, in order, when all requests are finished or aborted.

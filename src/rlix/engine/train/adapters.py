@@ -22,7 +22,7 @@ _PEFT_PREFIX = "base_model.model."
 class Exported:
     """One tensor by its exported names. `tensor` gives it, sharded as it is; all ranks call it, in the same order.
 
-    `base` has its shape and dtype.
+    `base` has its shape and dtype, and says what of it this rank holds.
     """
 
     name: str
@@ -66,7 +66,7 @@ def to_publish(module: BaseTrainModule, weights: list[Exported]) -> list[Exporte
         base = weight.base
         if not isinstance(base, nn.Parameter) or not base.is_floating_point() or base.dtype == dtype:
             return weight
-        like = torch.empty(base.shape, dtype=dtype, device="meta")
+        like = torch.empty_like(base.detach(), dtype=dtype, device="meta")  # placed on ranks as the base is
         return Exported(weight.name, weight.aliases, like, lambda: weight.tensor().detach().to(dtype))
 
     return [cast(weight) for weight in weights]

@@ -12,8 +12,9 @@ import torch
 
 from rlix.engine import placement
 from rlix.engine.base import merged
+from rlix.engine.life_cycle import Life, Residency, joint
 from rlix.engine.parallel import combine, scatter
-from rlix.engine.residency import MoveReport, Residency
+from rlix.engine.residency import MoveReport
 from rlix.engine.train.executor import TrainExecutor, find
 from rlix.engine.train.layout import Layout, asked_layout
 from rlix.engine.train.lifecycle import StartedAs
@@ -265,9 +266,16 @@ class TrainEngine(StateCalls):
         return tuple(self._run("status", timeout_s=self._timeout_s))
 
     def _move(self, method: str, state: Residency, *args: Fence | int) -> MoveReport:
-        reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
+        try:
+            reports: list[MoveReport] = self._run(method, *args, timeout_s=self._timeout_s)
+        except BaseException:  # raised again: some ranks may have moved
+            self._known = self._group is None
+            raise
         self._residency = state
         return merged(reports)
+
+    def _ask_workers(self) -> Life:
+        return joint([status.life for status in self.status()], "rank")
 
 
 def _say_items(error: WorkerError, sizes: tuple[int, ...] | None, of_rank: Sequence[int]) -> None:

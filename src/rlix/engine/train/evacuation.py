@@ -1,16 +1,16 @@
 """What is left of a group of ranks after a call that did not end well on all of them."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from rlix.flow.worker_group import WorkerGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
+
+logger = logging.getLogger(__name__)
 
 Begun = Mapping[tuple[int, ...], Sequence[int]]
 """By members, how many collectives one rank has begun in each of its process groups."""
@@ -49,19 +49,19 @@ def evacuate(group: WorkerGroup, timeout_s: float) -> Evacuated | None:
     has handed over.
     """
     group.call("abort")
-    parts, changes = group.call("hand_over"), group.call("changes")
-    futures = {ref.future(): rank for rank, ref in enumerate(changes)}  # the later of the two calls
+    parts = group.call("hand_over")
+    handed = [ref.future() for ref in parts]
+    changes = [ref.future() for ref in group.call("changes")]  # ends after the former
+    waiting = dict(zip(changes, range(len(changes)), strict=True))
     deadline = time.monotonic() + timeout_s
-    while futures:
-        ended, _ = wait(futures, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
+    while waiting:
+        ended, _ = wait(waiting, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
         if not ended:
             return None
         for future in ended:
-            if future.exception() is not None or parts[futures[future]].future().exception() is not None:
+            rank = waiting.pop(future)
+            if error := future.exception() or handed[rank].exception():
+                logger.error("%s: rank %d could not hand over its state: %s", group.name, rank, error)
                 return None
-            group.kill(futures.pop(future))
-    try:
-        changed = ray.get(changes)
-    except RayError:
-        return None
-    return Evacuated(tuple(parts), len(set(changed)) == 1)
+            group.kill(rank)
+    return Evacuated(tuple(parts), len({future.result() for future in changes}) == 1)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
-from rlix.engine.residency import Residency
+from rlix.engine.life_cycle import Residency
 from rlix.engine.train.evacuation import Evacuated, evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
@@ -20,7 +20,7 @@ from rlix.protocol.messages import Device, Fence
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.0
+GRACE_S = 3.0
 """After one rank failed: how long the others may take to end the same call before they are held to wait for it."""
 SETTLE_TIMEOUT_S = 15.0
 """How long ranks that wait for one that failed may take to come back before the engine is given up."""

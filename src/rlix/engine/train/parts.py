@@ -20,7 +20,7 @@ class Parts:
     def named(self, module: BaseTrainModule) -> dict[str, torch.Tensor]:
         """The module's state dict, each tensor as `part` of its whole, one object for each of a tied tensor's names."""
         named = named_weights(module)
-        parts = {id(tensor): self.part(tensor, tensor) for tensor in named.values()}
+        parts = {id(tensor): _alike(tensor, self.part(tensor, tensor)) for tensor in named.values()}
         return {name: parts[id(tensor)] for name, tensor in named.items()}
 
     def exports(self, module: BaseTrainModule) -> list[Exported]:
@@ -30,3 +30,10 @@ class Parts:
         of them, in the order of the list.
         """
         return exported(module)
+
+
+def _alike(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What is said of a parameter is one too: buffers are published in the type they have."""
+    if isinstance(part, torch.nn.Parameter) or not isinstance(tensor, torch.nn.Parameter):
+        return part
+    return torch.nn.Parameter(part, requires_grad=False)

@@ -1,7 +1,7 @@
 """What can be done with the weights and the state of a `TrainEngine`: publish, sync, save and load."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, overload
@@ -10,15 +10,15 @@ from weakref import WeakSet
 import torch
 
 from rlix.engine.base import plainly
-from rlix.engine.residency import Residency
+from rlix.engine.life_cycle import Residency
 from rlix.engine.train.checkpoint import STATE_FILE
 from rlix.engine.train.lifecycle import TrainWorkers
 from rlix.engine.train.materialize import safetensors_index
 from rlix.engine.train.saving import SaveHandle
-from rlix.engine.weights import sync as weight_sync
 from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES
 from rlix.engine.weights.publication import PublishedWeights, publish, stream, tied_names
-from rlix.engine.weights.sync import DEVICE_BUCKET_BYTES, Transport, WeightReceiver, WeightSyncReport
+from rlix.engine.weights.sync import Channels, Trainer, Transport, WeightReceiver, WeightSyncReport, choose
+from rlix.flow.worker_group import WorkerGroup
 from rlix.protocol.errors import NotResidentError, WorkerError
 
 
@@ -32,6 +32,7 @@ class StateCalls(TrainWorkers):
         super().__init__(name)
         self.version = 0
         self._saves: WeakSet[SaveHandle] = WeakSet()
+        self._channels: tuple[WorkerGroup, Channels] | None = None
 
     def publish(self, version: int | None = None, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> PublishedWeights:
         """Store the current weights as a version (default: the last one plus 1) for inference engines to pull.
@@ -40,25 +41,31 @@ class StateCalls(TrainWorkers):
         """
         self._check_readable()
         version = self.version + 1 if version is None else version
-        published: PublishedWeights = self._run(
-            "publish", version, bucket_bytes, self._epoch, timeout_s=self._timeout_s
-        )[0]
+        published = self._trainer().publish(version, bucket_bytes, self._epoch)
         self.version = version
         return published
 
     def p2p_weight_sync(
-        self, inference_engine: WeightReceiver, *, transport: Transport = "auto", timeout_s: float = 120.0
+        self,
+        inference_engine: WeightReceiver,
+        *,
+        names: Collection[str] | None = None,
+        transport: Transport = "auto",
+        timeout_s: float = 120.0,
     ) -> WeightSyncReport:
         """Put the current weights, as a new version, into an inference engine, in place.
 
         Args:
-            transport: "host": buckets in Ray's object store, as `publish` makes them; "ipc": CUDA IPC, for replicas on
-                the GPU of training rank 0; "broadcast": NCCL, or gloo between virtual GPUs; "auto": on GPUs "ipc" for
-                replicas where it can be and "broadcast" for the others, else "host".
-            timeout_s: of "ipc" and "broadcast": longest that one side waits for the other, bucket by bucket.
+            names: the tensors that have changed since the last sync to this engine, as `state_dict` names them; the
+                others stay as they are there. Default: all. Not through host memory, and not with vLLM.
+            transport: "host": buckets in Ray's object store, as `publish` makes them; "direct": each worker there gets
+                what it needs from a rank here that holds it, in its dtype, through memory that the two share (on a
+                node, or by CUDA IPC on a GPU), else in messages (NCCL between GPUs); "p2p": the same in messages only;
+                "auto": "direct" on virtual GPUs, "host" on GPUs.
+            timeout_s: of "direct" and "p2p": longest that one side waits for the other, bucket by bucket.
 
         Raises:
-            ValueError: the transport cannot reach all replicas; says why.
+            ValueError: the transport cannot reach all replicas, or does not do `names`; says why.
             WeightSyncError: names, shapes or dtypes do not fit, all of which are listed; nothing was changed.
             NotResidentError: weights are not on the devices, here or there.
             WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
@@ -66,29 +73,53 @@ class StateCalls(TrainWorkers):
         """
         self._check_readable()
         start = time.perf_counter()
-        chosen = weight_sync.choose(transport, self.devices[0], inference_engine.receivers)
-        if chosen is not None:
-            self._check_resident()
+        way = choose(transport, self.devices, inference_engine.receivers)
+        if way is None and names is not None:
+            raise ValueError('names=... is for transport "direct" or "p2p": through host memory all tensors move')
+        if way is not None and transport == "auto" and names is None and self._residency is not Residency.DEVICE:
+            way = None  # publishing reads what waits in host memory as well
         try:
-            if chosen is None:
+            if way is None:
                 published = self.publish()
                 inference_engine.update_weights(published)
-            else:
-                self.version += 1  # also when it fails: no two attempts have the same
-                sent = (DEVICE_BUCKET_BYTES, self._epoch)
-                published = self._run("describe", self.version, *sent, timeout_s=self._timeout_s)[0]
-                send = lambda meeting: self._run("send", meeting, *sent, timeout_s=self._timeout_s)
-                weight_sync.transfer(published, self.devices[0], inference_engine, chosen, timeout_s, send)
+                nbytes = published.manifest.nbytes * len(inference_engine.receivers)
+                spent = time.perf_counter() - start
+                return WeightSyncReport(published.version, published.manifest, ("host",), nbytes, spent)
+            self._check_resident()
+            self.version += 1  # also when it fails: no two attempts have the same
+            channel, nbytes = self._channels_of_group().transfer(
+                inference_engine,
+                self.version,
+                way=way,
+                transport=transport,
+                only=names,
+                timeout_s=timeout_s,
+                epoch=self._epoch,
+            )
         except WorkerError as error:
             raise plainly(error) from error.__cause__
-        used = ("host",) if chosen is None else tuple(sorted({way for replica in chosen for way in replica}))
-        return WeightSyncReport(published.version, published.manifest, used, time.perf_counter() - start)
+        return WeightSyncReport(self.version, channel.manifest, channel.ways, nbytes, time.perf_counter() - start)
+
+    def _trainer(self) -> Trainer:
+        return Trainer(self.name, self.devices, partial(self._run, timeout_s=self._timeout_s))
+
+    def _channels_of_group(self) -> Channels:
+        """Channels of the workers that there are now."""
+        group = self._workers()
+        if self._channels is None or self._channels[0] is not group:
+            self._channels = group, Channels(self._trainer())
+        return self._channels[1]
+
+    def _end(self, *, graceful: bool) -> None:
+        channels, self._channels = self._channels, None
+        if graceful and channels is not None and channels[0] is self._group:
+            channels[1].close()
+        super()._end(graceful=graceful)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole weights in host memory, as `save` writes them; tied ones under each of their names."""
         self._check_readable()
-        how = (self.version, DEFAULT_BUCKET_BYTES, self._epoch, True)
-        published = self._run("publish", *how, timeout_s=self._timeout_s)[0]
+        published = self._trainer().publish(self.version, DEFAULT_BUCKET_BYTES, self._epoch, as_trained=True)
         copies = ((entry.names, tensor.clone()) for entry, tensor in stream(published))
         return {name: tensor for names, tensor in copies for name in names}
 
@@ -170,6 +201,7 @@ class StateCalls(TrainWorkers):
             raise NotResidentError(
                 f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
             )
+        self.life.check_serving(self.name)
 
     def _check_readable(self) -> None:
         self._workers()

@@ -4,8 +4,8 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from rlix.engine.life_cycle import Life, Residency
 from rlix.engine.parallel import like
-from rlix.engine.residency import MoveReport, Residency, ResidentSet, local_tensor
+from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
-from rlix.engine.train.adapters import aliases_of, tensors_of, to_publish
+from rlix.engine.train.adapters import Exported, aliases_of, to_publish
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.handover import Handover, pack, unpack
 from rlix.engine.train.layout import Layout
@@ -26,14 +27,12 @@ from rlix.engine.train.materialize import Checkpoint, ModuleSpec
 from rlix.engine.train.optimizers import optimizers
 from rlix.engine.train.random_state import set_random_state
 from rlix.engine.train.saving import BackgroundSaver
-from rlix.engine.weights import publication
-from rlix.engine.weights.buckets import layout as bucket_layout
-from rlix.engine.weights.buckets import pack_stream
-from rlix.engine.weights.gather import whole_tensors
-from rlix.engine.weights.transfer import Rendezvous, Sender
+from rlix.engine.weights import channel, publication, streams
+from rlix.engine.weights.layout import Layout as WeightLayout
+from rlix.engine.weights.shards import Share, held, layout_of, sliced
 from rlix.flow.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 from rlix.nn import TrainContext
-from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
 logger = logging.getLogger(__name__)
@@ -49,6 +48,7 @@ class TrainStatus:
     rank: int
     data_part: int
     residency: Residency
+    life: Life
     device_bytes: int
     host_bytes: int
     epoch: int | None
@@ -79,7 +79,6 @@ class TrainWorker(Worker):
         A rank waits in a collective for at most `collective_timeout_s`.
         """
         self._lease = None if lease is None else self.ctx.fence(lease)
-        self._ended = 0  # the newest epoch that was released
         self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
@@ -101,6 +100,7 @@ class TrainWorker(Worker):
             device,
             mover=self._executor.mover(),
         )
+        self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
         return self.status()
 
@@ -133,67 +133,57 @@ class TrainWorker(Worker):
             self._executor.settle(self._module)
 
     def publish(
-        self, version: int, bucket_bytes: int, epoch: int | None, as_trained: bool = False
-    ) -> publication.PublishedWeights | None:
-        """Rank 0 stores the whole weights; the other ranks hand it their shards."""
+        self, version: int, bucket_bytes: int, share: Share, epoch: int | None, as_trained: bool
+    ) -> publication.PublishedWeights:
+        """Store this rank's share of the weights."""
         with self._reading(epoch):
-            published = self._executor.exports(self._module)
-            if not as_trained:
-                published = to_publish(self._module, published)
-            whole = whole_tensors(tensors_of(published), bucket_bytes)
-            if self.ctx.rank != 0:
-                for _ in whole:
-                    pass
-                return None
-            return publication.publish(whole, version, bucket_bytes=bucket_bytes, aliases=aliases_of(published))
+            weights = self._exports(as_trained=as_trained)
+            mine = sliced(weights, share)
+            return publication.publish(mine, version, bucket_bytes=bucket_bytes, aliases=aliases_of(weights))
 
-    def describe(self, version: int, bucket_bytes: int, epoch: int | None) -> publication.PublishedWeights:
-        """What `send` would send now: every name, shape, dtype and place, and no bytes."""
-        self._guard(epoch)
-        published = to_publish(self._module, self._executor.exports(self._module))
-        named = ((weight.name, weight.base) for weight in published)
-        return publication.PublishedWeights(version, bucket_layout(named, bucket_bytes, aliases_of(published)))
+    def weight_layout(self, as_trained: bool) -> tuple[WeightLayout, dict[str, tuple[str, ...]]]:
+        """What this rank holds of the exported weights, and the further names of tied ones."""
+        weights = self._exports(as_trained=as_trained)
+        if not as_trained:
+            self._offered = [weight.name for weight in weights]
+        return layout_of(weights), aliases_of(weights)
 
-    def send(self, meeting: Rendezvous, bucket_bytes: int, epoch: int | None) -> None:
-        """Rank 0 hands the whole weights to replicas, from device to device; the other ranks hand it their shards."""
-        self._guard(epoch)
-        published = to_publish(self._module, self._executor.exports(self._module))
-        whole = whole_tensors(tensors_of(published), bucket_bytes, on_device=True)
-        if self.ctx.rank != 0:
-            for _ in whole:
-                pass
-            return
-        failed: RlixError | None = None
-        with Sender(meeting, self._module.device) as sender:
-            for bucket in pack_stream(whole, bucket_bytes, self._module.device):
-                if failed is None:
-                    try:
-                        sender.send(bucket.data)
-                    except RlixError as error:  # raised below: the other ranks still hand in their shards
-                        failed = error
-            if failed is not None:
-                raise failed
-            sender.finish()
+    def join_channel(self, ticket: channel.Ticket) -> None:
+        channel.join(ticket, self._module.device)
+
+    def leave_channel(self, name: str) -> None:
+        channel.leave(name)
+
+    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> int:
+        """Hand this rank's shards to those who need them; returns the bytes written."""
+        delivery = delivery.sent_by(self.ctx.rank)
+        with channel.answering(delivery):
+            self._guard(epoch)
+            weights = self._exports(as_trained=False)
+            if [weight.name for weight in weights] != self._offered:
+                raise WeightSyncError("the module has other weights than when the channel was opened: sync again")
+        return streams.send(delivery, ((weight.name, partial(held, weight)) for weight in weights))
+
+    def _exports(self, *, as_trained: bool) -> list[Exported]:
+        weights = self._executor.exports(self._module)
+        return weights if as_trained else to_publish(self._module, weights)
 
     # ---- residency and fencing ---------------------------------------------------------------------------------
 
     def acquire(self, lease: Fence | int) -> MoveReport:
         """Bring the bytes on the device under a lease. One that the engine has released is over for it."""
         fence = self.ctx.fence(lease)
-        if fence.epoch <= self._ended:
-            raise StaleEpochError(f"{self.ctx.group}: acquire under epoch {fence.epoch} refused: it has ended")
+        entered = self._resident.life.enter(fence.epoch)
         report = self._bring(fence)
+        self._resident.life = replace(self._resident.life, epoch=entered.epoch)
         self._lease = fence
         return report
 
     def release(self, epoch: int) -> MoveReport:
         """Free the device memory and end the epoch: nothing is accepted under it any more."""
-        if self._lease is not None and epoch < self._lease.epoch:
-            raise StaleEpochError(
-                f"{self.ctx.group}: release of epoch {epoch} refused: epoch {self._lease.epoch} holds it now"
-            )
+        ended = self._resident.life.drain(epoch).ended
         report = self.to_host()
-        self._ended = max(self._ended, epoch)
+        self._resident.life = replace(self._resident.life, ended=ended)
         self._lease = None
         return report
 
@@ -223,6 +213,7 @@ class TrainWorker(Worker):
             rank=self.ctx.rank,
             data_part=self._module.dp_rank,
             residency=self._resident.state,
+            life=self._resident.life,
             device_bytes=self._resident.device_bytes,
             host_bytes=self._resident.host_bytes,
             epoch=self._epoch(),
@@ -335,13 +326,14 @@ class TrainWorker(Worker):
         empty = self._resident.state is Residency.META
         if empty:
             self._locks.acquire(self.ctx.fence(self._lease), LOCK_TIMEOUT_S)
-            self._resident.allocate()
-            self._module.zero_grad(set_to_none=True)
-            for optimizer in optimizers(self._module).values():
-                optimizer.state.clear()
         try:
-            self._guard(epoch)
-            yield
+            with self._resident.filling() if empty else nullcontext():
+                if empty:
+                    self._module.zero_grad(set_to_none=True)
+                    for optimizer in optimizers(self._module).values():
+                        optimizer.state.clear()
+                self._guard(epoch)
+                yield
         except BaseException:  # re-raised
             if empty:
                 self.to_meta()
@@ -370,8 +362,8 @@ class TrainWorker(Worker):
         return None if self._lease is None else self._lease.epoch
 
     def _written(self) -> int:
-        """How often this rank's parameters have been written to."""
-        return sum(local_tensor(parameter)._version for parameter in self._module.parameters())
+        """How often this rank's parameters have been written to, as sharded ones or as their shards."""
+        return sum(part._version for whole in self._module.parameters() for part in {whole, local_tensor(whole)})
 
 
 def _to_host(result: Any) -> Any:

@@ -5,13 +5,15 @@ says which tensor lies where.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from rlix.engine.weights.layout import Box, extent
 
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple of it, which suits every dtype and a CPU cache line."""
@@ -26,7 +28,10 @@ Aliases = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """Where one tensor lies. `dtype` is torch's name ("bfloat16"); `aliases` are further names of a tied tensor."""
+    """Where one tensor, or a box of it, lies.
+
+    `dtype` is torch's name ("bfloat16"), `shape` the whole tensor's; `aliases` are further names of a tied tensor.
+    """
 
     name: str
     dtype: str
@@ -34,15 +39,33 @@ class WeightEntry:
     bucket: int
     offset: int
     aliases: tuple[str, ...] = ()
+    box: Box | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
     @property
+    def extent(self) -> tuple[int, ...]:
+        """The shape of what lies here."""
+        return self.shape if self.box is None else extent(self.box)
+
+    @property
     def nbytes(self) -> int:
-        size: int = getattr(torch, self.dtype).itemsize * math.prod(self.shape)
+        size: int = getattr(torch, self.dtype).itemsize * math.prod(self.extent)
         return size
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """In place of a name where a tensor is not packed whole: a box of one of this shape (None: all of it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box | None
+
+
+Named = Iterable[tuple[str | WeightSlice, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +96,7 @@ class _Layout:
         self._bucket, self._end = 0, -1  # the bucket being filled, and where its last tensor ends; -1: it is empty
         self.full, self.gap = False, 0  # of the last tensor placed: whether it ends its bucket, the padding before it
 
-    def place(self, name: str, tensor: torch.Tensor) -> WeightEntry:
+    def place(self, key: "str | WeightSlice", tensor: torch.Tensor) -> WeightEntry:
         size = tensor.nbytes
         alone = size * 2 >= self._bucket_bytes
         self.gap = -max(self._end, 0) % ALIGNMENT
@@ -81,18 +104,13 @@ class _Layout:
         if self.full or (self._end >= 0 and (alone or offset + size > self._bucket_bytes)):
             self._bucket, offset, self.gap = self._bucket + 1, 0, 0
         self.full, self._end = alone, offset + size
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        return WeightEntry(name, dtype, shape, self._bucket, offset, self._aliases.get(name, ()))
-
-
-def layout(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, aliases: Aliases | None = None) -> Manifest:
-    """Where `pack_stream` will put tensors of these shapes and dtypes, which may be on meta or sharded."""
-    places = _Layout(bucket_bytes, aliases)
-    return Manifest(tuple(places.place(name, tensor) for name, tensor in named))
+        piece = key if isinstance(key, WeightSlice) else WeightSlice(key, tuple(tensor.shape), None)
+        dtype, more = dtype_name(tensor.dtype), self._aliases.get(piece.name, ())
+        return WeightEntry(piece.name, dtype, piece.shape, self._bucket, offset, more, piece.box)
 
 
 def pack_stream(
-    named: Iterable[tuple[str, torch.Tensor]],
+    named: Named,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     device: torch.device = HOST,
     aliases: Aliases | None = None,
@@ -149,9 +167,7 @@ def _joined(pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def pack(
-    named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> tuple[list[Bytes], Manifest]:
+def pack(named: Named, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[list[Bytes], Manifest]:
     """All buckets at once, each in memory of its own, and their manifest."""
     buckets: list[Bytes] = []
     entries: list[WeightEntry] = []
@@ -159,6 +175,19 @@ def pack(
         buckets.append(bucket.data.numpy().copy())
         entries.extend(bucket.entries)
     return buckets, Manifest(tuple(entries))
+
+
+def views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
+    """What lies in a bucket's bytes, as views of them (no copy)."""
+    typed: dict[str, tuple[torch.Tensor, int]] = {}
+    for entry in entries:
+        if entry.dtype not in typed:
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            whole_elements = flat.numel() // dtype.itemsize * dtype.itemsize  # the last tensor's may be smaller
+            typed[entry.dtype] = (flat[:whole_elements].view(dtype), dtype.itemsize)
+        all_of_it, itemsize = typed[entry.dtype]
+        extent = entry.extent
+        yield entry, all_of_it.narrow(0, entry.offset // itemsize, math.prod(extent)).view(extent)
 
 
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:

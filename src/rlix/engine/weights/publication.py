@@ -1,14 +1,14 @@
 """Versioned weights: packed once by the trainer, pulled by whoever needs them, or sent to those who wait for them.
 
 Published buckets live in Ray's object store: shared memory on a node (readers map it, nothing is copied), transferred
-between nodes. What a trainer sends directly (see `transfer`) comes as the same buckets and is checked and applied by
-the same code.
+between nodes. Each rank of a trainer publishes what it holds, so a bucket may hold boxes of tensors. What a trainer
+sends directly (see `channel`) comes as the same buckets and is checked and applied by the same code.
 """
 
-import math
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,17 +18,20 @@ import torch
 
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.residency import local_tensor
+from rlix.engine.weights import streams
 from rlix.engine.weights.buckets import (
     DEFAULT_BUCKET_BYTES,
     HOST,
     Aliases,
     Bytes,
     Manifest,
+    Named,
     WeightEntry,
     dtype_name,
     pack_stream,
+    views,
 )
-from rlix.engine.weights.transfer import Receiver, Rendezvous
+from rlix.engine.weights.channel import Delivery
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]
@@ -38,13 +41,13 @@ Fetch = Callable[[Any, float], Bytes]
 class PublishedWeights:
     """One version of a model's weights. Cheap to send: `buckets` are references, not bytes.
 
-    With a `rendezvous` there are no buckets: the trainer is about to send the weights, once, to all who take part.
+    With a `delivery` there are no buckets: the trainer is about to send the weights, once, to all who take part.
     """
 
     version: int
     manifest: Manifest
     buckets: tuple[Any, ...] = ()
-    rendezvous: Rendezvous | None = None
+    delivery: Delivery | None = None
     publication: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -54,7 +57,16 @@ class PublishedWeights:
 
     def received_by(self, *, replica: int | None = None, worker: int | None = None) -> "PublishedWeights":
         """The same, in the hands of one of the receivers."""
-        return self if self.rendezvous is None else replace(self, rendezvous=self.rendezvous.at(replica, worker))
+        return self if self.delivery is None else replace(self, delivery=self.delivery.received_by(replica, worker))
+
+    def check_base(self, here: WeightsId | None) -> None:
+        """Raise WeightSyncError unless what comes is whole, or goes onto the weights that are here."""
+        base = None if self.delivery is None else self.delivery.base
+        if base not in (None, here):
+            raise WeightSyncError(
+                f"only some tensors of weight version {self.version} were to be sent, onto this trainer's version "
+                f"{base.version if base else None}, but other weights are here; nothing was changed: sync all names"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class ApplyReport:
 
 
 def publish(
-    named: Iterable[tuple[str, torch.Tensor]],
+    named: Named,
     version: int,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -90,22 +102,47 @@ def publish(
     return PublishedWeights(version, Manifest(tuple(entries)), tuple(references))
 
 
+def joined(shares: Sequence[PublishedWeights]) -> PublishedWeights:
+    """One publication of what the ranks of a trainer have published between them; tensor after tensor."""
+    entries: list[WeightEntry] = []
+    references: list[Any] = []
+    for share in shares:
+        entries.extend(replace(entry, bucket=entry.bucket + len(references)) for entry in share.manifest.entries)
+        references.extend(share.buckets)
+    return PublishedWeights(shares[0].version, Manifest(tuple(entries)), tuple(references))
+
+
 def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """The tensors, as views of the buckets (no copy). They may lie in read-only shared memory: never write to them."""
     for index, entries in _by_bucket(manifest):
-        yield from _views(_as_tensor(buckets[index]), entries)
+        yield from views(_as_tensor(buckets[index]), entries)
 
 
 def stream(
     published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None, device: torch.device = HOST
 ) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
-    """Pull bucket by bucket and yield each tensor as a read-only view; for executors with a loader of their own.
+    """Pull bucket by bucket and yield each tensor whole and read-only; for executors with a loader of their own.
 
-    What a trainer sends directly arrives on `device`, published buckets in host memory.
+    A tensor that lies whole in a published bucket is a view of it, others are put together. What a trainer sends
+    directly arrives on `device`, published buckets in host memory. Of a tensor that this receiver has asked for in
+    part only, the rest is undefined.
     """
-    with closing(_arriving(published, timeout_s, fetch, device)) as buckets:
+    arriving = published.manifest.entries if published.delivery is None else streams.expected(published.delivery)
+    missing = Counter(entry.name for entry in arriving)
+    begun: dict[str, torch.Tensor] = {}
+    aliases = {entry.name: entry.aliases for entry in published.manifest.entries}
+    with closing(_arriving(published, timeout_s, fetch)) as buckets:
         for flat, entries in buckets:
-            yield from _views(flat, entries)
+            for entry, view in views(flat, entries):
+                if entry.box is None:
+                    yield entry, view
+                    continue
+                if entry.name not in begun:
+                    begun[entry.name] = torch.empty(entry.shape, dtype=view.dtype, device=device)
+                _boxed(begun[entry.name], entry).copy_(view)
+                missing[entry.name] -= 1
+                if not missing[entry.name]:
+                    yield replace(entry, box=None, aliases=aliases[entry.name]), begun.pop(entry.name)
 
 
 def apply(
@@ -123,23 +160,22 @@ def apply(
             may be partly updated.
     """
     start = time.perf_counter()
-    targets = _targets(model, published)
-    device = next((target.device for target in targets.values()), HOST)
+    targets = targets_of(model, published)
     moved = 0
-    with torch.no_grad(), closing(_arriving(published, timeout_s, fetch, device)) as buckets:
+    with torch.no_grad(), closing(_arriving(published, timeout_s, fetch)) as buckets:
         for bucket, entries in buckets:
-            places = [targets[entry.name] for entry in entries]
+            places = [_boxed(targets[entry.name], entry) for entry in entries]
             devices = {place.device for place in places}
             if len(places) > 1 and len(devices) == 1:
                 bucket = bucket.to(devices.pop())  # noqa: PLW2901 - one transfer instead of one for each tensor
-            torch._foreach_copy_(places, [view for _, view in _views(bucket, entries)])
+            torch._foreach_copy_(places, [view for _, view in views(bucket, entries)])
             moved += sum(entry.nbytes for entry in entries)
-    return ApplyReport(published.version, len(published.manifest.entries), moved, time.perf_counter() - start)
+    return ApplyReport(published.version, len(targets), moved, time.perf_counter() - start)
 
 
 def check(model: torch.nn.Module, published: PublishedWeights) -> None:
     """Raise the `WeightSyncError` that `apply` would raise; the model may be on meta."""
-    _targets(model, published)
+    targets_of(model, published)
 
 
 def pulled(published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None) -> PublishedWeights:
@@ -147,7 +183,7 @@ def pulled(published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch
 
     What the trainer sends directly needs no Ray and stays as it is.
     """
-    if published.rendezvous is not None:
+    if published.delivery is not None:
         return published
     buckets = tuple(_fetch(published, index, timeout_s, fetch) for index in range(len(published.buckets)))
     return replace(published, buckets=buckets)
@@ -182,37 +218,32 @@ def _as_tensor(data: Bytes) -> torch.Tensor:
     return torch.from_numpy(data if data.flags.writeable else np.asarray(_Writable(data)))
 
 
-def _views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
-    typed: dict[str, tuple[torch.Tensor, int]] = {}
-    for entry in entries:
-        if entry.dtype not in typed:
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            whole_elements = flat.numel() // dtype.itemsize * dtype.itemsize  # the last tensor's may be smaller
-            typed[entry.dtype] = (flat[:whole_elements].view(dtype), dtype.itemsize)
-        whole, itemsize = typed[entry.dtype]
-        yield entry, whole.narrow(0, entry.offset // itemsize, math.prod(entry.shape)).view(entry.shape)
-
-
 def _arriving(
-    published: PublishedWeights, timeout_s: float, fetch: Fetch | None, device: torch.device
+    published: PublishedWeights, timeout_s: float, fetch: Fetch | None
 ) -> Generator[tuple[torch.Tensor, list[WeightEntry]]]:
-    """Bucket after bucket: pulled from where they were put, or received on `device` while they are being sent."""
-    groups = _by_bucket(published.manifest)
-    if published.rendezvous is None:
-        for index, entries in groups:
-            yield _as_tensor(_fetch(published, index, timeout_s, fetch)), entries
+    """Bucket after bucket: pulled from where they were put, or received while they are being sent."""
+    if published.delivery is not None:
+        yield from streams.receive(published.delivery)
         return
-    with Receiver(published.rendezvous, device) as receiver:
-        for _, entries in groups:
-            yield receiver.receive(entries[-1].offset + entries[-1].nbytes), entries
-        receiver.finish()
+    for index, entries in _by_bucket(published.manifest):
+        yield _as_tensor(_fetch(published, index, timeout_s, fetch)), entries
+
+
+def _boxed(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
+    """The entry's place in the whole tensor."""
+    if entry.box is None or entry.extent == entry.shape:
+        return tensor
+    return tensor[tuple(slice(*side) for side in entry.box)]
 
 
 def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry]]]:
+    """The buckets, those that hold the same tensor near each other."""
     groups: dict[int, list[WeightEntry]] = {}
+    place: dict[str, int] = {}
     for entry in manifest.entries:
         groups.setdefault(entry.bucket, []).append(entry)
-    return list(groups.items())
+        place.setdefault(entry.name, len(place))
+    return sorted(groups.items(), key=lambda group: (place[group[1][0].name], group[0]))
 
 
 def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fetch | None) -> Bytes:
@@ -232,14 +263,14 @@ def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fet
     return data
 
 
-def _targets(model: torch.nn.Module, published: PublishedWeights) -> dict[str, torch.Tensor]:
+def targets_of(model: torch.nn.Module, published: PublishedWeights) -> dict[str, torch.Tensor]:
     """Where each published tensor goes in the model, by its first name; every disagreement in one error."""
     named = named_weights(model)
     known: set[str] = set()
     problems: list[str] = []
     taken: dict[int, str] = {}
     targets: dict[str, torch.Tensor] = {}
-    for entry in published.manifest.entries:
+    for entry in {entry.name: entry for entry in published.manifest.entries}.values():
         known.update(entry.names)
         places = [named[name] for name in entry.names if name in named]
         if not places:

@@ -1,112 +1,317 @@
-"""A trainer's weights into an inference engine: which way they go, and both sides of a transfer between devices."""
+"""A trainer's weights into an inference engine: which way they go, and the channel between, seen from outside."""
 
-from collections.abc import Callable, Sequence
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from ray.exceptions import RayError
+
 from rlix.engine import placement
+from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
-from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.transfer import FAILED, DeviceTransport, Rendezvous, open_store
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.engine.weights.channel import OPENING, Delivery, Ticket, failed_key
+from rlix.engine.weights.group import open_store
+from rlix.engine.weights.layout import Layout
+from rlix.engine.weights.plan import plan
+from rlix.engine.weights.publication import PublishedWeights, joined
+from rlix.engine.weights.schedule import Load, Way, schedule
+from rlix.engine.weights.shards import described, shares
+from rlix.flow.worker_group import PerRank
+from rlix.protocol.errors import RlixError, WeightSyncError
+from rlix.protocol.messages import Device, DeviceKind, Process
 
-Transport = Literal["auto", "host", "ipc", "broadcast"]
+logger = logging.getLogger(__name__)
 
-DEVICE_BUCKET_BYTES = 128 * 2**20
-"""Rank 0 needs about four times as much beside what it trains, a receiver twice as much."""
+Transport = Literal["auto", "host", "direct", "p2p"]
+
+CHANNEL_BUCKET_BYTES = 16 * 2**20
+"""A source has two buckets of this size for what it shares; a receiver of messages has one."""
+
+_numbers = itertools.count(1)
 
 
 class WeightReceiver(Protocol):
-    """What a sync needs of an inference engine."""
+    """What a sync needs of an inference engine. Members, tickets and layouts are in the order of `receivers`."""
 
     name: str
 
     @property
     def receivers(self) -> tuple[tuple[Device, ...], ...]: ...
 
+    @property
+    def processes(self) -> dict[int, Process]: ...
+
+    def weight_layouts(self, offered: PublishedWeights) -> Sequence[Sequence[Layout]]:
+        """What each worker of each replica needs. Raises WeightSyncError: names, shapes or dtypes do not fit."""
+        ...
+
+    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> Any: ...
+
+    def leave_channel(self, channel: str) -> Any: ...
+
     def update_weights(self, published: PublishedWeights) -> Any: ...
+
+
+class Trainer:
+    """A trainer's ranks, seen as senders. `run` calls a method of all of them and gives their answers."""
+
+    def __init__(self, name: str, devices: Sequence[Device], run: Callable[..., list[Any]]) -> None:
+        self.name, self.devices, self._run = name, devices, run
+
+    def layouts(self, *, as_trained: bool = False) -> tuple[list[Layout], Manifest]:
+        """What each rank holds now, and the whole tensors that these are parts of."""
+        rows = self._run("weight_layout", as_trained)
+        layouts = [layout for layout, _ in rows]
+        return layouts, described(layouts, {name: more for _, aliases in rows for name, more in aliases.items()})
+
+    def publish(
+        self, version: int, bucket_bytes: int, epoch: int | None, *, as_trained: bool = False
+    ) -> PublishedWeights:
+        """Every rank stores a share of what it holds."""
+        rows = shares(*self.layouts(as_trained=as_trained))
+        return joined(self._run("publish", version, bucket_bytes, PerRank(rows), epoch, as_trained))
+
+    def join_channel(self, tickets: Sequence[Ticket]) -> None:
+        self._run("join_channel", PerRank(tickets))
+
+    def leave_channel(self, channel: str) -> None:
+        self._run("leave_channel", channel)
+
+    def send_weights(self, delivery: Delivery, epoch: int | None) -> None:
+        self._run("send_weights", delivery, epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncReport:
-    """What a sync moved, and how. `seconds` are those of the whole call."""
+    """What a sync moved, and how. `nbytes` reached receivers; `seconds` are those of the whole call."""
 
     version: int
     manifest: Manifest
     transports: tuple[str, ...]
+    nbytes: int
     seconds: float
 
 
 def choose(
-    transport: Transport, source: Device, receivers: Sequence[Sequence[Device]]
-) -> tuple[tuple[DeviceTransport, ...], ...] | None:
-    """How the bytes go from training rank 0 on `source` to each receiver of each replica; None: through host memory.
+    transport: Transport, sources: Sequence[Device], receivers: Sequence[Sequence[Device]]
+) -> Callable[[int, int], Way] | None:
+    """How bytes go from a training rank to a receiver, by their places in the two lists; None: through host buckets.
 
-    "auto" takes CUDA IPC where a receiver is on `source` itself, NCCL for all others, and host memory on virtual GPUs
-    and for layouts that NCCL refuses: several receivers on one GPU.
+    "auto" takes "direct" on virtual GPUs, and "host" on GPUs, where nothing else has been measured yet.
 
     Raises:
         ValueError: the transport asked for cannot reach all receivers; says why.
     """
-    if transport not in ("auto", "host", "ipc", "broadcast"):
-        raise ValueError(f'unknown transport {transport!r}; known: "auto", "host", "ipc", "broadcast"')
-    places = [device for replica in receivers for device in replica]
-    kinds = {device.kind for device in (source, *places)}
-    if transport == "host" or (transport == "auto" and (kinds != {DeviceKind.CUDA} or not places)):
+    if transport not in ("auto", "host", "direct", "p2p"):
+        raise ValueError(f'unknown transport {transport!r}; known: "auto", "host", "direct", "p2p"')
+    targets = [device for replica in receivers for device in replica]
+    kinds = {device.kind for device in (*sources, *targets)}
+    if transport == "host" or (transport == "auto" and (kinds != {DeviceKind.CPU} or not targets)):
         return None
     if len(kinds) > 1:
         raise ValueError(f'transport {transport!r} does not reach from GPUs to virtual ones: use "host"')
     cuda = kinds == {DeviceKind.CUDA}
-    if transport == "ipc":
-        if not cuda:
-            raise ValueError('transport "ipc" is for CUDA; on virtual GPUs use "host" (shared memory) or "broadcast"')
-        if away := sorted({device.id for device in places if device != source}):
-            raise ValueError(f'transport "ipc" stays on device {source.id}, but receivers are on {away}: use "auto"')
 
-    def way(device: Device) -> DeviceTransport:
-        return "ipc" if transport == "ipc" or (transport == "auto" and device == source) else "broadcast"
+    def way(source: int, target: int) -> Way:
+        here, there = sources[source], targets[target]
+        if transport == "p2p" or here.node_id != there.node_id:
+            return "p2p"
+        return "ipc" if cuda and here == there else "shm"
 
-    chosen = tuple(tuple(way(device) for device in replica) for replica in receivers)
-    members = [source, *(device for device in places if way(device) == "broadcast")]
-    if cuda and len(set(members)) < len(members):
-        if transport == "auto":
-            return None
+    members = [*sources, *targets]
+    if transport == "p2p" and cuda and len(set(members)) < len(members):
         raise ValueError(
-            f'transport "broadcast" needs a GPU of its own for training rank 0 and for each receiver, which are on '
-            f'devices {[device.id for device in members]}: use "auto"'
+            'transport "p2p" needs a GPU of its own for each training rank and each receiver, which are on devices '
+            f'{[device.id for device in members]}: use "direct"'
         )
-    return chosen
+    return way
 
 
-def transfer(
-    offered: PublishedWeights,
-    source: Device,
-    engine: WeightReceiver,
-    transports: tuple[tuple[DeviceTransport, ...], ...],
-    timeout_s: float,
-    send: Callable[[Rendezvous], object],
-) -> None:
-    """Have `send` and the engine's update meet, and wait for both to end.
+class Channel:
+    """A channel between two engines, as the process sees it that asks for transfers. It keeps the members' store.
+
+    Args:
+        way: as `choose` gives it.
+        timeout_s: for all members to come, and later for each wait of one side for the other.
 
     Raises:
-        Whatever the side that failed first raised; members that were still waiting are told why.
+        WeightSyncError: the two do not fit; nothing was changed.
+        WaitTimeoutError: a member did not come; names whom.
     """
-    host = placement.common_address([source, *(device for replica in engine.receivers for device in replica)])
-    store = open_store(host, 0, timeout_s, server=True)
-    meeting = Rendezvous(engine.name, host, store.port, transports, timeout_s)
-    failed: list[BaseException] = []
 
-    def side(action: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: WeightReceiver,
+        way: Callable[[int, int], Way],
+        timeout_s: float,
+        bucket_bytes: int,
+    ) -> None:
+        self._trainer, self._engine = trainer, engine
+        self.name = f"{trainer.name} to {engine.name}#{next(_numbers)}"
+        self._processes = engine.processes
+        self._transfers = itertools.count(1)
+        self._synced: WeightsId | None = None  # the weights that receivers have whole
+        layouts, self.manifest = trainer.layouts()
+        held = [_on(layout, device) for layout, device in zip(layouts, trainer.devices, strict=True)]
+        needed = [
+            [_on(layout, device) for layout, device in zip(row, devices, strict=True)]
+            for row, devices in zip(
+                engine.weight_layouts(PublishedWeights(0, self.manifest)), engine.receivers, strict=True
+            )
+        ]
+        sizes = [len(row) for row in needed]
+        self._firsts = tuple(len(held) + sum(sizes[:index]) for index in range(len(sizes)))
+        made = plan(held, [layout for row in needed for layout in row]).transfers
+        self.ways = tuple(sorted({way(transfer.source, transfer.target) for transfer in made}))
+        self._bytes = Counter[str]()
+        for transfer in made:
+            self._bytes[transfer.name] += transfer.nbytes
+        members = (*(f"{trainer.name}, rank {rank}" for rank in range(len(held))), *_called(engine.name, sizes))
+        places = [*trainer.devices, *(device for replica in engine.receivers for device in replica)]
+        host = placement.common_address(places)
+        self._store = open_store(host, 0, timeout_s, server=True)
+        nccl = "p2p" in self.ways and places[0].kind is DeviceKind.CUDA and len(set(places)) == len(places)
+        shapes = {entry.name: entry.shape for entry in self.manifest.entries}
+        loads = schedule(
+            [replace(transfer, target=transfer.target + len(held)) for transfer in made],
+            shapes,
+            lambda source, target: way(source, target - len(held)),
+            bucket_bytes,
+        )
+        base = Ticket(self.name, host, self._store.port, members, len(held), 0, (), nccl, timeout_s)
+        tickets = [
+            replace(base, member=member, loads=_of_member(loads, base, member)) for member in range(len(members))
+        ]
+        theirs = [tickets[first : first + size] for first, size in zip(self._firsts, sizes, strict=True)]
+        self._both(OPENING, lambda: trainer.join_channel(tickets[: len(held)]), lambda: engine.join_channel(theirs))
+
+    def leads_to(self, engine: WeightReceiver) -> bool:
+        """Whether these are still the processes that it was opened to."""
+        return engine.processes == self._processes
+
+    def transfer(self, version: int, only: Collection[str] | None, epoch: int | None) -> int:
+        """Have the trainer send, and the engine's update receive; returns the bytes that receivers got.
+
+        With `only`, tensors of these names move. After an error the channel is of no use any more.
+
+        Raises:
+            WeightSyncError: unknown names, or receivers do not have the rest from this trainer; nothing was changed.
+            Whatever the side that failed first raised; members that were still waiting are told why.
+        """
+        names = None if only is None else self._known(only)
+        if names is not None and self._synced is None:
+            raise WeightSyncError(
+                f"{self._engine.name} has no weights of {self._trainer.name} yet, or lost them: sync all names first"
+            )
+        delivery = Delivery(self.name, next(self._transfers), names, self._firsts, self._synced if names else None)
+        coming = PublishedWeights(version, self.manifest, delivery=delivery)
+        self._synced = None
+        self._both(
+            delivery.number,
+            lambda: self._trainer.send_weights(delivery, epoch),
+            lambda: self._engine.update_weights(coming),
+        )
+        self._synced = coming.id
+        return sum(self._bytes.values()) if names is None else sum(self._bytes[name] for name in names)
+
+    def _known(self, only: Collection[str]) -> frozenset[str]:
+        """The first names of these tensors."""
+        first = {name: entry.name for entry in self.manifest.entries for name in entry.names}
+        if unknown := sorted(name for name in only if name not in first):
+            raise WeightSyncError(f"{self._trainer.name} has no weights of these names: {', '.join(unknown)}")
+        return frozenset(first[name] for name in only)
+
+    def close(self) -> None:
+        """Have all members leave that still can."""
+        for side in (self._trainer, self._engine):
+            try:
+                side.leave_channel(self.name)
+            except (RlixError, RayError) as error:
+                logger.debug("%s: %s did not leave: %s", self.name, side.name, error)
+
+    def _both(self, number: int, sending: Callable[[], object], receiving: Callable[[], object]) -> None:
+        """Both sides at the same time, until both have ended."""
+        failed: list[BaseException] = []
+
+        def side(action: Callable[[], object]) -> None:
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001 - raised below, once the other side knows; Ctrl-C too
+                failed.append(error)
+                self._store.compare_set(failed_key(number), "", str(error))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+            sent = pool.submit(side, sending)
+            side(receiving)
+            sent.result()
+        if failed:
+            raise failed[0]
+
+
+def _on(layout: Layout, device: Device) -> Layout:
+    return replace(layout, node=device.node_id)
+
+
+def _of_member(loads: Sequence[Load], base: Ticket, member: int) -> tuple[Load, ...]:
+    if member < base.sources:
+        return tuple(load for load in loads if load.source == member)
+    return tuple(mine for load in loads if (mine := load.read_by(member)) is not None)
+
+
+def _called(name: str, sizes: Sequence[int]) -> list[str]:
+    """What errors call the receivers of replicas with so many workers."""
+    return [
+        f"{name}, replica {replica}" + (f", worker {worker}" if size > 1 else "")
+        for replica, size in enumerate(sizes)
+        for worker in range(size)
+    ]
+
+
+class Channels:
+    """The channels of one trainer, one for each inference engine that it sends to, kept between transfers."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._open: dict[str, tuple[tuple[Transport, float], Channel]] = {}
+
+    def transfer(
+        self,
+        engine: WeightReceiver,
+        version: int,
+        *,
+        way: Callable[[int, int], Way],
+        transport: Transport,
+        only: Collection[str] | None,
+        timeout_s: float,
+        epoch: int | None,
+    ) -> tuple[Channel, int]:
+        """Send through the engine's channel, which is opened where there is none; the bytes that receivers got.
+
+        Raises:
+            As `Channel` and `Channel.transfer`.
+        """
+        settings = transport, timeout_s
+        known, channel = self._open.get(engine.name, (None, None))
+        if channel is None or known != settings or not channel.leads_to(engine):
+            self._drop(engine.name)
+            channel = Channel(self._trainer, engine, way, timeout_s, CHANNEL_BUCKET_BYTES)
+            self._open[engine.name] = settings, channel
         try:
-            action()
-        except BaseException as error:  # noqa: BLE001 - raised below, once the other side knows; Ctrl-C too
-            failed.append(error)
-            store.set(FAILED, str(error))
+            return channel, channel.transfer(version, only, epoch)
+        except BaseException:  # re-raised; members have left
+            self._drop(engine.name)
+            raise
 
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        sending = pool.submit(side, lambda: send(meeting))
-        side(lambda: engine.update_weights(replace(offered, rendezvous=meeting)))
-        sending.result()
-    if failed:
-        raise failed[0]
+    def close(self) -> None:
+        for name in list(self._open):
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        _, channel = self._open.pop(name, (None, None))
+        if channel is not None:
+            channel.close()

@@ -98,6 +98,12 @@ class PipelineActor:
     def wait_ended(self) -> None:
         self._pipeline.wait_ended()
 
+    def nodes(self) -> frozenset[str]:
+        """The ids of the nodes without which the job cannot go on: this process's and those of its gangs' devices."""
+        gangs = [cluster for cluster in self._pipeline.registration.clusters if not cluster.elastic]
+        devices = {self._pipeline.devices[device].node_id for cluster in gangs for device in cluster.devices}
+        return frozenset(devices | {ray.get_runtime_context().get_node_id()})
+
     def request_stop(self) -> None:
         self._pipeline.request_stop()
 

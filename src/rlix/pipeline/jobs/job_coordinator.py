@@ -3,28 +3,42 @@
 import asyncio
 import contextlib
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlix.control.rpc import root_cause
+from rlix.control.rpc import call, root_cause
 from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
+from rlix.pipeline.jobs.register import register
+from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
 logger = logging.getLogger(__name__)
 
 _WHY_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.5
+NODE_LOSS_S = 30.0
+"""How long it may take after a failure until Ray knows that a node has left."""
+RESUMES = 3
+"""So often a job is started again because a node has left."""
+START_WITHIN_S = 300.0
+"""A coordinator that was created and is not started within that time ends."""
 REMEMBERED_S = 60.0
 """For so long after its end a job can still be asked how it ended; its run folder says so for ever."""
 
 
 class JobCoordinator(PipelineCoordinator):
-    """Ray actor; create it with `lifetime="detached"`. It ends itself when the job has ended."""
+    """Ray actor; create it with `lifetime="detached"`. It ends itself when the job has ended.
 
-    def __init__(self, pipeline_id: str, pipeline_config: JobConfig) -> None:
+    A job that fails because a node of it has left is registered anew and goes on from its checkpoint, on other devices.
+    """
+
+    def __init__(self, pipeline_id: str, pipeline_config: JobConfig, *, start_within_s: float = START_WITHIN_S) -> None:
         super().__init__(pipeline_id, pipeline_config)
         spec = pipeline_config.spec
         self._last = JobStatus(spec.name, pipeline_id, "starting", 0, spec.steps, "starting")
@@ -32,12 +46,20 @@ class JobCoordinator(PipelineCoordinator):
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
+        # Whoever launched it may die before it says `start`; its pipeline is forgotten by the control plane.
+        self._unstarted = threading.Timer(start_within_s, ray.kill, [ray.get_runtime_context().current_actor])
+        self._unstarted.daemon = True
+        self._unstarted.start()
         self._stop_wanted = False
+        self._resumes = 0
+        self._may_be_a_node = True  # that left, why it failed
+        self._nodes: frozenset[str] = frozenset()  # without which the job cannot go on, as far as is known
 
     async def start(self) -> None:
         """Start the run. Calling it again changes nothing."""
         async with self._starting:
             if self._supervisor is None:
+                self._unstarted.cancel()
                 pipeline = await self.create_pipeline_actor()
                 self._supervisor = asyncio.create_task(self._see_to_the_end(pipeline))
 
@@ -64,9 +86,19 @@ class JobCoordinator(PipelineCoordinator):
         return self._final
 
     async def _see_to_the_end(self, pipeline: Any) -> None:
-        if self._stop_wanted:
-            await self.stop()
-        self._final = await self._run(pipeline)
+        final = await self._run(pipeline)
+        while final.state == "failed" and not self._stop_wanted and (left := await self._node_that_left(final)):
+            if self._resumes == RESUMES:
+                final = replace(final, error=f"{final.error}; it was resumed {RESUMES} times, each time {left}")
+                break
+            try:
+                pipeline = await self._resume(pipeline, left)
+            except (RlixError, RayError, TimeoutError) as error:
+                text = f"{final.error}; {left}, and it could not go on elsewhere: {type(error).__name__}: {error}"
+                final = replace(final, error=text)
+                break
+            final = await self._run(pipeline)
+        self._final = final
         self._ended.set()
         await self.closed()
         ray.kill(pipeline)
@@ -75,16 +107,58 @@ class JobCoordinator(PipelineCoordinator):
         ray.kill(ray.get_runtime_context().current_actor)
 
     async def _run(self, pipeline: Any) -> JobStatus:
+        if self._stop_wanted:
+            await self.stop()
+        self._may_be_a_node = True
         try:
-            summary = await pipeline.run.remote()
+            run = pipeline.run.remote()
+            self._nodes = await pipeline.nodes.remote()
+            summary = await run
         except RayTaskError as error:
             cause = root_cause(error)
+            self._may_be_a_node = isinstance(cause, RlixError) and not isinstance(cause, SpecError)
             await self._refresh()
             return self._failed(self._last.error or f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
         await self._refresh()
         return replace(self._last, state=summary.state, phase=summary.state)
+
+    # -- when a node leaves ------------------------------------------------------------------------------------------
+
+    async def _node_that_left(self, final: JobStatus) -> str:
+        """Says which node of the job is gone; "" when all are there. Where that may be why it failed, Ray has time."""
+        here = ray.get_runtime_context().get_node_id()
+        deadline = asyncio.get_running_loop().time() + (
+            NODE_LOSS_S if self._may_be_a_node and self._nodes - {here} else 0.0
+        )
+        while True:
+            alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
+            if gone := sorted(self._nodes - alive):
+                return f"node {gone[0]} left"
+            if self._stop_wanted or asyncio.get_running_loop().time() >= deadline:
+                return ""
+            self._last = replace(final, state="running", phase="failed: did a node leave?", error=None)
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _resume(self, before: Any, left: str) -> Any:
+        """Starts the job anew, on the nodes that are there, from its latest checkpoint. Returns its pipeline actor."""
+        self._resumes += 1
+        logger.warning("%s goes on from its checkpoint: %s", self._last.name, left)
+        self._last = replace(
+            self._last, state="starting", phase=f"starting again: {left}", resumes=self._resumes, error=None
+        )
+        ray.kill(before)
+        await asyncio.wait_for(self.closed(), _CALL_TIMEOUT_S)  # its run folder is free
+        orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+        with contextlib.suppress(PipelineGoneError):
+            ended = orchestrator.unregister_pipeline.remote(self._pipeline_id, left)
+            await call(ended, what=f"the end of {self._pipeline_id}", timeout_s=_CALL_TIMEOUT_S)
+        self._pipeline_id = await asyncio.to_thread(register, self._config.spec, orchestrator)
+        self._last = replace(self._last, pipeline_id=self._pipeline_id)
+        self._config = replace(self._config, resume=True, why=left)
+        self._pipeline, self._closed, self._nodes = None, asyncio.Event(), frozenset()
+        return await self.create_pipeline_actor()
 
     async def _why_it_died(self, error: RayActorError) -> str:
         """The control plane may have ended it, and then knows why."""
@@ -97,7 +171,9 @@ class JobCoordinator(PipelineCoordinator):
 
     async def _refresh(self) -> None:
         with contextlib.suppress(RayActorError):  # whoever watches over the run says so
-            self._last = await super().status() or self._last
+            status = await super().status()
+            if status is not None and status.state != "failed":  # nor is it over: it may be started again
+                self._last = replace(status, resumes=self._resumes)
 
     def _failed(self, error: str) -> JobStatus:
         return replace(self._last, state="failed", phase="failed", error=error)

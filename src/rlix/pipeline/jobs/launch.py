@@ -16,6 +16,7 @@ from rlix.flow.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
+from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.run_folder import check_free
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
@@ -23,9 +24,9 @@ from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus
 from rlix.protocol.types import (
     COORDINATOR_ACTOR_NAME_PREFIX,
+    HEAD_RESOURCE,
     NAMESPACE,
     ORCHESTRATOR_ACTOR_NAME,
-    ClusterName,
     coordinator_actor_name,
     pipeline_namespace,
 )
@@ -43,12 +44,16 @@ class JobHandle:
     def __init__(self, first: JobStatus, run_dir: Path | None, orchestrator: Any, coordinator: Any) -> None:
         """`first` is what is known of the job so far. A coordinator that a user wrote may know no run folder."""
         self.name = first.name
-        self.pipeline_id = first.pipeline_id
         self.run_dir = run_dir
         self._last = first
         self._orchestrator = orchestrator
         self._coordinator = coordinator
         self._end = self._ask_for_the_end()
+
+    @property
+    def pipeline_id(self) -> str:
+        """What it is registered as; another id once it was started again on other nodes."""
+        return self._last.pipeline_id
 
     def start(self) -> None:
         """Start the run. Calling it again changes nothing."""
@@ -85,6 +90,7 @@ class JobHandle:
 
     def close(self) -> None:
         """Free everything the job holds, ended or not."""
+        self.status()
         with contextlib.suppress(RayActorError, RayTaskError, GetTimeoutError):
             ray.get(
                 self._orchestrator.unregister_pipeline.remote(pipeline_id=self.pipeline_id, reason="closed"),
@@ -167,22 +173,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
 
 
 def _create(config: JobConfig, orchestrator: Any) -> JobHandle:
-    spec, clusters = config.spec, config.spec.clusters_in_use
-    # The engines of pipelines stay where they are built, unless a pipeline says by a range that its own can move.
-    stay = [name for name, c in clusters.items() if isinstance(c.gpus, int) and name != ClusterName.ACTOR_INFER]
-    pipeline_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=_CALL_TIMEOUT_S)
-    ray.get(
-        orchestrator.register_pipeline.remote(
-            pipeline_id=pipeline_id,
-            ray_namespace=pipeline_namespace(pipeline_id),
-            cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters.items()},
-            cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
-            cluster_device_alternatives={name: [] for name in stay},
-            name=spec.name,
-        ),
-        timeout=_CALL_TIMEOUT_S,
-    )
-    ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id), timeout=_CALL_TIMEOUT_S)
+    spec = config.spec
+    pipeline_id = register(spec, orchestrator)
     coordinator = (
         ray.remote(JobCoordinator)
         .options(
@@ -190,6 +182,7 @@ def _create(config: JobConfig, orchestrator: Any) -> JobHandle:
             namespace=pipeline_namespace(pipeline_id),
             lifetime="detached",
             num_cpus=0,
+            resources={HEAD_RESOURCE: 0.001},  # the one node that no job outlives
         )
         .remote(pipeline_id=pipeline_id, pipeline_config=config)
     )

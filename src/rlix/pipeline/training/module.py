@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlix.engine.residency import HostHome
-from rlix.nn import HuggingFaceFsdp2TrainModule
+from rlix.nn import HuggingFaceFsdp2TrainModule, configures
 from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import SKIPPED, TOKENS
@@ -28,6 +28,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     training_spec: TrainingSpec = TrainingSpec()
     skipped_updates: int = 0
 
+    @configures
     def configure_optimizer(
         self,
         spec: OptimizerSpec,
@@ -87,7 +88,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     def accumulate(
         self, batch: Mapping[str, Tensor], loss_of: Callable[[Mapping[str, Tensor]], Terms]
     ) -> dict[str, float]:
-        """Sum up the gradients of the losses of all micro-batches.
+        """Sum up the gradients of the losses of all micro-batches, each a part of the loss of the global batch.
 
         Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch.
         """

@@ -1,0 +1,75 @@
+"""Programs that attached themselves, as jobs that can be watched and stopped."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlix.control.rpc import get
+from rlix.protocol.errors import PipelineGoneError
+from rlix.protocol.messages import ControlStatus, PipelineStatus
+
+if TYPE_CHECKING:
+    from rlix.pipeline.base import JobStatus
+
+Ask = Callable[..., Any]
+"""Calls a method of the orchestrator."""
+_TIMEOUT_S = 60.0
+_LEFT = "its program ended"
+_STOPPED = "stopped with rlix stop"
+
+
+class AttachedProgram:
+    """It has no coordinator, no steps and no run folder of ours: only what the control plane knows is known of it."""
+
+    run_dir: Path | None = None
+
+    def __init__(self, pipeline: PipelineStatus, control: Callable[[], ControlStatus], ask: Ask) -> None:
+        self.name = pipeline.name or pipeline.pipeline_id
+        self.pipeline_id = pipeline.pipeline_id
+        self._control = control
+        self._ask = ask
+
+    def status(self) -> "JobStatus":
+        """Running for as long as it is registered."""
+        from rlix.pipeline.base import JobStatus
+
+        control, why = self._control(), None
+        found = [pipeline for pipeline in control.pipelines if pipeline.pipeline_id == self.pipeline_id]
+        if found:
+            state, phase = "running", _phase(found[0], control)
+        else:
+            why = str(self._ask("why_ended", self.pipeline_id))
+            state = phase = {_LEFT: "finished", _STOPPED: "stopped"}.get(why, "failed")
+        return JobStatus(self.name, self.pipeline_id, state, 0, 0, phase, error=why if state == "failed" else None)
+
+    def stop(self) -> None:
+        """Ends its process: whether there is something to save, only the program knows."""
+        with contextlib.suppress(PipelineGoneError):
+            self._ask("unregister_pipeline", self.pipeline_id, _STOPPED)
+
+    def close(self) -> None:
+        self.stop()
+
+
+def find_programs(control: Callable[[], ControlStatus], launched: set[str], ask: Ask) -> list[AttachedProgram]:
+    """The pipelines that are no launched job, by their ids, in order of registration."""
+    return [AttachedProgram(p, control, ask) for p in control().pipelines if p.pipeline_id not in launched]
+
+
+def asking(orchestrator: Any) -> Ask:
+    """Calls methods of this actor, within a minute."""
+
+    def ask(method: str, *args: object) -> Any:
+        ref = getattr(orchestrator, method).remote(*args)
+        return get(ref, what=f"the orchestrator's {method}", timeout_s=_TIMEOUT_S)
+
+    return ask
+
+
+def _phase(pipeline: PipelineStatus, control: ControlStatus) -> str:
+    if pipeline.ending:
+        return f"ending: {pipeline.ending}"
+    held = [s.lease.phase.name.lower() for s in control.leases if s.lease.pipeline_id == pipeline.pipeline_id]
+    waiting = [f"waiting for {cluster}" for cluster in pipeline.waiting]
+    return ", ".join(dict.fromkeys([*held, *waiting])) or "idle"

@@ -1,0 +1,153 @@
+"""Which parts of which tensors a process holds or needs. Pure: shapes and numbers, no tensors and no processes.
+
+A part is a *box* of the whole tensor: the tensor as a checkpoint names and shapes it, whatever a process makes of it.
+So parameters that a backend fuses (`qkv_proj` of three) are several boxes that lie one after the other in one local
+tensor, and a fused one of the trainer's fits a separate one of a replica's.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop in each dimension; `()` is all of a tensor without dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one dimension of a mesh of ranks cuts a tensor: dimension `dim` in chunks of equal size, the last shorter.
+
+    With a `stride` it is cut as if in so many parts first, and each of those in chunks: what FSDP2 does to what tensor
+    parallelism has already cut.
+    """
+
+    dim: int
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where it lies in a process: in its tensor `local`, from `at` on."""
+
+    box: Box
+    local: str
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process holds, or needs, of one tensor. Pieces do not overlap.
+
+    `dtype` is torch's name, of the process's own memory; `shape` that of the whole tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one process holds, or needs, of a model: its parts by their names, and the node whose memory it shares."""
+
+    parts: Mapping[str, Part]
+    node: str = ""
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """The shape of what is in a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def elements(box: Box) -> int:
+    return math.prod(extent(box))
+
+
+def common(a: Box, b: Box) -> Box | None:
+    """What is in both; None when nothing is."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def without(a: Box, b: Box) -> list[Box]:
+    """What of `a` is outside `b`, as boxes that do not overlap."""
+    inner = common(a, b)
+    if inner is None:
+        return [a]
+    left: list[Box] = []
+    for dim, ((start, stop), (first, last)) in enumerate(zip(a, inner, strict=True)):
+        sides = (side for side in ((start, first), (last, stop)) if side[0] < side[1])
+        left.extend((*inner[:dim], side, *a[dim + 1 :]) for side in sides)
+    return left
+
+
+def moved(box: Box, piece: Piece) -> tuple[int, ...]:
+    """Where a box inside a piece begins in the piece's local tensor."""
+    return tuple(at + start - first for at, (start, _), (first, _) in zip(piece.at, box, piece.box, strict=True))
+
+
+def divided(box: Box, most: int) -> list[Box]:
+    """The box in slices of at most `most` elements, first dimensions first, so that each is one run of memory."""
+    if elements(box) <= most or not box:
+        return [box]
+    (start, stop), inner = box[0], box[1:]
+    rows = most // math.prod(extent(inner))
+    if rows:
+        return [((row, min(row + rows, stop)), *inner) for row in range(start, stop, rows)]
+    return [((row, row + 1), *rest) for row in range(start, stop) for rest in divided(inner, most)]
+
+
+def shard(
+    shape: Sequence[int], mesh: Sequence[int], cuts: Sequence[Cut | None], place: Sequence[int], local: str
+) -> tuple[Piece, ...]:
+    """What the rank at `place` of a mesh holds, cut by each of the mesh's dimensions in turn (None: not cut).
+
+    This is what a DTensor's placements mean: `Shard(0)` is `Cut(0)`, `Replicate()` is None.
+    """
+    runs: list[list[tuple[int, int]]] = [[(0, size)] for size in shape]
+    for size, cut, index in zip(mesh, cuts, place, strict=True):
+        if cut is not None:
+            parts = [_chunk(runs[cut.dim], cut.stride, part) for part in range(cut.stride)]
+            runs[cut.dim] = [run for part in parts for run in _chunk(part, size, index)]
+    placed = [list(zip(row, _ends(row), strict=True)) for row in runs]
+    return tuple(
+        Piece(box, local, tuple(at for _, at in choice))
+        for choice in product(*placed)
+        if elements(box := tuple(run for run, _ in choice))
+    )
+
+
+def stacked(local: str, parts: Iterable[tuple[str, Box]]) -> dict[str, Piece]:
+    """A fused parameter: boxes of several tensors, by name, one after the other along dimension 0 of a local tensor."""
+    pieces: dict[str, Piece] = {}
+    row = 0
+    for name, box in parts:
+        pieces[name] = Piece(box, local, (row, *(0 for _ in box[1:])))
+        row += box[0][1] - box[0][0]
+    return pieces
+
+
+def _chunk(runs: Sequence[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
+    """Of the rows in these runs, in order, chunk `index` of `count`, as `torch.chunk` makes them."""
+    total = sum(stop - start for start, stop in runs)
+    size = -(-total // count)
+    first, last = min(index * size, total), min((index + 1) * size, total)
+    chosen = []
+    for (start, stop), before in zip(runs, _ends(runs), strict=True):
+        begin, end = max(first - before, 0), min(last - before, stop - start)
+        if begin < end:
+            chosen.append((start + begin, start + end))
+    return chosen
+
+
+def _ends(runs: Sequence[tuple[int, int]]) -> list[int]:
+    """How many rows are before each run."""
+    ends = [0]
+    for start, stop in runs:
+        ends.append(ends[-1] + stop - start)
+    return ends[:-1]

@@ -1,0 +1,80 @@
+"""What is done about ranks that wait for one that failed; the ranks are futures."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from rlix.engine.train.evacuation import evacuate, in_step, settled
+from rlix.protocol.errors import WaitTimeoutError
+
+
+class Ranks:
+    """Rank 0 has failed; each other one comes back when the process of the rank before it has ended."""
+
+    name = "train"
+
+    def __init__(self, count: int, changes: list[int], *, stuck: int | None = None, broken: int | None = None) -> None:
+        self.killed: list[int] = []
+        self._changes, self._stuck, self._broken = changes, stuck, broken
+        self._futures: dict[str, list[Future[Any]]] = {
+            method: [Future() for _ in range(count)] for method in ("abort", "hand_over", "changes")
+        }
+
+    def call(self, method: str) -> list[Any]:
+        if method == "changes":
+            self._come_back(0)
+        return [SimpleNamespace(future=lambda found=future: found) for future in self._futures[method]]
+
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+        if rank + 1 < len(self._changes):
+            self._come_back(rank + 1)
+
+    def _come_back(self, rank: int) -> None:
+        if rank == self._broken:
+            self._futures["hand_over"][rank].set_exception(ValueError("no state"))
+        elif rank != self._stuck:
+            self._futures["hand_over"][rank].set_result(f"part {rank}")
+        if rank != self._stuck:
+            self._futures["changes"][rank].set_result(self._changes[rank])
+
+
+def test_each_rank_is_ended_once_it_has_handed_over_which_frees_the_next() -> None:
+    ranks = Ranks(4, [2, 2, 2, 2])
+    state: Any = evacuate(ranks, 5.0)  # type: ignore[arg-type]
+    assert state.agree
+    assert [part.future().result() for part in state.parts] == [f"part {rank}" for rank in range(4)]
+    assert ranks.killed == [0, 1, 2, 3]
+
+
+def test_ranks_that_wrote_differently_do_not_agree() -> None:
+    state: Any = evacuate(Ranks(3, [0, 27, 27]), 5.0)  # type: ignore[arg-type]
+    assert not state.agree
+
+
+def test_nothing_is_left_of_a_state_of_which_a_part_is_missing() -> None:
+    assert evacuate(Ranks(3, [0, 0, 0], stuck=1), 0.05) is None  # type: ignore[arg-type]
+    assert evacuate(Ranks(3, [0, 0, 0], broken=2), 5.0) is None  # type: ignore[arg-type]
+
+
+def test_collectives_are_in_step_where_all_members_have_begun_as_many() -> None:
+    world, pair = (0, 1, 2), (1, 2)
+    assert in_step([{world: [3]}, {world: [3], pair: [1, 7]}, {world: [3], pair: [1, 7]}])
+    assert not in_step([{world: [3]}, {world: [4]}, {world: [3]}])
+    assert not in_step([{world: [3]}, {world: [3], pair: [1]}, {world: [3], pair: [2]}])
+    assert not in_step([{}, {pair: [1]}, {}])
+
+
+def test_a_device_that_is_not_through_is_not_settled() -> None:
+    """A rank whose stream waits in a collective answers nevertheless."""
+
+    def group(*answers: Any) -> Any:
+        return SimpleNamespace(run=lambda *_, **__: list(answers))
+
+    def late(*_: Any, **__: Any) -> Any:
+        raise WaitTimeoutError("rank 1 did not answer")
+
+    assert settled(group(({(0, 1): [3]}, True), ({(0, 1): [3]}, True)), 1.0)
+    assert not settled(group(({(0, 1): [3]}, True), ({(0, 1): [3]}, False)), 1.0)
+    assert not settled(group(({(0, 1): [3]}, True), ({(0, 1): [4]}, True)), 1.0)
+    assert not settled(SimpleNamespace(run=late), 1.0)  # type: ignore[arg-type]
