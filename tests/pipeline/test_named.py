@@ -21,7 +21,6 @@ PARTS = Path(own_parts.__file__)
 
 
 class Model(BaseModel):
-    model_config = {"extra": "forbid"}
     size: int = 1
 
 
