@@ -126,6 +126,14 @@ def test_a_users_part_works_with_all_that_ships(changes: dict[str, Any], tmp_pat
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
+def test_options_name_files_too(tmp_path: Path) -> None:
+    environment = {"name": "gym", "options": {"id": "FrozenLake-v1", "adapter": "parts.py:Best", "suffix": "x:y"}}
+    spec = load_job(spec_file(tmp_path, source={"environment": environment}))
+    assert spec.source.environment is not None
+    options = {"id": "FrozenLake-v1", "adapter": f"{tmp_path}/parts.py:Best", "suffix": "x:y"}
+    assert spec.source.environment.options == options
+
+
 def test_a_users_pipeline_with_options(tmp_path: Path) -> None:
     spec = load_job(spec_file(tmp_path, pipeline={"name": "parts.py:Noted", "options": {"note": 2.5}}))
     check_importable(spec)
