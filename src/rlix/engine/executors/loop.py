@@ -13,19 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-
-from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
+from rlix.engine.executors.base import ExecutorOptions, Site
+from rlix.engine.executors.moves import MovingExecutor
 from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
-from rlix.engine.life_cycle import SOURCE, Part
+from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
-from rlix.engine.weights import channel
-from rlix.engine.weights.channel import Ticket
-from rlix.engine.weights.layout import Layout
-from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.shards import everything
-from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WeightSyncError
-from rlix.protocol.messages import DeviceKind
+from rlix.protocol.errors import NotResidentError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +60,7 @@ class _Call:
             self.future.set_exception(error)
 
 
-class LoopExecutor(InferenceExecutor):
+class LoopExecutor(MovingExecutor):
     """Turns concurrent calls into one running batch, and keeps the life cycle.
 
     Subclasses say what a step is and how bytes move. All that they implement runs on the loop's thread.
@@ -113,70 +106,10 @@ class LoopExecutor(InferenceExecutor):
     def _recover(self) -> None:
         """After a failed step: forget everything that was started, and be ready for more."""
 
-    # ---- what a backend does: bytes --------------------------------------------------------------------------
-
-    @abstractmethod
-    def _check_fit(self, published: PublishedWeights) -> None:
-        """Raise WeightSyncError when these weights do not fit the model."""
-
-    @abstractmethod
-    def _fill(self, published: PublishedWeights | None) -> int:
-        """From no weights at all to whole ones on the devices, published or the source's own; the bytes moved."""
-
-    @abstractmethod
-    def _restore(self) -> int:
-        """Weights from host memory to the devices. When it raises they are where they were."""
-
-    @abstractmethod
-    def _write(self, published: PublishedWeights) -> int:
-        """Overwrite the weights on the devices, and forget whatever was computed with the old ones.
-
-        A WeightSyncError says that nothing was changed; after any other error the weights are undefined.
-        """
-
-    @abstractmethod
-    def _open_cache(self) -> None:
-        """Bring the KV cache, empty, beside weights that are on the devices."""
-
-    @abstractmethod
-    def _leave(self, keep_host: bool) -> None:
-        """Release the devices' memory. When it raises, the weights are as they were and the cache is gone."""
-
-    @abstractmethod
-    def _drop(self) -> None:
-        """Release everything, whatever state it is in."""
-
     def _shut_down(self) -> None:
         """End what the backend started besides this thread."""
 
     # ---- InferenceExecutor -----------------------------------------------------------------------------------
-
-    def load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
-        return self._run("load", lambda: self._load(published, parts))
-
-    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        """One worker, which takes every tensor as it is."""
-        self._check_fit(offered)
-        return [everything(offered.manifest)]
-
-    def join_channel(self, tickets: Sequence[Ticket]) -> None:
-        (ticket,) = tickets
-        channel.join(ticket, torch.device("cuda" if self._site.kind is DeviceKind.CUDA else "cpu"))
-
-    def leave_channel(self, channel_name: str) -> None:
-        channel.leave(channel_name)
-
-    def update(self, published: PublishedWeights) -> int:
-        def action() -> int:
-            self.life.check_part(Part.WEIGHTS)
-            self._check_fit(published)
-            published.check_base(self.life.weights)
-            return self._overwrite(published)
-
-        return self._run("update", action)
-
-    def offload(self, *, keep_host: bool) -> int:
-        return self._run("offload", lambda: self._offload(keep_host))
 
     def submit(
         self,
@@ -277,6 +210,10 @@ class LoopExecutor(InferenceExecutor):
             except Exception as error:  # noqa: BLE001 - as above
                 self._abandon(call, error)
 
+    @property
+    def _in_flight(self) -> int:
+        return len(self._open)
+
     def _fail(self, error: Exception) -> None:
         calls = [call for call, _, _ in self._open.values()]
         self._open.clear()
@@ -322,95 +259,6 @@ class LoopExecutor(InferenceExecutor):
     def _abort(self, ids: frozenset[str] | None) -> None:
         aborted = [(key, request) for key, (_, _, request) in self._open.items() if ids is None or request.id in ids]
         self._finish([(key, self._cancel(key, request)) for key, request in aborted])
-
-    # ---- on the thread: bytes --------------------------------------------------------------------------------
-
-    def _load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
-        moved = 0
-        if Part.WEIGHTS in parts:
-            moved = self._load_weights(published)
-        if Part.KV_CACHE in parts and Part.KV_CACHE not in self.life.on:
-            self.life.brought(Part.KV_CACHE)  # which refuses without weights
-            try:
-                self._open_cache()
-            except Exception as error:
-                reason = f"there is no KV cache: {error}"
-                self.change(lambda life: life.failed(reason, Part.KV_CACHE))
-                raise
-        self.change(lambda life: life.brought(*parts))
-        return moved
-
-    def _load_weights(self, published: PublishedWeights | None) -> int:
-        if published is None and self.life.weights is None and not self._source.has_weights:
-            raise NotResidentError(
-                "this model is a configuration without weights: publish weights and load those, or give a folder"
-            )
-        if published is not None:
-            self._check_fit(published)
-        if self.life.weights is None:
-            return self._load_from_nothing(published)
-        moved = 0
-        if Part.WEIGHTS not in self.life.on:
-            try:
-                moved = self._restore()
-            except Exception as error:
-                reason = f"the weights did not come back from host memory: {error}"
-                self.change(lambda life: life if life.failure else life.failed(reason))
-                raise
-            self.change(lambda life: life.brought(Part.WEIGHTS))
-        if published is not None and published.id != self.life.weights:
-            moved += self._overwrite(published)
-        return moved
-
-    def _load_from_nothing(self, published: PublishedWeights | None) -> int:
-        try:
-            moved = self._fill(published)
-        except Exception as error:
-            refused = isinstance(error, WeightSyncError)
-            self._break(error, f"loading weights failed: {error}", *Part)
-            if refused:
-                self.change(lambda life: life.released(keep_host=False))
-            raise
-        self.change(lambda life: life.brought(Part.WEIGHTS).filled(SOURCE if published is None else published.id))
-        return moved
-
-    def _overwrite(self, published: PublishedWeights) -> int:
-        before = self.life.weights
-        self.change(lambda life: life.overwriting())
-        try:
-            moved = self._write(published)
-        except WeightSyncError:
-            if before is not None:
-                self.change(lambda life: life.filled(before))
-            raise
-        except Exception as error:
-            self._break(error, f"an update of the weights broke off: {error}", *Part)
-            raise
-        self.change(lambda life: life.filled(published.id))
-        return moved
-
-    def _offload(self, keep_host: bool) -> int:
-        if self._open:
-            raise RlixError(f"offload() while {len(self._open)} requests are being generated: abort them first")
-        freed = self.device_bytes
-        keep = keep_host and self.life.weights is not None
-        try:
-            self._leave(keep)
-        except Exception as error:
-            reason = f"releasing the devices' memory failed: {error}"
-            self.change(lambda life: life if life.failure else life.failed(reason, Part.KV_CACHE))
-            raise
-        self.change(lambda life: life.released(keep_host=keep))
-        return freed
-
-    def _break(self, error: Exception, reason: str, *lost: Part) -> None:
-        """A transition broke off: nothing in flight goes on, and what is lost is dropped."""
-        self._fail(error)
-        try:
-            self._drop()
-        except Exception:  # what is left is undefined, which the life says anyhow
-            logger.exception("what was left of a failed executor could not be dropped")
-        self.change(lambda life: life.failed(reason, *lost))
 
     # ---- commands --------------------------------------------------------------------------------------------
 
