@@ -17,7 +17,7 @@ END_TIMEOUT_S = 200.0
 JOB = """
 name: {name}
 steps: {steps}
-task: {{name: copy_digits, digits: 2}}
+source: {{task: {{name: copy_digits, options: {{digits: 2}}}}}}
 model: {{kind: tiny, hidden_size: 16, layers: 1, heads: 2}}
 rollout: {{prompts_per_step: 4, samples_per_prompt: 2, max_new_tokens: 3}}
 optimizer: {{learning_rate: 1e-3}}

@@ -16,6 +16,10 @@ def told(prompt: str, completion: str, answer: str, *, level: int, factor: float
     return level * factor
 
 
+def any_columns(prompt: str, completion: str, answer: str, **columns: Any) -> float:
+    return float(len(columns))
+
+
 def moody(prompt: str, completion: str, answer: str, mood: str) -> Any:
     match mood:
         case "hang":

@@ -21,7 +21,6 @@ PARTS = Path(own_parts.__file__)
 
 
 class Model(BaseModel):
-    model_config = {"extra": "forbid"}
     size: int = 1
 
 
@@ -125,6 +124,14 @@ def test_a_users_part_works_with_all_that_ships(changes: dict[str, Any], tmp_pat
     rows = InProcess(spec, tmp_path).run_steps()
     assert [row["trajectories"] for row in rows] == [8, 8]
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_options_name_files_too(tmp_path: Path) -> None:
+    environment = {"name": "gym", "options": {"id": "FrozenLake-v1", "adapter": "parts.py:Best", "suffix": "x:y"}}
+    spec = load_job(spec_file(tmp_path, source={"environment": environment}))
+    assert spec.source.environment is not None
+    options = {"id": "FrozenLake-v1", "adapter": f"{tmp_path}/parts.py:Best", "suffix": "x:y"}
+    assert spec.source.environment.options == options
 
 
 def test_a_users_pipeline_with_options(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Several rewards at once, and what a failing one costs."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.pipeline.test_composition import job
 OWN = own_rewards.__file__
 
 
-def asked(completion: str = "12", **columns: Any) -> Asked:
+def asked(completion: str = "12", /, **columns: Any) -> Asked:
     return Asked(Prompt("p", "1+1=", (1,), "12", (5, 2), columns), completion, (5, 2))
 
 
@@ -51,9 +52,9 @@ def test_rewards_are_added_up_by_weight_and_shown_apart(panels: Any) -> None:
 
 
 def test_columns_and_options_go_to_who_has_parameters_for_them(panels: Any) -> None:
-    panel = panels(reward("told", options={"factor": 0.5}), reward("length"))
-    (verdict,) = panel.judge([asked(level=3, source="somewhere", tags=["a"])])
-    assert verdict.reward == 1.5 + 2.0
+    panel = panels(reward("told", options={"factor": 0.5}), reward("length"), reward("any_columns"))
+    (verdict,) = panel.judge([asked(level=3, source="somewhere", tags=["a"], completion="a column")])
+    assert verdict.reward == 1.5 + 2.0 + 3.0
 
 
 def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
@@ -72,6 +73,21 @@ def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
         assert isinstance(verdict, str)
         assert verdict.startswith(f"reward {OWN}:moody for prompt p ")
         assert expected in verdict
+
+
+def test_a_reward_that_always_hangs_does_not_hold_up_a_step_for_ever(panels: Any) -> None:
+    verdicts = panels(reward("moody", timeout_s=0.2), processes=1).judge([asked(mood="hang")] * 50)
+    assert sum("within 0.2 s" in verdict for verdict in verdicts) == 4
+    assert sum("4 calls in a row had not returned" in verdict for verdict in verdicts) == 46
+
+
+def test_nobody_is_asked_any_more_when_the_job_is_to_stop() -> None:
+    stop = threading.Event()
+    stop.set()
+    panel = Panel([reward("moody")], stop=stop)
+    (verdict,) = panel.judge([asked(mood="hang")])
+    assert "the job is to stop" in str(verdict)
+    panel.close()
 
 
 def test_calls_run_side_by_side(panels: Any, tmp_path: Path) -> None:

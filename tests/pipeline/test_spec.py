@@ -196,6 +196,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"task": {"name": "sort_digits"}}, "task", "is part of 'source' now; write 'source: {task: "),
     ({"asynchronous": {"max_staleness": 1}}, "asynchronous", "write 'schedule: {name: ahead, options: {max_staleness"),
+    ({"schedule": {"max_staleness": 1}}, "schedule.max_staleness", "written under 'options'"),
     ({"critic": {"clip": 0.1}}, "critic", "is an option of ppo now"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
     ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),

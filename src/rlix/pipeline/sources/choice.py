@@ -21,7 +21,8 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     if spec.data is not None:
         room = around.context - around.sampling.max_new_tokens
         longest = min(room, spec.data.max_prompt_tokens or room)
-        return PromptSource(DataTask(spec.data, load_rows(spec.data), spec.rewards, around.tokenizer, longest), around)
+        task = DataTask(spec.data, load_rows(spec.data), spec.rewards, around.tokenizer, longest, around.stop)
+        return PromptSource(task, around)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")
     found: Any = import_object(spec.name)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +40,7 @@ class DataTask(Task):
 
     Args:
         longest_prompt: rows with more tokens are left out.
+        stop: set when the job should end.
 
     Raises:
         SpecError: rows that cannot be used, the first few of them by number, or none that can be.
@@ -51,10 +53,11 @@ class DataTask(Task):
         rewards: Sequence[RewardSpec],
         tokenizer: "PreTrainedTokenizerBase",
         longest_prompt: int | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self._data, self._rows, self._tokenizer = data, rows, tokenizer
         self._used = self._usable(longest_prompt)
-        self._panel = Panel(rewards)
+        self._panel = Panel(rewards, stop=stop)
         self._shuffled = lru_cache(maxsize=4)(self._shuffle)
 
     def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:

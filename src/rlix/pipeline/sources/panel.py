@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import REWARDS, RewardSpec
 
 _PROCESSES = 4
+_HUNG_PER_PROCESS = 4
 _START_S = 120.0  # a process imports the user's code, which may import much
 _END_S = 5.0
 
@@ -42,10 +44,16 @@ class Panel:
 
     Args:
         processes: at most so many judge at a time; they are started when a reward of the user's is first asked.
+        stop: once it is set, no reward of the user's is asked any more.
     """
 
-    def __init__(self, rewards: Sequence[RewardSpec], processes: int = _PROCESSES) -> None:
+    def __init__(
+        self, rewards: Sequence[RewardSpec], processes: int = _PROCESSES, stop: threading.Event | None = None
+    ) -> None:
         self._rewards = tuple(rewards)
+        self._stop = stop or threading.Event()
+        self._hung = 0  # calls in a row that did not return
+        self._hopeless = _HUNG_PER_PROCESS * processes
         self._threads = ThreadPoolExecutor(processes, "reward")
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         own = [spec.target for spec in rewards if spec.name not in REWARDS]
@@ -53,6 +61,7 @@ class Panel:
             self._idle.put(_Process(own))
 
     def judge(self, asked: Sequence[Asked]) -> list[Verdict]:
+        self._hung = 0
         parts = [[self._ask(reward, one) for one in asked] for reward in self._rewards]
         return [self._sum([part() for part in of_one]) for of_one in zip(*parts, strict=True)]
 
@@ -78,11 +87,16 @@ class Panel:
         return self._threads.submit(self._in_process, spec, source, asked).result
 
     def _in_process(self, spec: RewardSpec, source: str, asked: Asked) -> Verdict:
+        if self._stop.is_set():
+            return f"{source} was not asked: the job is to stop"
+        if self._hung >= self._hopeless:  # or a step would take hours
+            return f"{source} was not asked: {self._hung} calls in a row had not returned in time"
         process = self._idle.get()
         try:
             answer = process.ask(_request(spec, asked), spec.timeout_s)
         finally:
             self._idle.put(process)
+        self._hung = self._hung + 1 if "late" in answer else 0
         if "error" in answer:
             return noted(f"{source} failed: {answer['error']}")
         return attempted(source, lambda: as_reward(_reward(answer), source))
@@ -120,7 +134,7 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One call and its answer: `reward` and `exact`, or `error`."""
+        """One call and its answer: `reward` and `exact`, or `error`, and `late` when it was out of time."""
         process = self._process
         if process is None:
             try:
@@ -140,7 +154,7 @@ class _Process:
             return {"error": f"its process broke off: {error}"}
         if line is None:
             self.end()
-            return {"error": f"it did not return within {timeout_s:g} s"}
+            return {"error": f"it did not return within {timeout_s:g} s", "late": True}
         if not line.endswith(b"\n"):
             code = process.poll()
             self.end()

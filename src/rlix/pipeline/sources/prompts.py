@@ -47,6 +47,8 @@ class PromptSource(Source):
         start = time.time()
         answers = [ended(t, self.around.ends) for t in done]
         verdicts = self._task.judge([(p, a.token_ids) for p, (a, _) in zip(asked, answers, strict=True)])
+        if self.around.stop.is_set():
+            raise InterruptedError("the job was asked to stop")
         samples = [_sample(t, a, end, v) for t, (a, end), v in zip(done, answers, verdicts, strict=True)]
         self._patience.look_at(samples)
         metrics = {

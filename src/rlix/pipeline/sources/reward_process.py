@@ -19,21 +19,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 @cache
-def _function(name: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """A reward, and the names of its parameters after the first three; None when it takes any."""
+def _function(name: str) -> tuple[Callable[..., Any], Callable[[str], bool]]:
+    """A reward, and whether it takes a column of some name."""
     function = cast(Callable[..., Any], import_object(name))
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin says nothing of what it takes
-        return function, frozenset()
+        return function, lambda _: False
+    first, others = ({p.name for p in part} for part in (parameters[:3], parameters[3:]))
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function, None
-    return function, frozenset(p.name for p in parameters[3:] if p.kind is not p.VAR_POSITIONAL)
+        return function, lambda column: column not in first
+    return function, lambda column: column in others
 
 
 def call(request: Mapping[str, Any]) -> dict[str, Any]:
     function, takes = _function(request["function"])
-    columns = {k: v for k, v in request["columns"].items() if takes is None or k in takes}
+    columns = {k: v for k, v in request["columns"].items() if takes(k)}
     value = function(*request["given"], **{**columns, **request["options"]})
     if isinstance(value, Reward):
         return {"reward": value.reward, "exact": value.exact}

@@ -151,6 +151,8 @@ def _hint_for_key(key: str, section: FieldPath, model: type[BaseModel]) -> str:
     siblings = {name for m in _models_at(model, section) for name in m.model_fields}
     if hint := nearest(key, siblings):
         return hint
+    if "options" in siblings:
+        return f"; an option of what is named is written under 'options' (known here: {', '.join(sorted(siblings))})"
     if elsewhere := [dotted for dotted in _dotted_names(model, "") if dotted.rsplit(".", 1)[-1] == key]:
         return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
     return f"; known here: {', '.join(sorted(siblings))}"

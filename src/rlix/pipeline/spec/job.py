@@ -21,6 +21,8 @@ from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
+_NAMING = ("name", "task", "environment", "rewards", "options")
+
 
 class JobSpec(Sections):
     """A job, as a YAML file or as keyword arguments."""
@@ -160,16 +162,20 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     return data
 
 
-def _with_files(value: Any, base: Path) -> Any:
-    """Names of the form `file.py:name`, wherever something may be named, with the whole path of the file."""
+def _with_files(value: Any, base: Path, *, everywhere: bool = False) -> Any:
+    """Names of the form `file.py:name` with the whole path of the file: where something is named, and in options."""
     if isinstance(value, str):
         file, colon, name = value.rpartition(":")
         return f"{_absolute(base, file)}:{name}" if colon and file.endswith(".py") else value
     if isinstance(value, list):
-        return [_with_files(item, base) for item in value]
+        return [_with_files(item, base, everywhere=everywhere) for item in value]
     if isinstance(value, dict):
-        named = ("name", "task", "environment", "rewards")
-        return {key: _with_files(item, base) if key in named else item for key, item in value.items()}
+        return {
+            key: _with_files(item, base, everywhere=everywhere or key == "options")
+            if everywhere or key in _NAMING
+            else item
+            for key, item in value.items()
+        }
     return value
 
 

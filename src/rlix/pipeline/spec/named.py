@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, create_model
 from pydantic import model_validator as _model_validator
+from pydantic_core import InitErrorDetails
 
 from rlix.pipeline.spec.file import Problem, nearest, problems_of
 from rlix.pipeline.spec.section import Section
@@ -126,11 +127,13 @@ def parse_options(found: object, options: Mapping[str, Any], given: int = 0) -> 
     """
     declared = getattr(found, "Options", None)
     if declared is not None:
-        return _validated(TypeAdapter(_strict(declared)), options)
+        _refuse_unknown(declared, options)
+        return _validated(TypeAdapter(declared), options)
     model = _model_of_signature(cast(Callable[..., Any], found), given)
     if model is None:
         return dict(options)
-    return {key: getattr(_validated(TypeAdapter(model), options), key) for key in options}
+    values = _validated(TypeAdapter(model), options)
+    return {key: getattr(values, key) for key in options}
 
 
 def option_problems(
@@ -155,11 +158,21 @@ def _validated(adapter: "TypeAdapter[Any]", options: Mapping[str, Any]) -> Any:
     return adapter.validate_json(json.dumps(dict(options), default=str), strict=True)
 
 
-def _strict(declared: Any) -> Any:
-    """A dataclass that refuses what it does not know, like every section of a job."""
-    if dataclasses.is_dataclass(declared) and not hasattr(declared, "__pydantic_config__"):
-        declared.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[union-attr]
-    return declared
+def _refuse_unknown(declared: Any, options: Mapping[str, Any]) -> None:
+    """A user's model or dataclass need not say that it takes nothing else: like every section of a job, it does not."""
+    if dataclasses.is_dataclass(declared):
+        known = {f.name for f in dataclasses.fields(declared)}
+    elif declared.model_config.get("extra") != "allow":
+        known = set(declared.model_fields)
+    else:
+        return
+    errors = [
+        InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
+        for key, value in options.items()
+        if key not in known
+    ]
+    if errors:
+        raise ValidationError.from_exception_data("Options", errors)
 
 
 def _model_of_fields(found: object, declared: Any, given: int) -> type[BaseModel]:
