@@ -126,7 +126,8 @@ class Member:
         try:
             self._open()
         except BaseException as error:  # re-raised
-            self.refuse(OPENING, error)
+            if not isinstance(error, WaitTimeoutError):  # which all who wait come to by themselves, and name it
+                self.refuse(OPENING, error)
             self.close()
             raise
 
