@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.train.handover import Box, Handover, Piece, pack, unpack
+from rlix.engine.train.handover import Handover, Stretch, pack, unpack
 from rlix.engine.train.layout import Layout, asked_layout
+from rlix.engine.weights.layout import Box
 from rlix.protocol.errors import WeightSyncError
 
 
@@ -19,26 +20,22 @@ def cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 
 
 @given(st.data(), st.integers(1, 7), st.integers(1, 7))
-def test_boxes_that_cover_a_tensor_fill_every_box_of_any_other_cut(
-    data: st.DataObject, rows: int, columns: int
-) -> None:
+def test_however_a_tensor_is_cut_its_parts_make_it_whole(data: st.DataObject, rows: int, columns: int) -> None:
     whole = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    dims = [data.draw(cuts(rows)), data.draw(cuts(columns))]
+    parts = [cut(whole, ((a, a + n), (b, b + m))) for a, n in dims[0] for b, m in dims[1] if n and m]
+    target = {"a": torch.full_like(whole, -1.0)}
+    unpack(target, data.draw(st.permutations(parts)))
+    assert torch.equal(target["a"], whole)
+    lost = parts.pop()
+    with pytest.raises(WeightSyncError, match=rf"does not cover a: {len(lost.data) // 4} element"):
+        unpack(target, parts)
 
-    def boxes() -> list[Box]:
-        dims = [data.draw(cuts(rows)), data.draw(cuts(columns))]
-        return [Box((a, b), (n, m)) for a, n in dims[0] for b, m in dims[1]]
 
-    sources = boxes()
-    everything = Box((0, 0), (rows, columns))
-    for box in boxes():
-        target, copied = torch.full(box.size, -1.0), 0
-        for source in sources:
-            if common := box.intersection(source):
-                values = everything.of(whole, source).clone()
-                box.of(target, common).copy_(source.of(values, common))
-                copied += common.volume
-        assert copied == box.volume
-        assert torch.equal(target, everything.of(whole, box))
+def cut(whole: torch.Tensor, box: Box) -> Handover:
+    """What a rank hands over that holds this box alone."""
+    values = whole[tuple(slice(*dim) for dim in box)].contiguous()
+    return Handover((Stretch("a", "float32", box, 0),), values.numpy().view("uint8").reshape(-1), "{}", "{}")
 
 
 def handed(**tensors: torch.Tensor) -> Handover:
@@ -54,7 +51,7 @@ def test_what_is_packed_is_unpacked_to_the_bit_and_copies_count_once() -> None:
 
 
 def test_what_nobody_handed_over_is_named() -> None:
-    half = Handover((Piece("a", "float32", Box((0, 0), (1, 2)), 0),), handed(a=torch.ones(1, 2)).data, "{}", "{}")
+    half = cut(torch.ones(2, 2), ((0, 1), (0, 2)))
     with pytest.raises(WeightSyncError, match=r"does not cover a: 2 element\(s\); b: 1 element\(s\)"):
         unpack({"a": torch.zeros(2, 2), "b": torch.zeros(1)}, [half])
 

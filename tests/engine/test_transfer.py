@@ -6,18 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rlix.engine import placement
-from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
-from rlix.engine.executors.transformers import TransformersExecutor
-from rlix.engine.inference.requests import GenerationRequest
-from rlix.engine.life_cycle import SOURCE_VERSION
-from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import channel, streams
 from rlix.engine.weights.buckets import views
 from rlix.engine.weights.channel import Delivery, Ticket, TransferError
@@ -25,11 +19,9 @@ from rlix.engine.weights.layout import Cut, Layout, Part, shard
 from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.schedule import Way
-from rlix.engine.weights.shards import pieces_of, whole_layout
 from rlix.engine.weights.sync import Channel, Trainer
-from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WeightSyncError
+from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import Device, DeviceKind, Process
-from tests.engine.models import folder, greedy, model
 
 CPU = torch.device("cpu")
 WAIT_S = 30.0
@@ -270,64 +262,3 @@ def test_a_sender_that_fails_in_the_middle_is_an_error_for_all() -> None:
     assert not [key for key in channel._members if key[0] == made.name]
     with pytest.raises(WeightSyncError, match="not open here"):
         streams.send(Delivery(made.name, 2, None, (2, 3)).sent_by(0), [])
-
-
-class Model:
-    """A whole model on one rank."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        self.devices = (device(0),)
-        self.fail_at = ""
-
-    def __call__(self, method: str, *args: Any) -> list[Any]:
-        if method == "weight_layout":
-            return [(whole_layout(self.state), {})]
-        if method == "join_channel":
-            return [channel.join(args[0].values[0], CPU)]
-        if method == "leave_channel":
-            return [channel.leave(args[0])]
-        return [streams.send(args[0].sent_by(0), [(name, partial(self.pieces, name)) for name in self.state])]
-
-    def pieces(self, name: str) -> streams.Held:
-        if name == self.fail_at:
-            raise KeyError("the trainer ends")
-        return [(piece, self.state[name]) for piece in pieces_of(self.state[name], name)]
-
-
-class OneReplica:
-    name, processes, receivers = "infer", {}, ((device(1),),)
-
-    def __init__(self, executor: TransformersExecutor) -> None:
-        self.executor = executor
-        self.leave_channel = executor.leave_channel
-
-    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
-        return [self.executor.weight_layouts(offered)]
-
-    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
-        self.executor.join_channel(tickets[0])
-
-    def update_weights(self, published: PublishedWeights) -> None:
-        self.executor.update(published.received_by(replica=0))
-
-
-def test_a_replica_drops_weights_that_arrived_in_part(tmp_path: Path) -> None:
-    request = GenerationRequest("r", (3, 4, 5), 8, temperature=0.0)
-    executor = TransformersExecutor(ModelSource.of(folder(tmp_path, 0)), ExecutorOptions(), Site(DeviceKind.CPU))
-    executor.load(None, ALL_PARTS)
-    source, engine = Model(model(1)), OneReplica(executor)
-    trainer = Trainer("train", source.devices, source)
-    whole = Channel(trainer, engine, lambda *_: "shm", WAIT_S, 2**14)
-    whole.transfer(5, None, None)
-    (result,) = executor.submit([request]).result(WAIT_S)
-    assert (result.token_ids, result.weight_version) == (greedy(model(1), (3, 4, 5), 8), 5)
-    source.fail_at = "model.norm.weight"
-    with pytest.raises((KeyError, RlixError)):
-        whole.transfer(6, None, None)
-    with pytest.raises(NotResidentError):
-        executor.submit([request]).result(WAIT_S)
-    executor.load(None, ALL_PARTS)
-    (result,) = executor.submit([request]).result(WAIT_S)
-    assert (result.token_ids, result.weight_version) == (greedy(model(0), (3, 4, 5), 8), SOURCE_VERSION)
-    executor.close()

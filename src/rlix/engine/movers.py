@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import psutil
 import torch
 
@@ -67,7 +68,7 @@ class HostBuffer:
     ) -> None:
         self._pin, self._unpin = pin, unpin
         self._limit = int(psutil.virtual_memory().total * PINNED_SHARE) if limit_bytes is None else limit_bytes
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = np.empty(0, dtype=np.uint8)
         self._pinned = False
 
     @property
@@ -86,14 +87,16 @@ class HostBuffer:
             end += size + -size % _ALIGNMENT
         if end > self._memory.nbytes:
             self.free()
-            self._memory = torch.empty(end, dtype=torch.uint8)
-            self._pinned = 0 < end <= self._limit and self._pin(self._memory.data_ptr(), end)
-        return [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+            self._memory = np.empty(end, dtype=np.uint8)
+            self._pinned = 0 < end <= self._limit and self._pin(self._memory.ctypes.data, end)
+        # Each with a storage of its own: who stages a tensor for a checkpoint copies its whole storage.
+        pieces = (self._memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
+        return [torch.from_numpy(piece) for piece in pieces]
 
     def free(self) -> None:
         if self._pinned:
-            self._unpin(self._memory.data_ptr())
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
+            self._unpin(self._memory.ctypes.data)
+        self._memory, self._pinned = np.empty(0, dtype=np.uint8), False
 
 
 class SwapMover:

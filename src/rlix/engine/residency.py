@@ -269,6 +269,5 @@ def module_tensors(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) 
 
 def _as_stored(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor over a copy of its storage."""
-    start = copy.storage_offset() // tensor.itemsize
-    place = start + tensor.storage_offset(), tensor.size(), tensor.stride()
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return torch.empty(0, dtype=tensor.dtype).set_(copy.untyped_storage(), *place)

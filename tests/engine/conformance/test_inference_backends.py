@@ -27,19 +27,19 @@ def conforms(name: str, **environment: str) -> None:
         env={**os.environ, **environment, "RLIX_CONFORMANCE": name},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(660)
 def test_transformers_conforms() -> None:
     conforms("transformers")
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(660)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_conforms() -> None:
     conforms("vllm", **backend("vllm").environment(DeviceKind.CPU, 1, True))

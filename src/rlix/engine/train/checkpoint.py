@@ -22,12 +22,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import tensors_of
 from rlix.engine.train.materialize import INDEX_FILE, WEIGHTS_FILE
 from rlix.engine.train.optimizers import optimizers, schedulers
@@ -189,11 +190,7 @@ def capture(module: BaseTrainModule, *, copy: bool, parts: Parts = _WHOLE) -> Sn
     """The state as it is now. With `copy` it has host memory of its own, so that training may go on at once."""
     tensors = _tensors(module, parts)
     if copy:
-        stager = DefaultStager(StagingOptions(False, False, False, False))  # plain memory, done on return
-        staged = stager.stage(tensors)
-        assert isinstance(staged, dict)
-        stager.close()
-        tensors = staged
+        tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
     shared = {
         "format": FORMAT,
         "world_size": module.context.world_size,
@@ -202,6 +199,13 @@ def capture(module: BaseTrainModule, *, copy: bool, parts: Parts = _WHOLE) -> Sn
         "training_state": module.training_state(),
     }
     return Snapshot(module.rank, tensors, json.dumps(random_state()), json.dumps(shared))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory of its own; torch's stager refuses empty shards of what waits there."""
+    local = local_tensor(tensor)
+    copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
 
 def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:

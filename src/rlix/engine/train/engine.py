@@ -115,8 +115,8 @@ class TrainEngine(StateCalls):
                 self._class.__name__,
             )
         chosen = self._choose_devices(
-            layout.world,
-            None,
+            layout.copy,
+            layout.world // layout.copy,
             devices,
             colocate_with=colocate_with,
             not_colocate_with=not_colocate_with,
@@ -173,7 +173,11 @@ class TrainEngine(StateCalls):
         else:
             asked = asked_layout(tensor_parallel_size or 1, data_parallel_size, shard, count)
             layout = self._executor.arrange(asked)
-        chosen = placement.choose(layout.world, devices=devices, **where)
+        placement.vacate(self)  # its own devices are as good as free ones
+        try:
+            chosen = placement.choose(layout.world, devices=devices, bundle=layout.copy, **where)
+        finally:
+            placement.occupy(self, self.devices)
         for save in list(self._saves):
             save.settle(self._timeout_s)
         self._replace(chosen, layout, lease or self._lease)

@@ -5,7 +5,6 @@ the new layout copies the intersections with its own boxes. No rank has to hold 
 on anything: ranks that wait for each other in vain can still hand over what they have.
 """
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,42 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlix.engine.residency import local_tensor
 from rlix.engine.weights.buckets import dtype_name
+from rlix.engine.weights.layout import Box, common, elements, extent
+from rlix.engine.weights.shards import pieces_of
 from rlix.protocol.errors import WeightSyncError
 
 _ALIGN = 16  # bytes; no element is larger
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor: its first index and its size along each dimension."""
-
-    begin: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @property
-    def volume(self) -> int:
-        return math.prod(self.size)
-
-    def intersection(self, other: "Box") -> "Box | None":
-        """What both cover, in indices of the whole tensor."""
-        begin = tuple(max(a, b) for a, b in zip(self.begin, other.begin, strict=True))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(self.begin, self.size, other.begin, other.size, strict=True))
-        size = tuple(end - first for first, end in zip(begin, ends, strict=True))
-        return Box(begin, size) if all(length > 0 for length in size) else None
-
-    def of(self, tensor: torch.Tensor, inner: "Box") -> torch.Tensor:
-        """The view of `inner` in a tensor that holds this box."""
-        for dim, (mine, first, length) in enumerate(zip(self.begin, inner.begin, inner.size, strict=True)):
-            tensor = tensor.narrow(dim, first - mine, length)
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Stretch:
     """A box of a named tensor and where its bytes begin in the buffer."""
 
     name: str
@@ -62,23 +37,25 @@ class Piece:
 class Handover:
     """One rank's part; `shared` and `random_state` are JSON, as in `checkpoint.Snapshot`."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Stretch, ...]
     data: NDArray[np.uint8]
     shared: str
     random_state: str
 
 
-def pack(named: Mapping[str, torch.Tensor], rank: int) -> tuple[tuple[Piece, ...], NDArray[np.uint8]]:
+def pack(named: Mapping[str, torch.Tensor], rank: int) -> tuple[tuple[Stretch, ...], NDArray[np.uint8]]:
     """What this rank is the first to hold: of copies of a shard one is packed, of whole tensors rank 0's."""
-    mine = {name: tensor for name, tensor in named.items() if _is_first(tensor, rank)}
-    pieces, end = [], 0
-    for name, tensor in mine.items():
-        pieces.append(Piece(name, dtype_name(tensor.dtype), box_of(tensor), end))
-        local = local_tensor(tensor)
-        end += -(-local.numel() * local.element_size() // _ALIGN) * _ALIGN
+    pieces: list[Stretch] = []
+    values: list[torch.Tensor] = []
+    end = 0
+    for name, tensor in named.items():
+        for part in pieces_of(tensor, name) if _is_first(tensor, rank) else ():
+            pieces.append(Stretch(name, dtype_name(tensor.dtype), part.box, end))
+            values.append(_at(local_tensor(tensor).detach(), part.box, part.box, part.at))
+            end += -(-elements(part.box) * tensor.dtype.itemsize // _ALIGN) * _ALIGN
     data = torch.empty(end, dtype=torch.uint8)
-    for piece, tensor in zip(pieces, mine.values(), strict=True):
-        _view(data, piece).copy_(local_tensor(tensor).detach())
+    for piece, value in zip(pieces, values, strict=True):
+        _view(data, piece).copy_(value)
     return tuple(pieces), data.numpy()
 
 
@@ -97,30 +74,30 @@ def unpack(named: Mapping[str, torch.Tensor], given: Iterable[Handover]) -> None
     problems = []
     with torch.no_grad():
         for name, tensor in named.items():
-            if missing := _fill(tensor, sources.get(name, {})):
+            if missing := _fill(tensor, name, sources.get(name, {})):
                 problems.append(f"{name}: {missing} element(s)")
     if problems:
         raise WeightSyncError("the state that was handed over does not cover " + "; ".join(problems))
 
 
-def box_of(tensor: torch.Tensor) -> Box:
-    """Which part of the whole tensor this rank's memory is."""
-    if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    size, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(begin), tuple(size))
-
-
-def _fill(tensor: torch.Tensor, sources: Mapping[Box, torch.Tensor]) -> int:
+def _fill(tensor: torch.Tensor, name: str, sources: Mapping[Box, torch.Tensor]) -> int:
     """The number of elements that no source has."""
-    box, local = box_of(tensor), local_tensor(tensor)
-    missing = box.volume
-    for place, values in sources.items():
-        common = box.intersection(place) if len(place.size) == len(box.size) else None
-        if common is not None:
-            box.of(local, common).copy_(place.of(values, common))
-            missing -= common.volume
+    missing = 0
+    for piece in pieces_of(tensor, name):
+        missing += elements(piece.box)
+        for box, values in sources.items():
+            both = common(piece.box, box) if len(box) == len(piece.box) else None
+            if both is not None:
+                _at(local_tensor(tensor), both, piece.box, piece.at).copy_(_at(values, both, box, (0,) * len(box)))
+                missing -= elements(both)
     return missing
+
+
+def _at(tensor: torch.Tensor, inner: Box, box: Box, at: tuple[int, ...]) -> torch.Tensor:
+    """The view of `inner` in a tensor in which `box` lies from `at` on."""
+    for dim, ((start, stop), (first, _), place) in enumerate(zip(inner, box, at, strict=True)):
+        tensor = tensor.narrow(dim, place + start - first, stop - start)
+    return tensor
 
 
 def _is_first(tensor: torch.Tensor, rank: int) -> bool:
@@ -132,7 +109,7 @@ def _is_first(tensor: torch.Tensor, rank: int) -> bool:
     )
 
 
-def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _view(flat: torch.Tensor, piece: Stretch) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, piece.dtype)
-    nbytes = piece.box.volume * dtype.itemsize
-    return flat[piece.offset : piece.offset + nbytes].view(dtype).view(piece.box.size)
+    nbytes = elements(piece.box) * dtype.itemsize
+    return flat[piece.offset : piece.offset + nbytes].view(dtype).view(extent(piece.box))

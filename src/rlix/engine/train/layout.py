@@ -32,6 +32,11 @@ class Layout:
     def world(self) -> int:
         return self.data * self.tensor
 
+    @property
+    def copy(self) -> int:
+        """Ranks that hold one copy of the weights between them, best on one node."""
+        return self.shard * self.tensor
+
     def data_part(self, rank: int) -> int:
         """Which part of a split batch a rank computes on."""
         return rank // self.tensor

@@ -36,6 +36,10 @@ class TransferError(RlixError):
     """A transfer broke off in the middle: some tensors of a receiver may be new and some old."""
 
 
+class RefusedError(WeightSyncError):
+    """Another member could not take part in a transfer, which therefore did not begin; its own error says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What one member needs in order to take part in a channel.
@@ -204,7 +208,7 @@ class Member:
             except RuntimeError as error:
                 if isinstance(error, RlixError) and not isinstance(error, TransferError):
                     raise  # it says itself who did not come
-                raise WeightSyncError(f"weights were not sent, and nothing was changed: {error}") from error
+                raise RefusedError(f"weights were not sent, and nothing was changed: {error}") from error
             yield tuple(load for each in self.ticket.loads if (load := each.only(delivery.names)) is not None)
         except BaseException as error:  # re-raised
             self.refuse(delivery.number, error)

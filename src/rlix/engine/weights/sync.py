@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from rlix.engine import placement
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
-from rlix.engine.weights.channel import OPENING, Delivery, Ticket, failed_key
+from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, failed_key
 from rlix.engine.weights.group import open_store
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.plan import plan
@@ -250,7 +250,7 @@ class Channel:
             side(receiving)
             sent.result()
         if failed:
-            raise failed[0]
+            raise min(failed, key=lambda error: isinstance(error, RefusedError))  # the reason, not who was told of it
 
 
 def _on(layout: Layout, device: Device) -> Layout:

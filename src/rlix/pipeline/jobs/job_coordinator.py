@@ -117,8 +117,8 @@ class JobCoordinator(PipelineCoordinator):
         except RayTaskError as error:
             cause = root_cause(error)
             self._may_be_a_node = isinstance(cause, RlixError) and not isinstance(cause, SpecError)
-            await self._refresh()
-            return self._failed(self._last.error or f"{type(cause).__name__}: {cause}")
+            said = await self._refresh()
+            return self._failed((said and said.error) or f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
         await self._refresh()
@@ -169,11 +169,14 @@ class JobCoordinator(PipelineCoordinator):
                 return f"the control plane ended it: {why}"
         return f"the pipeline actor died: {error}"
 
-    async def _refresh(self) -> None:
+    async def _refresh(self) -> JobStatus | None:
+        """What the pipeline says of itself. That it failed is kept for the end: it may be started again."""
+        status = None
         with contextlib.suppress(RayActorError):  # whoever watches over the run says so
             status = await super().status()
-            if status is not None and status.state != "failed":  # nor is it over: it may be started again
+            if status is not None and status.state != "failed":
                 self._last = replace(status, resumes=self._resumes)
+        return status
 
     def _failed(self, error: str) -> JobStatus:
         return replace(self._last, state="failed", phase="failed", error=error)
