@@ -240,11 +240,12 @@ class WorkerGroup:
                     logger.warning("%s: rank %d did not close within %g s", self.name, rank, timeout_s)
                 elif isinstance(error := future.exception(), RayTaskError):
                     logger.warning("%s: rank %d failed in close(): %s", self.name, rank, error)
-        children = [child for rank in self._processes for child in descendants(self._named[rank])]
+        processes = dict(self._processes)  # another thread may be restarting a rank
+        children = [child for rank in processes for child in descendants(self._named[rank])]
         for handle in self._handles:
             ray.kill(handle)
         deadline = time.monotonic() + timeout_s
-        alive = [rank for rank, process in self._processes.items() if not process.wait(deadline)]
+        alive = [rank for rank, process in processes.items() if not process.wait(deadline)]
         if alive:
             logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
         if left := kill(children, max(0.0, deadline - time.monotonic())):
