@@ -14,6 +14,7 @@ from tests.pipeline.training_jobs import (
     agent,
     ahead,
     closing_jobs,
+    ended,
     learnt,
     leases_left,
     moved,
@@ -110,14 +111,17 @@ def test_new_combinations_learn_the_same_together_as_alone(jobs: Jobs, tmp_path:
     jobs.finish(*jobs.start(specs[0], moved(specs[1], by=2), runs=alone))
     handles = jobs.start(*specs, runs=together)
     victims: dict[str, Any] = {}
-    while len(victims) < len(specs):
-        for handle in handles:
-            still_runs(handle)
+    waiting = list(handles)
+    while waiting:
+        for handle in tuple(waiting):
             found = replicas(handle)
-            if handle.name not in victims and found and (together / handle.name / "metrics.jsonl").exists():
+            if found and (together / handle.name / "metrics.jsonl").exists():
                 victims[handle.name] = found[0]
                 ray.kill(found[0])
+            if handle.name in victims or ended(handle):
+                waiting.remove(handle)
     jobs.finish(*handles)
+    assert victims, "both had ended before a replica could be killed, so this shows nothing"
     for spec in specs:
         metrics = learnt(together / spec.name)
         assert metrics == learnt(alone / spec.name), f"{spec.name} has learnt something else than alone"

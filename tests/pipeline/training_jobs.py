@@ -127,10 +127,16 @@ def closing_jobs() -> Iterator[Jobs]:
             handle.close()
 
 
-def still_runs(handle: JobHandle) -> None:
-    """Wait a moment; fail if the job ends in it."""
+def ended(handle: JobHandle) -> bool:
+    """Wait a moment; whether the job is over then."""
     with suppress(WaitTimeoutError):
-        raise AssertionError(f"ended too soon: {handle.wait(timeout_s=0.05)}")
+        handle.wait(timeout_s=0.05)
+        return True
+    return False
+
+
+def still_runs(handle: JobHandle) -> None:
+    assert not ended(handle), f"ended too soon: {handle.wait(timeout_s=0.05)}"
 
 
 def replicas(handle: JobHandle) -> list[Any]:
