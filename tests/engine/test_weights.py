@@ -172,3 +172,11 @@ def test_a_bucket_that_does_not_come_is_a_bounded_wait() -> None:
     with pytest.raises(WaitTimeoutError, match="bucket 0 of 1 of weight version 9"):
         apply(torch.nn.Linear(1, 1), late, timeout_s=0.05)
     ray.cancel(pending)
+
+
+def test_published_memory_can_still_be_freed() -> None:
+    """A large tensor travels straight from its own memory, which an engine frees when it leaves its device."""
+    model = Qwen2ForCausalLM(qwen())
+    pieces = publish(named_weights(model).items(), 1, bucket_bytes=64, put=lambda bucket: bucket.nbytes).buckets
+    assert len(pieces) > 10
+    assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())

@@ -134,7 +134,7 @@ def test_losses_gradients_and_advantages(
     close(advantages * (spread / (spread + TRL_EPSILON) if scaled else 1.0), batch["advantages"])
 
     ours["advantages"] = batch["advantages"]
-    loss = algorithm.loss(now, ours, algorithm.denominator(mask)).loss
+    loss = algorithm.loss(now, ours, algorithm.denominator(mask))[0]
     expected = trainer._compute_loss(trainer.model, batch)
     close(loss, expected)
     close(gradients(trainer.model, loss), gradients(trainer.model, expected))

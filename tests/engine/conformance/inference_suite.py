@@ -24,8 +24,8 @@ from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.sync import Channel, Trainer
 from rlix.protocol.errors import NotResidentError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
+from tests.engine.channels import Model, OneReplica
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
-from tests.engine.test_transfer import Model, OneReplica
 
 CONFIG = qwen(hidden_size=128)  # heads of 32: some attention kernels want no smaller ones
 WAIT_S = 60.0

@@ -167,12 +167,21 @@ def _joined(pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
     return target
 
 
+def as_array(data: torch.Tensor) -> Bytes:
+    """The bytes themselves, as numpy sees them.
+
+    `Tensor.numpy` would do the same and forbid torch for good to free the memory, which an engine that leaves its
+    device has to.
+    """
+    return np.from_dlpack(data).view(np.uint8)
+
+
 def pack(named: Named, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[list[Bytes], Manifest]:
     """All buckets at once, each in memory of its own, and their manifest."""
     buckets: list[Bytes] = []
     entries: list[WeightEntry] = []
     for bucket in pack_stream(named, bucket_bytes):
-        buckets.append(bucket.data.numpy().copy())
+        buckets.append(as_array(bucket.data).copy())
         entries.extend(bucket.entries)
     return buckets, Manifest(tuple(entries))
 

@@ -27,6 +27,7 @@ from rlix.engine.weights.buckets import (
     Manifest,
     Named,
     WeightEntry,
+    as_array,
     dtype_name,
     pack_stream,
     views,
@@ -97,7 +98,7 @@ def publish(
     references: list[Any] = []
     entries: list[WeightEntry] = []
     for bucket in pack_stream(named, bucket_bytes, aliases=aliases):
-        references.append(put(bucket.data.numpy()))
+        references.append(put(as_array(bucket.data)))
         entries.extend(bucket.entries)
     return PublishedWeights(version, Manifest(tuple(entries)), tuple(references))
 
