@@ -21,10 +21,9 @@ from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, G
 from rlix.engine.life_cycle import SOURCE, SOURCE_VERSION, Part, Phase, Residency
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.engine.weights.sync import Channel, Trainer
 from rlix.protocol.errors import NotResidentError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
-from tests.engine.channels import Model, OneReplica
+from tests.engine.channels import OneRank, OneReplica, to_executor
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 
 CONFIG = qwen(hidden_size=128)  # heads of 32: some attention kernels want no smaller ones
@@ -238,24 +237,12 @@ def test_a_pull_that_breaks_off_leaves_the_old_weights_or_none(executor: Inferen
     assert answers(executor) == expected(1)
 
 
-class Refusing(Model):
-    """Has other things to do when it is to send."""
-
-    def __call__(self, method: str, *args: Any) -> list[Any]:
-        if method not in ("weight_layout", "join_channel", "leave_channel"):
-            raise KeyError("other things to do")
-        return super().__call__(method, *args)
-
-
-def channel(executor: InferenceExecutor, source: Model) -> Channel:
-    engine: Any = OneReplica(executor)  # type: ignore[arg-type]
-    return Channel(Trainer("train", source.devices, source), engine, lambda *_: "shm", WAIT_S, 2**14)
-
-
-def test_a_transfer_that_breaks_in_the_middle_leaves_none_and_the_next_is_whole(executor: InferenceExecutor) -> None:
+def test_a_transfer_that_breaks_in_the_middle_leaves_none_and_the_next_is_whole(
+    executor: InferenceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a backend joins several tensors into one, and had some of them."""
-    source = Model(model(1, CONFIG))
-    made = channel(executor, source)
+    source = OneRank(model(1, CONFIG))
+    made = to_executor(monkeypatch, source, OneReplica(executor))
     made.transfer(5, None, None)
     assert (executor.life.version, answers(executor)) == (5, expected(1))
     source.fail_at = "model.layers.0.self_attn.v_proj.weight"
@@ -270,11 +257,14 @@ def test_a_transfer_that_breaks_in_the_middle_leaves_none_and_the_next_is_whole(
     assert answers(executor) == expected(4)
 
 
-def test_a_transfer_that_never_began_changes_nothing(executor: InferenceExecutor) -> None:
+def test_a_transfer_that_never_began_changes_nothing(
+    executor: InferenceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor.update(other(4, version=6))
-    before = executor.life
+    before, source = executor.life, OneRank(model(1, CONFIG))
+    source.refusal = "other things to do"
     with pytest.raises(Exception, match="other things to do"):
-        channel(executor, Refusing(model(1, CONFIG))).transfer(7, None, None)
+        to_executor(monkeypatch, source, OneReplica(executor)).transfer(7, None, None)
     assert (executor.life, answers(executor)) == (before, expected(4))
 
 
