@@ -25,6 +25,7 @@ from rlix.protocol.messages import Fence
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0
+GATHER_S = 0.02  # what ends soon after another is told with it; the trajectories to spare bridge that time
 REPORT_EVERY_S = 1.0  # how many seconds of tokens are lost, at most, when a replica is killed
 
 
@@ -166,6 +167,8 @@ class Replica(Worker):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._arrived.wait()
+                if self._generating:
+                    await asyncio.sleep(GATHER_S)
         self._arrived.clear()
         if (failure := self._failure) is not None:
             self._failure = None
