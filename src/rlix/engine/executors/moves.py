@@ -1,8 +1,9 @@
 """The life cycle of an executor: what becomes of it when bytes move, and when a move breaks off."""
 
+import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -110,12 +111,8 @@ class MovingExecutor(InferenceExecutor):
             moved = self._load_weights(published)
         if Part.KV_CACHE in parts and Part.KV_CACHE not in self.life.on:
             self.life.brought(Part.KV_CACHE)  # which refuses without weights
-            try:
+            with self._failing("there is no KV cache", Part.KV_CACHE):
                 self._open_cache()
-            except Exception as error:
-                reason = f"there is no KV cache: {error}"
-                self.change(lambda life: life.failed(reason, Part.KV_CACHE))
-                raise
         self.change(lambda life: life.brought(*parts))
         return moved
 
@@ -130,12 +127,8 @@ class MovingExecutor(InferenceExecutor):
             return self._load_from_nothing(published)
         moved = 0
         if Part.WEIGHTS not in self.life.on:
-            try:
+            with self._failing("the weights did not come back from host memory"):
                 moved = self._restore()
-            except Exception as error:
-                reason = f"the weights did not come back from host memory: {error}"
-                self.change(lambda life: life if life.failure else life.failed(reason))
-                raise
             self.change(lambda life: life.brought(Part.WEIGHTS))
         if published is not None and published.id != self.life.weights:
             moved += self._overwrite(published)
@@ -144,7 +137,7 @@ class MovingExecutor(InferenceExecutor):
     def _load_from_nothing(self, published: PublishedWeights | None) -> int:
         try:
             moved = self._fill(published)
-        except Exception as error:
+        except Exception as error:  # whatever a backend raises, the life says what is lost
             refused = isinstance(error, WeightSyncError)
             self._break(error, f"loading weights failed: {error}", *Part)
             if refused:
@@ -162,7 +155,7 @@ class MovingExecutor(InferenceExecutor):
             if before is not None:
                 self.change(lambda life: life.filled(before))
             raise
-        except Exception as error:
+        except Exception as error:  # whatever a backend raises, the life says what is lost
             self._break(error, f"an update of the weights broke off: {error}", *Part)
             raise
         self.change(lambda life: life.filled(published.id))
@@ -173,14 +166,21 @@ class MovingExecutor(InferenceExecutor):
             raise RlixError(f"offload() while {self._in_flight} requests are being generated: abort them first")
         freed = self.device_bytes
         keep = keep_host and self.life.weights is not None
-        try:
+        with self._failing("releasing the devices' memory failed", Part.KV_CACHE):
             self._leave(keep)
-        except Exception as error:
-            reason = f"releasing the devices' memory failed: {error}"
-            self.change(lambda life: life if life.failure else life.failed(reason, Part.KV_CACHE))
-            raise
         self.change(lambda life: life.released(keep_host=keep))
         return freed
+
+    @contextlib.contextmanager
+    def _failing(self, reason: str, *lost: Part) -> Iterator[None]:
+        """Whatever a backend raises, the life says what is lost, unless the backend has said more already."""
+        before = self.life.failure
+        try:
+            yield
+        except Exception as error:
+            said = f"{reason}: {error}"
+            self.change(lambda life: life if life.failure != before else life.failed(said, *lost))
+            raise
 
     def _break(self, error: Exception, reason: str, *lost: Part) -> None:
         """A transition broke off: nothing in flight goes on, and what is lost is dropped."""

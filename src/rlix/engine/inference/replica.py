@@ -158,8 +158,9 @@ class Replica(Worker):
     async def collect(self, timeout_s: float) -> Collected:
         """What the requests of `start` have got since the last call; waits `timeout_s` for anything to come.
 
-        A request that ends is in it at once, the tokens of the others every `REPORT_EVERY_S`. What is collected is
-        told once: whoever loses the answer asks another replica for those tokens again, and is given the same.
+        A request that ends is in it within `GATHER_S`, the tokens of the others every `REPORT_EVERY_S`. What is
+        collected is told once: whoever loses the answer asks another replica for those tokens again, and is given
+        the same.
 
         Raises:
             Whatever made the executor fail: nothing of what was started goes on.

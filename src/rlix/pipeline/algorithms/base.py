@@ -41,6 +41,8 @@ class Algorithm(ABC):
     Options: Any = GrpoOptions
     kl_in_reward = False
     """Whether `estimate` makes the KL to the reference part of the reward; else it is a term of the loss."""
+    per_sequence = False
+    """Whether one clipped ratio holds for all tokens of a sequence."""
 
     def __init__(self, options: Any, setting: Setting) -> None:
         self.options = options
@@ -81,6 +83,7 @@ class Algorithm(ABC):
             aggregation=self.aggregation,
             denominator=denominator,
             weights=batch.get("importance"),
+            per_sequence=self.per_sequence,
         )
 
     def loss(self, log_probs: Tensor, batch: PolicyBatch, denominator: float) -> Terms:

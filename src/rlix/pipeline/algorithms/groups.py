@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlix.pipeline.algorithms.advantages import group_relative_advantages, rloo_advantages
 from rlix.pipeline.algorithms.base import Algorithm, Estimate
-from rlix.pipeline.algorithms.losses import PolicyLoss, capped_ratio_loss, clipped_policy_loss
+from rlix.pipeline.algorithms.losses import PolicyLoss, capped_ratio_loss
 from rlix.pipeline.algorithms.tensors import Aggregation
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.spec.algorithm import (
@@ -66,23 +66,11 @@ class Gspo(Grpo):
 
     Options = GspoOptions
 
+    per_sequence = True
+
     @property
     def aggregation(self) -> Aggregation:
         return "sequence"
-
-    def policy_loss(self, log_probs: Tensor, old: Tensor, batch: PolicyBatch, denominator: float) -> PolicyLoss:
-        return clipped_policy_loss(
-            log_probs,
-            old,
-            batch["advantages"],
-            batch["mask"],
-            clip_low=self.options.clip_low,
-            clip_high=self.options.clip_high,
-            aggregation="sequence",
-            denominator=denominator,
-            weights=batch.get("importance"),
-            per_sequence=True,
-        )
 
 
 class Cispo(Grpo):
