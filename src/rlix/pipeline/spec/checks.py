@@ -10,10 +10,10 @@ from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENTS, REWARDS, TASKS, SourceSpec
+from rlix.pipeline.spec.source import AGENTS, ENVIRONMENTS, REWARDS, TASKS, SourceSpec
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
-_KINDS = ("task", "data", "environment", "name")
+_KINDS = ("task", "data", "environment", "openai", "name")
 
 
 def inconsistencies(spec: Sections) -> Iterator[Problem]:
@@ -36,6 +36,8 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.task.name", source.task.name, TASKS)
     if source.environment:
         yield from unknown_name("source.environment.name", source.environment.name, ENVIRONMENTS)
+    if source.openai:
+        yield from unknown_name("source.openai.name", source.openai.name, AGENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
     for field, name in (("source.name", source.name), ("pipeline", spec.pipeline and spec.pipeline.name)):
