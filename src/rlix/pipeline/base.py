@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
+from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options, where_raised
-from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Device, Fence, Lease
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Pipeline(ABC):
         self._exacts: list[float] = []
         self._lease_records = 0
         self._usage = Usage(time.time())
+        self._moves = Deadlines()
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -188,7 +190,8 @@ class Pipeline(ABC):
             marks = [time.time()]
             try:
                 if engine is not None:
-                    engine.acquire(self.client.fence(lease))
+                    with self._moves.lasting(self.spec.speed.move_s):
+                        engine.acquire(self.client.fence(lease))
                 marks.append(time.time())
                 yield lease
             except BaseException:  # raised again
@@ -199,7 +202,8 @@ class Pipeline(ABC):
             else:
                 marks.append(time.time())
                 if engine is not None:
-                    engine.release(lease.epoch)
+                    with self._moves.lasting(self.spec.speed.move_s):
+                        engine.release(lease.epoch)
             finally:
                 marks.append(time.time())
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
@@ -225,6 +229,8 @@ class Pipeline(ABC):
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
+        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
+            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
         self._event("job", event="started", detail=self.config.why or None)
         self.folder.write_spec(self.spec.to_yaml())

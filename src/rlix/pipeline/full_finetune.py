@@ -115,7 +115,7 @@ class FullFinetunePipeline(Pipeline):
                     )
             seconds = time.time() - start
             self.publish(self.actor.publish(step + 1))
-        return {"train_s": seconds} | mean_metrics(metrics)
+        return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
         """As many optimizer steps as the policy takes, over the same minibatches."""
@@ -165,6 +165,10 @@ class FullFinetunePipeline(Pipeline):
         assert self.critic is not None
         with self.phase(ClusterName.CRITIC, Phase.VALUE_COMPUTE, self.critic):
             return cast(torch.Tensor, self.critic.values(_tokens(batch)))
+
+    def lateness(self) -> dict[str, float]:
+        """By how much decoding took longer than declared, in all so far, where a speed was declared."""
+        return {} if self.spec.declared_speed is None else {"decode_late_s": self.rollouts.late_s}
 
     def publish(self, weights: PublishedWeights) -> None:
         """Rollouts generate with `weights` as soon as the schedule lets them."""
@@ -298,6 +302,7 @@ class FullFinetunePipeline(Pipeline):
             namespace=self.registration.ray_namespace,
             dtype=self.spec.model.dtype,
             max_num_seqs=self.spec.rollout.max_num_seqs,
+            declared=self.spec.speed,
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
@@ -324,6 +329,7 @@ class FullFinetunePipeline(Pipeline):
             )
             self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
+            engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
 

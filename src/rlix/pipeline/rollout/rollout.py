@@ -152,6 +152,11 @@ class RolloutManager:
         """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
         self._post(partial(setattr, self, "_left_gpu_s", left))
 
+    @property
+    def late_s(self) -> float:
+        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
+        return self._router.late_s
+
     def abandon(self) -> None:
         """Drop every open trajectory and expect none."""
         self._post(self._abandon)

@@ -98,6 +98,7 @@ class Router:
         self._slots = slots
         self._spare = max(1, slots // 8) if spare is None else spare
         self._replicas = [_Replica(limit=slots + self._spare) for _ in range(replicas)]
+        self.late_s = 0.0  # by how much decoding took longer than declared, in all
         self._prefix_cache = prefix_cache
         self._queue: deque[str] = deque()
         self._open: dict[str, Trajectory] = {}
@@ -277,6 +278,7 @@ class Router:
         steps = counters.steps - before.steps
         if steps > 0:  # else nothing was decoded, or by another process
             self._estimates.saw_steps(counters.seconds - before.seconds, steps, counters.tokens - before.tokens)
+            self.late_s += counters.late_s - before.late_s
         if counters.waiting > 0:
             replica.limit = counters.running + self._spare
         else:

@@ -4,8 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
+from rlix.pipeline.spec.declared import DeclaredSpeedSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -56,12 +58,18 @@ class Sections(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    declared_speed: DeclaredSpeedSpec | None = None
+    """Only on virtual GPUs: how fast the GPUs are that they stand for."""
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 
     @property
     def trajectories_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def speed(self) -> DeclaredSpeed:
+        return AS_IT_IS if self.declared_speed is None else self.declared_speed.speed
 
     @property
     def updates(self) -> int:
