@@ -28,7 +28,7 @@ from rlix.engine.residency import MoveReport
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 

@@ -19,7 +19,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
+from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Fence
 
