@@ -303,19 +303,7 @@ class Pipeline(ABC):
                 self._usage.granted(lease.epoch, len(lease.devices), record.time)
             elif record.event == "released":
                 self._usage.released(lease.epoch, record.time)
-            self.folder.event(
-                {
-                    "type": "lease",
-                    "event": record.event,
-                    "epoch": lease.epoch,
-                    "cluster": lease.cluster,
-                    "phase": lease.phase.name.lower(),
-                    "devices": list(lease.devices),
-                    "time": record.time,
-                    "reason": record.reason,
-                    "waited_s": record.waited_s,
-                }
-            )
+            self.folder.lease(record)
 
     def _event(self, kind: str, **fields: object) -> None:
         self.folder.event({"type": kind, "time": time.time(), **fields})
