@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 
 from rlix.engine.executors import vllm_options
 from rlix.pipeline.spec.file import Problem
@@ -87,13 +87,15 @@ def executor_problems(executor: ExecutorName, options: dict[str, Any], longest_a
             )
 
 
+def parsed_options(executor: ExecutorName, options: dict[str, Any]) -> TransformersOptions | VllmOptions:
+    """Of a job that has been checked."""
+    parsed: TransformersOptions | VllmOptions = parse_options(_Owner(executor), options)
+    return parsed
+
+
 def build_arguments(executor: ExecutorName, options: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of `InferenceEngine.build` that the options make."""
-    try:
-        parsed = parse_options(_Owner(executor), options)
-    except ValidationError as error:
-        raise ValueError(f"rollout.executor_options: {error}") from error
-    given = {name: value for name, value in dict(parsed).items() if value is not None}
+    given = {name: value for name, value in dict(parsed_options(executor, options)).items() if value is not None}
     own = {"kv_cache_memory_bytes": "kv_cache_bytes"}
     taken = [*_Options.model_fields, "exact"]
     arguments = {own.get(name, name): value for name, value in given.items() if name in taken}
@@ -102,5 +104,5 @@ def build_arguments(executor: ExecutorName, options: dict[str, Any]) -> dict[str
 
 def longest_trajectory(executor: ExecutorName, options: dict[str, Any], context: int) -> int:
     """Tokens of the longest trajectory: the model's `context`, or less where the job says so."""
-    length: int | None = parse_options(_Owner(executor), options).max_model_len
+    length = parsed_options(executor, options).max_model_len
     return min(context, length or context)
