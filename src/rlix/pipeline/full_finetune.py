@@ -31,6 +31,7 @@ from rlix.pipeline.schedules.choice import build_schedule
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
@@ -218,7 +219,7 @@ class FullFinetunePipeline(Pipeline):
                 top_k=spec.rollout.top_k,
                 stop_token_ids=ends.token_ids,
             ),
-            context=int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings),
+            context=spec.rollout.longest(int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings)),
             tokenizer=tokenizer,
             ends=ends,
             timeout_s=self.rollout_timeout_s,
@@ -303,6 +304,7 @@ class FullFinetunePipeline(Pipeline):
             dtype=self.spec.model.dtype,
             max_num_seqs=self.spec.rollout.max_num_seqs,
             declared=self.spec.speed,
+            **build_arguments(self.spec.rollout.executor, self.spec.rollout.executor_options),
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
+from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
@@ -114,6 +115,8 @@ def _shipped_options(spec: Sections) -> Iterator[Problem]:
     if spec.schedule.name in SCHEDULES:
         owner = _Owner(SCHEDULES[spec.schedule.name])
         yield from option_problems("schedule.options", owner, spec.schedule.options)
+    rollout = spec.rollout
+    yield from executor_problems(rollout.executor, rollout.executor_options, rollout.max_new_tokens)
 
 
 def _model(spec: Sections) -> Iterator[Problem]:

@@ -49,6 +49,10 @@ class JobSpec(Sections):
         if problems := list(pool_problems(self.clusters, pool)):
             raise self._origin.error(problems)
 
+    def described(self, problem: Problem) -> str:
+        """The problem with file and line, where this came from a file."""
+        return self._origin.describe(problem)
+
     @field_validator("pipeline", mode="before")
     @classmethod
     def _own(cls, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """The sections of a job."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -8,6 +8,7 @@ from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
 from rlix.pipeline.spec.declared import DeclaredSpeedSpec
+from rlix.pipeline.spec.executor import ExecutorName, longest_trajectory
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -31,9 +32,15 @@ class RolloutSpec(Section):
     is generated after another one nothing is kept."""
     stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """Tokens that end an answer, besides the end tokens of the tokenizer and of the model's folder."""
-    executor: Literal["transformers", "vllm"] = "transformers"
+    executor: ExecutorName = "transformers"
+    executor_options: dict[str, Any] = Field(default_factory=dict)
+    """Of the executor; those of vLLM by the names that vLLM gives them."""
     max_num_seqs: Count = 64
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
+
+    def longest(self, context: int) -> int:
+        """Tokens of the longest trajectory that a model with this context can have in this job."""
+        return longest_trajectory(self.executor, self.executor_options, context)
 
 
 class Sections(Section):

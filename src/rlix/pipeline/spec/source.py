@@ -107,6 +107,11 @@ class SourceSpec(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the source that `name` says."""
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt that is used, where the job says it."""
+        return None if self.data is None else self.data.max_prompt_tokens
+
     @model_validator(mode="before")
     @classmethod
     def _bare(cls, value: Any) -> Any:
