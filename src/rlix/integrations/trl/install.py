@@ -1,6 +1,7 @@
 """Makes this process a job of the pool, and every trainer that it builds one that takes leases."""
 
 import atexit
+import contextlib
 import functools
 import json
 import logging
@@ -60,10 +61,17 @@ class Ranks:
 class Session:
     """The job that this process, or this group of ranks, is."""
 
-    def __init__(self, name: str, stages: Stages, record: RunRecord | None = None) -> None:
-        """`record`: rank 0's."""
+    def __init__(
+        self,
+        name: str,
+        stages: Stages,
+        record: RunRecord | None = None,
+        dismiss: Callable[[], None] | None = None,
+    ) -> None:
+        """`record` and `dismiss`, which says that the other ranks keep no bytes any more, are rank 0's."""
         self._name = name
         self._record = record
+        self._dismiss = dismiss
         self.stages = stages
         self.error: str | None = None
 
@@ -83,6 +91,9 @@ class Session:
     def close(self) -> None:
         if self._record is not None:
             self._record.close(self.error)
+        if self._dismiss is not None and self.stages.stage is None:
+            with contextlib.suppress(RlixError):
+                self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
 
 
 def install(name: str | None = None) -> Session:
@@ -117,7 +128,8 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
         program.name_holders(_CLUSTER, _holders(program, ranks, store))
         gate = RankGate(0, ranks.world_size, store, gate)
     record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
-    session = Session(name, Stages(gate, record), record)
+    mine = dict.fromkeys(range(ranks.world_size), program.client.process)
+    session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
     sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
     logger.info("%s is a job of the pool; run folder: %s", name, record.path)
