@@ -70,7 +70,7 @@ def row(name: str, field: FieldInfo) -> str:
         default = "see below"
     else:
         value = field.get_default(call_default_factory=True)
-        default = "–" if value is None else f"`{list(value) if isinstance(value, tuple) else value}`"
+        default = "–" if value in (None, "") else f"`{list(value) if isinstance(value, tuple) else value}`"
     meaning = " ".join((field.description or "").split())
     return f"| `{name}` | {type_name(field.annotation)} | {default} | {meaning} |"
 

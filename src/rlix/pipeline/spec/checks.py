@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
+from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
@@ -55,16 +56,28 @@ def _source(spec: Sections) -> Iterator[Problem]:
         owner = next((kind for kind in given if kind != "data"), None)
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
     yield from _rewards(source, given)
-    if source.data and source.data.answer is None:
+    yield from _tables(source)
+    without = [] if source.data is None else [at for at, table in data_fields(source.data) if table.answer is None]
+    if without:
         if named := [r.name for r in source.rewards if r.name in REWARDS]:
             yield Problem(
-                "source.data.answer",
+                f"{without[0]}.answer",
                 f"the reward {named[0]} compares with an answer; name the column that holds it",
             )
         if spec.warmup:
             yield Problem(
-                "source.data.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
+                f"{without[0]}.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
             )
+
+
+def _tables(source: SourceSpec) -> Iterator[Problem]:
+    if source.data is None:
+        return
+    if source.data.mix and source.data.path:
+        yield Problem("source.data", "has path and mix; keep one")
+    for where, table in data_fields(source.data):
+        if not table.path:
+            yield Problem(f"{where}.path", "is missing and has no default (a file, a folder, or a hub name); add it")
 
 
 def _rewards(source: SourceSpec, given: list[str]) -> Iterator[Problem]:
