@@ -159,6 +159,9 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     source = data.get("source")
     if isinstance(source, dict) and isinstance(rows := source.get("data"), dict) and isinstance(rows.get("path"), str):
         data["source"] = {**source, "data": {**rows, "path": str(_absolute(base, rows["path"]))}}
+    evaluation = data.get("evaluation")
+    if isinstance(evaluation, dict) and "source" in evaluation:
+        data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}
     return data
 
 

@@ -6,6 +6,8 @@ from pydantic import BeforeValidator, Field
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
+from rlix.pipeline.spec.evaluation import EvaluationSpec
+from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -56,6 +58,8 @@ class Sections(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    evaluation: EvaluationSpec | None = None
+    logging: LoggingSpec = LoggingSpec()
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 
