@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import sqrt
 
 from torch import Tensor, tensor
 
@@ -110,12 +111,28 @@ class Samples:
         return [self.samples[group * self.group_size + k] for group in chosen for k in range(self.group_size)]
 
     def metrics(self) -> dict[str, float]:
-        """The curves, and `trajectories_digest`: equal exactly when two runs learnt from the same samples."""
+        """The curves, how far rewards differ within groups, and `trajectories_digest`: equal exactly when two runs
+        learnt from the same samples."""
         identity = {
+            **self._spread(),
             "trajectories": float(len(self.samples)),
             "trajectories_digest": float(digest((s.id, s.token_ids, s.end) for s in self.samples)),
         }
         return {**self.curves, **identity}
+
+    def _spread(self) -> dict[str, float]:
+        """`reward_std` is a mean over the groups; `groups_flat` the share of those that have nothing to compare."""
+        if self.group_size < 2:
+            return {}
+        size, every = self.group_size, range(0, len(self.samples), self.group_size)
+        deviations = [_deviation([s.reward for s in self.samples[i : i + size] if s.counts]) for i in every]
+        return {"reward_std": mean(deviations), "groups_flat": mean([float(d == 0) for d in deviations])}
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """As of the whole population; exactly 0 where all are equal."""
+    middle = mean(values)
+    return 0.0 if len(set(values)) < 2 else sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
 def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _model(spec)
     yield from _lengths(spec)
     yield from _batches(spec)
+    yield from _evaluation(spec)
     yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None)
 
 
@@ -207,6 +208,31 @@ def _batches(spec: Sections) -> Iterator[Problem]:
             f"clusters.reference.{reference.field}",
             f"{total} completions do not divide over {_ranks(reference)} devices",
         )
+
+
+def _evaluation(spec: Sections) -> Iterator[Problem]:
+    """A source of its own is checked as the job's is."""
+    if spec.evaluation is None:
+        return
+    if spec.evaluation.source is None:
+        if spec.source.data is not None:
+            yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
+        elif spec.source.name is not None:
+            yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
+        return
+    if spec.evaluation.source.model_fields_set:
+        held_out = as_evaluated(spec)
+        problems = [*_names(held_out), *_source(held_out), *_lengths(held_out)]
+        yield from (Problem(f"evaluation.{p.field}", p.message) for p in problems if p.field.startswith("source"))
+    else:
+        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+
+
+def as_evaluated(spec: Sections) -> Sections:
+    """The job as if the prompts that it is evaluated on were those that it learns from."""
+    own = spec.evaluation
+    assert own is not None
+    return spec.model_copy(update={"source": own.source or spec.source, "warmup": None})
 
 
 def _ranks(cluster: ClusterSpec) -> int:

@@ -164,6 +164,9 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     source = data.get("source")
     if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
         data["source"] = {**source, "data": _with_path(rows, base)}
+    evaluation = data.get("evaluation")
+    if isinstance(evaluation, dict) and "source" in evaluation:
+        data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}
     return data
 
 

@@ -8,7 +8,9 @@ from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
 from rlix.pipeline.spec.declared import DeclaredSpeedSpec
+from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.executor import ExecutorName, longest_trajectory
+from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -67,6 +69,8 @@ class Sections(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     declared_speed: DeclaredSpeedSpec | None = None
     """Only on virtual GPUs: how fast the GPUs are that they stand for."""
+    evaluation: EvaluationSpec | None = None
+    logging: LoggingSpec = LoggingSpec()
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 

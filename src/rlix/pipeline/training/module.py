@@ -16,6 +16,7 @@ from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import LATE, SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
+from rlix.pipeline.training.parameter_groups import parameter_groups
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     """A model with an AdamW that is configured once the weights are there; see `TrainingSpec` for how it computes."""
 
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     training_spec: TrainingSpec = TrainingSpec()
     skipped_updates: int = 0
     speed: DeclaredSpeed = AS_IT_IS
@@ -52,20 +53,36 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         if training is not None:
             self.training_spec = training
             self._compute_as(training)
-        self.optimizer = self.new_optimizer(spec.learning_rate, spec.betas, spec.weight_decay)
+        self.optimizer = self.new_optimizer(spec)
         factor = learning_rate_factor(spec, updates or 1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
-    def new_optimizer(
-        self, learning_rate: float, betas: tuple[float, float], weight_decay: float
-    ) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            [parameter for parameter in self.parameters() if parameter.requires_grad],
-            lr=learning_rate,
-            betas=betas,
-            weight_decay=weight_decay,
-            foreach=False,  # the fused multi-tensor path refuses parameters sharded over different meshes
-        )
+    def adjust_optimizer(self, spec: OptimizerSpec, updates: int) -> None:
+        """After a state was loaded that was saved with other numbers: go on with these."""
+        factor = learning_rate_factor(spec, updates)
+        groups = parameter_groups(self._trained(), spec)
+        for group, wanted in zip(self.optimizer.param_groups, groups, strict=True):
+            rate = wanted.learning_rate * factor(self.scheduler.last_epoch)
+            group |= {"initial_lr": wanted.learning_rate, "lr": rate}
+            group |= {"betas": spec.betas, "weight_decay": wanted.weight_decay}
+        self.scheduler.base_lrs = [group.learning_rate for group in groups]
+        self.scheduler.lr_lambdas = [factor] * len(groups)
+
+    def new_optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
+        trained = self._trained()
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [trained[name] for name in group.names],
+                "lr": group.learning_rate,
+                "weight_decay": group.weight_decay,
+            }
+            for group in parameter_groups(trained, spec)
+        ]
+        # foreach: the fused multi-tensor path refuses parameters sharded over different meshes
+        return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, foreach=False)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     # ---- a batch in parts --------------------------------------------------------------------------------------
 
