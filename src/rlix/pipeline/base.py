@@ -59,6 +59,7 @@ class JobStatus:
     tokens_per_s: float | None = None
     evaluation: float | None = None  # the metric that checkpoints are chosen by, when it was last measured
     error: str | None = None
+    runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
 
 
@@ -95,13 +96,13 @@ class Pipeline(ABC):
     """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
     rollout_timeout_s = 3600.0  # longest that a step's trajectories may take, once there are devices for them
 
-    def __init__(self, pipeline_id: str, config: JobConfig) -> None:
+    def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
         self.pipeline_id = pipeline_id
         self.config = config
         self.spec = config.spec
         given = self.spec.pipeline.options if self.spec.pipeline is not None else {}
         self.options = parse_options(type(self), given) if self.Options is not None else given
-        self.client = JobClient(pipeline_id)
+        self.client = JobClient(pipeline_id) if client is None else client
         self.registration = self.client.registration()
         self.devices = self.client.devices()
         self.folder = RunFolder(config.run_dir)

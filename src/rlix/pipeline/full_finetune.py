@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig
@@ -14,7 +14,7 @@ from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import Published
 from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_importance_weights
 from rlix.pipeline.algorithms.base import Estimate, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
@@ -47,6 +47,9 @@ from rlix.protocol.types import ClusterName, Phase
 
 class FullFinetunePipeline(Pipeline):
     """Source × schedule × algorithm, as the job's spec has them; every weight of one policy is trained."""
+
+    adapter: str | None = None  # of the policy, where not every weight of it is trained
+    rollouts: Any  # a `RolloutManager`, or what an adapter sees of one
 
     # ---- the algorithm ---------------------------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class FullFinetunePipeline(Pipeline):
         """Put in the batch what the algorithm compares with, as far as it asks for it."""
         if self.needs_old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
-        if self.reference is not None:
+        if self.algorithm.needs_reference:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
         if self.critic is not None:
             batch["values"] = self.values(batch)
@@ -119,11 +122,16 @@ class FullFinetunePipeline(Pipeline):
                     total = self.algorithm.denominator(part["mask"])
                     metrics.append(
                         self.actor.policy_step(
-                            NeedParallel(part), total, self.algorithm, rollout.temperature, optimizer.max_grad_norm
+                            NeedParallel(part),
+                            total,
+                            self.algorithm,
+                            rollout.temperature,
+                            optimizer.max_grad_norm,
+                            self.adapter,
                         )
                     )
             seconds = time.time() - start
-            self.publish(self.actor.publish(step + 1))
+            self.publish(self.weights(step + 1))
         return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
@@ -161,7 +169,8 @@ class FullFinetunePipeline(Pipeline):
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.OLD_LOG_PROBS, self.actor):
-            return cast(torch.Tensor, self.actor.log_probs(_tokens(batch), self.spec.rollout.temperature))
+            found = self.actor.log_probs(_tokens(batch), self.spec.rollout.temperature, self.adapter)
+        return cast(torch.Tensor, found)
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy as it was before reinforcement learning: [samples, length - 1]."""
@@ -179,7 +188,11 @@ class FullFinetunePipeline(Pipeline):
         """By how much decoding took longer than declared, in all so far, where a speed was declared."""
         return {} if self.spec.declared_speed is None else {"decode_late_s": self.rollouts.late_s}
 
-    def publish(self, weights: PublishedWeights) -> None:
+    def weights(self, version: int) -> Published:
+        """What the replicas need of the policy as it is now."""
+        return self.actor.publish(version)
+
+    def publish(self, weights: Published) -> None:
         """Rollouts generate with `weights` as soon as the schedule lets them."""
         self.schedule.publish(weights)
 
@@ -208,10 +221,21 @@ class FullFinetunePipeline(Pipeline):
     # ---- its life --------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        spec = self.spec
         self.reference: TrainEngine | None = None
         self.critic: TrainEngine | None = None
-        self.model_path = prepare_model(spec.model, self.folder.path / "model", spec.seed)
+        self.model_path = self.local_model()
+        self.build_source()
+        self._start_engines()
+        supply = Supply(self.source, self.rollouts.publish, self.spec.steps, self.spec.algorithm.rounds)
+        self.schedule = build_schedule(self.spec.schedule, supply)
+
+    def local_model(self) -> Path:
+        """The folder of the model that is trained."""
+        return prepare_model(self.spec.model, self.folder.path / "model", self.spec.seed)
+
+    def build_source(self) -> None:
+        """Where samples come from and what is learnt from them."""
+        spec = self.spec
         tokenizer = load_tokenizer(self.model_path)
         self.pad_id = int(tokenizer.pad_token_id)
         ends = Ends(tokenizer, self.model_path, spec.rollout.stop, spec.rollout.stop_token_ids)
@@ -239,16 +263,13 @@ class FullFinetunePipeline(Pipeline):
         self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
         if spec.evaluation is not None:
             self.evaluation = Evaluation(spec.evaluation, spec.source, around)
-        self._start_engines()
-        supply = Supply(self.source, self.rollouts.publish, spec.steps, spec.algorithm.rounds)
-        self.schedule = build_schedule(spec.schedule, supply)
 
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             if self.algorithm.needs_reference or self.algorithm.critic is not None:
                 self.actor.save(self.reference_path)
-            self.publish(self.actor.publish(0))
+            self.publish(self.weights(0))
         self._build_others()
 
     def save(self, path: Path) -> list[SaveHandle]:
@@ -266,7 +287,7 @@ class FullFinetunePipeline(Pipeline):
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
             self.actor.adjust_optimizer(optimizer, self.spec.updates)
-            self.publish(self.actor.publish(step))
+            self.publish(self.weights(step))
         self._build_others()
         if self.critic is not None:
             with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
@@ -349,6 +370,7 @@ class FullFinetunePipeline(Pipeline):
     ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
         cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
+        frozen = name is ClusterName.REFERENCE or (self.adapter is not None and self.spec.warmup is None)
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
@@ -356,7 +378,7 @@ class FullFinetunePipeline(Pipeline):
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
-                dtype=dtype if name is ClusterName.REFERENCE else "float32",
+                dtype=dtype if frozen and name is not ClusterName.CRITIC else "float32",
                 compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),

@@ -117,7 +117,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
 
         Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch.
         """
-        self.train(self.training_spec.dropout)
+        self.begin_training()
         tokens = self.dp_sum(batch["mask"].sum()).clamp(min=1)
         parts = self.micro_batches(batch)
         sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
@@ -135,6 +135,10 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         self.eval()
         late = {LATE: deadlines.late_s / self.dp_size} if declared_s else {}
         return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size} | late
+
+    def begin_training(self) -> None:
+        """Before passes that gradients come from."""
+        self.train(self.training_spec.dropout)
 
     def update(
         self, metrics: Mapping[str, float], max_grad_norm: float, optimizer: torch.optim.Optimizer | None = None
