@@ -105,6 +105,24 @@ def run(
 
 
 @app.command()
+def check(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of memory of a device (default: of the machine's GPUs).")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices in the pool.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="Folder with the model's config.json, where the job's model is not at hand.")
+    ] = None,
+) -> None:
+    """Check jobs without starting anything, and say how much memory each phase will take on a device."""
+    from rlix.cli.check import check_specs
+
+    with one_message_per_mistake():
+        check_specs(specs, memory_gib=memory, devices=devices, model_config=model_config)
+
+
+@app.command()
 def report(
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN_DIR...", help="Run folders of jobs that ran together.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.view import make_console
@@ -115,6 +116,12 @@ def _run_to_end(
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
             check_jobs(specs, ids)
+            if (memory := smallest_memory(devices)) is not None:
+                from rlix.pipeline.memory.job import (
+                    check_memory,
+                )  # imports torch, which virtual devices need not wait for
+
+                check_memory(specs, memory)
             placed = split_devices(specs, ids) if options.split else specs
             _check_not_running(placed, options.runs_dir, pool.orchestrator)
             # Ray has put its own handler for SIGTERM in place of ours meanwhile.
