@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
+from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
@@ -19,7 +20,7 @@ from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError, SpecError
-from rlix.protocol.messages import Device, Fence, Lease
+from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Pipeline(ABC):
         self._exacts: list[float] = []
         self._lease_records = 0
         self._usage = Usage(time.time())
+        self._moves = Deadlines()
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -207,7 +209,8 @@ class Pipeline(ABC):
             marks = [time.time()]
             try:
                 if engine is not None:
-                    engine.acquire(self.client.fence(lease))
+                    with self._moves.lasting(self.spec.speed.move_s):
+                        engine.acquire(self.client.fence(lease))
                 marks.append(time.time())
                 yield lease
             except BaseException:  # raised again
@@ -218,7 +221,8 @@ class Pipeline(ABC):
             else:
                 marks.append(time.time())
                 if engine is not None:
-                    engine.release(lease.epoch)
+                    with self._moves.lasting(self.spec.speed.move_s):
+                        engine.release(lease.epoch)
             finally:
                 marks.append(time.time())
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
@@ -247,6 +251,8 @@ class Pipeline(ABC):
         if self.spec.evaluation is not None and type(self).evaluate is Pipeline.evaluate:
             raise SpecError(f"evaluation: {type(self).__name__} has no method 'evaluate': write it, or drop this")
         changes = resumption(self.spec, self.config.run_dir).changes if self.config.resume else ()
+        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
+            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
@@ -347,19 +353,7 @@ class Pipeline(ABC):
                 self._usage.granted(lease.epoch, len(lease.devices), record.time)
             elif record.event == "released":
                 self._usage.released(lease.epoch, record.time)
-            self.folder.event(
-                {
-                    "type": "lease",
-                    "event": record.event,
-                    "epoch": lease.epoch,
-                    "cluster": lease.cluster,
-                    "phase": lease.phase.name.lower(),
-                    "devices": list(lease.devices),
-                    "time": record.time,
-                    "reason": record.reason,
-                    "waited_s": record.waited_s,
-                }
-            )
+            self.folder.lease(record)
 
     def _event(self, kind: str, **fields: object) -> None:
         self.folder.event({"type": kind, "time": time.time(), **fields})

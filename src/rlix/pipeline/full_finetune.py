@@ -35,6 +35,7 @@ from rlix.pipeline.schedules.choice import build_schedule
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
@@ -123,7 +124,7 @@ class FullFinetunePipeline(Pipeline):
                     )
             seconds = time.time() - start
             self.publish(self.actor.publish(step + 1))
-        return {"train_s": seconds} | mean_metrics(metrics)
+        return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
         """As many optimizer steps as the policy takes, over the same minibatches."""
@@ -174,6 +175,10 @@ class FullFinetunePipeline(Pipeline):
         with self.phase(ClusterName.CRITIC, Phase.VALUE_COMPUTE, self.critic):
             return cast(torch.Tensor, self.critic.values(_tokens(batch)))
 
+    def lateness(self) -> dict[str, float]:
+        """By how much decoding took longer than declared, in all so far, where a speed was declared."""
+        return {} if self.spec.declared_speed is None else {"decode_late_s": self.rollouts.late_s}
+
     def publish(self, weights: PublishedWeights) -> None:
         """Rollouts generate with `weights` as soon as the schedule lets them."""
         self.schedule.publish(weights)
@@ -222,7 +227,7 @@ class FullFinetunePipeline(Pipeline):
                 top_k=spec.rollout.top_k,
                 stop_token_ids=ends.token_ids,
             ),
-            context=int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings),
+            context=spec.rollout.longest(int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings)),
             tokenizer=tokenizer,
             ends=ends,
             timeout_s=self.rollout_timeout_s,
@@ -326,6 +331,8 @@ class FullFinetunePipeline(Pipeline):
             namespace=self.registration.ray_namespace,
             dtype=self.spec.model.dtype,
             max_num_seqs=self.spec.rollout.max_num_seqs,
+            declared=self.spec.speed,
+            **build_arguments(self.spec.rollout.executor, self.spec.rollout.executor_options),
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
@@ -356,6 +363,7 @@ class FullFinetunePipeline(Pipeline):
             )
             self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
+            engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
 

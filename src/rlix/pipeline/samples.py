@@ -136,13 +136,15 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:
-    """Means over the samples that count, lengths (in tokens that the policy generated) of all, and `more`."""
+    """Means over the samples that count, of all their lengths (in tokens that the policy
+    generated, and in all), and `more`."""
     kept = [sample for sample in samples if sample.counts]
     return {
         "reward": mean([sample.reward for sample in kept]),
         "exact": mean([float(sample.exact) for sample in kept]),
         "length": mean([float(sample.generated) for sample in samples]),
         "length_max": float(max((sample.generated for sample in samples), default=0)),
+        "context": mean([float(len(sample.token_ids)) for sample in samples]),
         "truncated": mean([float(sample.end is End.LENGTH) for sample in samples]),
         **more,
     }

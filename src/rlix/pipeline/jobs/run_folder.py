@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from rlix.control.file_lock import FileBusyError, lock_file
 from rlix.pipeline.jobs.manifest import damage
 from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,23 @@ class RunFolder:
 
     def event(self, row: dict[str, Any]) -> None:
         self._append("events.jsonl", [row])
+
+    def lease(self, record: LeaseRecord) -> None:
+        """Note what happened to a lease."""
+        lease = record.lease
+        self.event(
+            {
+                "type": "lease",
+                "event": record.event,
+                "epoch": lease.epoch,
+                "cluster": lease.cluster,
+                "phase": lease.phase.name.lower(),
+                "devices": list(lease.devices),
+                "time": record.time,
+                "reason": record.reason,
+                "waited_s": record.waited_s,
+            }
+        )
 
     def spans(self, spans: Sequence[Span]) -> None:
         rows = []

@@ -159,6 +159,11 @@ class RolloutManager:
         self._slots_seen = (tokens, room)
         return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
 
+    @property
+    def late_s(self) -> float:
+        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
+        return self._router.late_s
+
     def abandon(self) -> None:
         """Drop every open trajectory and expect none."""
         self._post(self._abandon)

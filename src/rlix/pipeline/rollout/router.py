@@ -98,6 +98,7 @@ class Router:
         self._slots = slots
         self._spare = max(1, slots // 8) if spare is None else spare
         self._replicas = [_Replica(limit=slots + self._spare) for _ in range(replicas)]
+        self.late_s = 0.0  # by how much decoding took longer than declared, in all
         self._prefix_cache = prefix_cache
         self._queue: deque[str] = deque()
         self._open: dict[str, Trajectory] = {}
@@ -281,6 +282,7 @@ class Router:
             tokens = counters.tokens - before.tokens
             self._estimates.saw_steps(counters.seconds - before.seconds, steps, tokens)
             self.decoded = (self.decoded[0] + tokens, self.decoded[1] + steps * self._slots)
+            self.late_s += counters.late_s - before.late_s
         if counters.waiting > 0:
             replica.limit = counters.running + self._spare
         else:

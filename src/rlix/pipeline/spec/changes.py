@@ -11,6 +11,7 @@ _APPLIED = (
     "algorithm",
     "checkpoint",
     "clusters",
+    "declared_speed",
     "evaluation",
     "logging",
     "model.dtype",

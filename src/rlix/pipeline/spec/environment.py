@@ -50,6 +50,9 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
         yield from _own("source.task", source.task.target, source.task.options, TASK_GIVEN)
     if source.environment:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
+    if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
+        yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
+        return
     for i, reward in enumerate(source.rewards):
         yield from _own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True)
 

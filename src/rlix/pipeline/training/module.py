@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlix.engine.declared import AS_IT_IS, Deadlines, DeclaredSpeed
 from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule, configures
 from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
-from rlix.pipeline.training.metrics import SKIPPED, TOKENS
+from rlix.pipeline.training.metrics import LATE, SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
 from rlix.pipeline.training.parameter_groups import parameter_groups
 from rlix.pipeline.training.schedule import learning_rate_factor
@@ -28,6 +29,12 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     scheduler: torch.optim.lr_scheduler.LambdaLR
     training_spec: TrainingSpec = TrainingSpec()
     skipped_updates: int = 0
+    speed: DeclaredSpeed = AS_IT_IS
+
+    @configures
+    def declare_speed(self, speed: DeclaredSpeed) -> None:
+        """How long passes over a batch last at least, on a virtual GPU."""
+        self.speed = speed
 
     @configures
     def configure_optimizer(
@@ -96,10 +103,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         """What `compute` returns for each micro-batch, put together: [rows, length - 1], float32, on the CPU."""
         self.eval()
         result = torch.zeros(batch["mask"].shape)
-        for part in self.micro_batches(batch):
-            values = compute(self.here(part)).float().cpu()
-            if part.rows:
-                result[torch.tensor(part.rows), : values.shape[1]] = values
+        with Deadlines().lasting(_context(batch) * self.speed.scored_token_ms / 1e3):
+            for part in self.micro_batches(batch):
+                values = compute(self.here(part)).float().cpu()
+                if part.rows:
+                    result[torch.tensor(part.rows), : values.shape[1]] = values
         return result
 
     def accumulate(
@@ -113,17 +121,20 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         tokens = self.dp_sum(batch["mask"].sum()).clamp(min=1)
         parts = self.micro_batches(batch)
         sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
-        for number, part in enumerate(parts, start=1):
-            self.sync_gradients(number == len(parts))
-            tensors = self.here(part)
-            loss, means = loss_of(tensors)
-            loss.backward()
-            sums["loss"] += loss.detach() / self.dp_size
-            share = tensors["mask"].sum() / tokens
-            for name, mean in means.items():
-                sums[name] = sums.get(name, 0.0) + mean.detach() * share
+        deadlines, declared_s = Deadlines(), _context(batch) * self.speed.trained_token_ms / 1e3
+        with deadlines.lasting(declared_s):
+            for number, part in enumerate(parts, start=1):
+                self.sync_gradients(number == len(parts))
+                tensors = self.here(part)
+                loss, means = loss_of(tensors)
+                loss.backward()
+                sums["loss"] += loss.detach() / self.dp_size
+                share = tensors["mask"].sum() / tokens
+                for name, mean in means.items():
+                    sums[name] = sums.get(name, 0.0) + mean.detach() * share
         self.eval()
-        return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size}
+        late = {LATE: deadlines.late_s / self.dp_size} if declared_s else {}
+        return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size} | late
 
     def update(
         self, metrics: Mapping[str, float], max_grad_norm: float, optimizer: torch.optim.Optimizer | None = None
@@ -175,6 +186,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
             for block in self.modules():
                 if type(block).__name__.removeprefix("FSDP") in names:
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _context(batch: Mapping[str, Tensor]) -> int:
+    """Tokens of a batch, up to the last of each row that counts."""
+    return sum(row_lengths(batch["mask"]))
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
