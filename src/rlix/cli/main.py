@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -149,6 +149,30 @@ def report(
     console = make_console()
     console.print(render_text(built.tables))
     console.print(f"report: {target}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A job's run folder, such as runs/my_job.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="Of which checkpoint (default: the newest).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 (default: as rollouts held the weights).")
+    ] = None,
+) -> None:
+    """Write a run's policy as a Hugging Face folder: configuration, weights (safetensors) and tokenizer."""
+    with one_message_per_mistake():
+        if step is not None and step != "best" and not step.isdecimal():
+            raise SpecError(f"--step {step}: must be the number of a step, or best")
+        if dtype not in (None, "float32", "bfloat16"):
+            raise SpecError(f"--dtype {dtype}: must be float32 or bfloat16")
+        from rlix.pipeline.jobs.export import export as write
+
+        wanted: int | Literal["best"] | None = "best" if step == "best" else None if step is None else int(step)
+        _, source = write(run_dir, out, step=wanted, dtype=dtype)
+    make_console().print(f"{source.name} of {run_dir}: {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -274,7 +274,7 @@ class FullFinetunePipeline(Pipeline):
 
     def save(self, path: Path) -> list[SaveHandle]:
         """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
-        describe_model(self.model_path, path / "model")
+        describe_model(self.model_path, path / "model", self.spec.model.dtype)
         engines = [(self.actor, "state"), *([] if self.critic is None else [(self.critic, "critic")])]
         if self.spec.checkpoint.asynchronous:
             return [engine.save_state(path / name, asynchronous=True) for engine, name in engines]
