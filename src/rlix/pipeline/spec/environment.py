@@ -19,6 +19,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def environment_problems(spec: Sections) -> Iterator[Problem]:
     """Problems that only this machine can show."""
     source = spec.source
+    if source.chat.template is not None and not Path(source.chat.template).is_file():
+        yield Problem("source.chat.template", f"there is no file {source.chat.template}")
     if source.data is not None:
         yield from column_problems(source.data)
     if spec.model.kind == "pretrained":

@@ -163,7 +163,10 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
             data[section] = _with_files(data[section], base)
     source = data.get("source")
     if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
-        data["source"] = {**source, "data": _with_path(rows, base)}
+        data["source"] = source = {**source, "data": _with_path(rows, base)}
+    chat = source.get("chat") if isinstance(source, dict) else None
+    if isinstance(chat, dict) and isinstance(template := chat.get("template"), str):
+        data["source"] = {**source, "chat": {**chat, "template": str(_absolute(base, template))}}
     return data
 
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from rlix.pipeline.sources.environments.base import Action, Environment, Instance
+from rlix.pipeline.sources.environments.base import Action, Environment, Instance, ToolCall
 from rlix.pipeline.spec.named import import_object, where_raised
 
 
@@ -21,7 +21,8 @@ async def answer(request: dict[str, Any], environment: Environment | None) -> tu
     assert environment is not None, "the first request must be 'make'"
     if method == "reset":
         return {"observation": await environment.reset(request["seed"])}, environment
-    transition = await environment.step(Action(request["text"], tuple(request["token_ids"])))
+    calls = tuple(ToolCall(**call) for call in request["tool_calls"])
+    transition = await environment.step(Action(request["text"], tuple(request["token_ids"]), calls))
     return asdict(transition), environment
 
 

@@ -141,7 +141,7 @@ class _Child:
         return _observation((await self.ask("reset", seed=seed))["observation"])
 
     async def step(self, action: Action) -> Transition:
-        answer = await self.ask("step", text=action.text, token_ids=list(action.token_ids))
+        answer = await self.ask("step", **asdict(action))
         return Transition(**{**answer, "observation": _observation(answer["observation"])})
 
     async def close(self) -> None:
