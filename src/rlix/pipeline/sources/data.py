@@ -154,7 +154,8 @@ class DataTask(Task):
                     "the model's tokenizer has no chat template; give the prompt as text"
                 )
             return self._encode(given, where, special=True)
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        system = [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
+        messages = [*system, {"role": "user", "content": given}] if isinstance(given, str) else given
         try:
             text = self._tokenizer.apply_chat_template(
                 messages,

@@ -127,6 +127,8 @@ class ChatSpec(Section):
     """How messages become tokens: prompts that are messages (or text, where the model has a chat template), and what
     environments say in messages."""
 
+    system: str | None = None
+    """Said before each prompt that is text."""
     template: str | None = None
     """A file with a chat template in place of the tokenizer's, relative to the job's file."""
     options: dict[str, Any] = Field(default_factory=dict)
