@@ -76,15 +76,20 @@ def run(
     private: Annotated[
         bool, typer.Option("--private", help="Use a control plane that ends with this run and is not shared.")
     ] = False,
+    trl: Annotated[
+        bool, typer.Option("--trl", help="SPEC is a TRL script; what follows `--` is for the script.")
+    ] = False,
 ) -> None:
     """Run jobs side by side on one pool of devices, and report.
 
     They join the control plane that runs here, or one is started that others may join. Without its terminal, the run
     goes on.
     """
-    from rlix.cli.run import RunOptions, run_jobs
+    from rlix.cli.run import RunOptions, run_jobs, run_script
 
     with one_message_per_mistake():
+        if trl:
+            run_script(specs, runs_dir, devices)
         options = RunOptions(
             specs=tuple(specs),
             runs_dir=runs_dir,

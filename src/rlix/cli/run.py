@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -71,6 +71,22 @@ def run_jobs(options: RunOptions) -> int:
     if options.as_json:
         print_json(report, statuses, target)
     return exit_code(statuses, interrupts.signal_number)
+
+
+def run_script(command: Sequence[str], runs_dir: Path, devices: int | None) -> NoReturn:
+    """Become the TRL script `command[0]`, as a job of the shared pool, with the rest as its arguments.
+
+    Raises:
+        SpecError: there is no such script, or its run folder could not be written.
+    """
+    if not Path(command[0]).is_file():
+        raise SpecError(f"--trl: no such script: {command[0]}")
+    _check_output(runs_dir)
+    environment = os.environ | {"RLIX_RUNS_DIR": str(runs_dir)}
+    if devices is not None:
+        environment["RLIX_VIRTUAL_GPUS"] = str(devices)
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "rlix.trl", *command], environment)
 
 
 def _check_output(runs_dir: Path) -> None:

@@ -22,7 +22,7 @@ from rlix.engine.train.materialize import ModuleSpec, module_description
 from rlix.engine.train.state_calls import StateCalls
 from rlix.engine.train.weights_source import weights_folder
 from rlix.engine.train.worker import TrainStatus
-from rlix.flow.worker_group import PerRank
+from rlix.flow.workers.group import PerRank
 from rlix.nn import BaseTrainModule, is_configuring, reduction_of
 from rlix.protocol.errors import WorkerError
 from rlix.protocol.messages import Device, Fence
@@ -219,6 +219,14 @@ class TrainEngine(StateCalls):
             self._configured.append((name, args, kwargs))
         results = [answers[of_rank.index(part)] for part in range(parts)]
         return combine(results, chosen, scattered.sizes, scattered.length)
+
+    def read(self, name: str, /, *args: Any) -> Any:
+        """Call a method of the module that only reads its own tensors, without collectives; what rank 0 returns.
+
+        Unlike other methods it can be called while the bytes wait in host memory.
+        """
+        self._check_readable()
+        return self._run("read", name, args, self._epoch, timeout_s=self._timeout_s)[0]
 
     def _check_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise TypeError here for arguments that the method does not take, before any rank is asked."""

@@ -30,7 +30,7 @@ from rlix.engine.train.saving import BackgroundSaver
 from rlix.engine.weights import channel, publication, streams
 from rlix.engine.weights.layout import Layout as WeightLayout
 from rlix.engine.weights.shards import Share, held, layout_of, sliced
-from rlix.flow.worker import CONTROL, LOCK_TIMEOUT_S, Worker
+from rlix.flow.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 from rlix.nn import TrainContext
 from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
@@ -131,6 +131,12 @@ class TrainWorker(Worker):
             return None if only_first and self.ctx.rank else result
         finally:
             self._executor.settle(self._module)
+
+    def read(self, method: str, args: tuple[Any, ...], epoch: int | None) -> Any:
+        """Run a method of the module that reads, wherever its bytes are; the result of rank 0."""
+        with self._reading(epoch):
+            result = getattr(self._module, method)(*args)
+            return None if self.ctx.rank else result
 
     def publish(
         self, version: int, bucket_bytes: int, share: Share, epoch: int | None, as_trained: bool

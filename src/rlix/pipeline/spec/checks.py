@@ -9,6 +9,7 @@ from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
+from rlix.pipeline.spec.lora import MULTI_LORA
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
@@ -27,7 +28,9 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _model(spec)
     yield from _lengths(spec)
     yield from _batches(spec)
-    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None)
+    yield from _evaluation(spec)
+    yield from _lora(spec)
+    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -40,9 +43,21 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.environment.name", source.environment.name, ENVIRONMENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
-    for field, name in (("source.name", source.name), ("pipeline", spec.pipeline and spec.pipeline.name)):
-        if name:
-            yield from unknown_name(field, name, ())
+    if source.name:
+        yield from unknown_name("source.name", source.name, ())
+    if spec.pipeline:
+        yield from unknown_name("pipeline", spec.pipeline.name, (MULTI_LORA,))
+
+
+def _lora(spec: Sections) -> Iterator[Problem]:
+    if spec.runs and not spec.multi_lora:
+        yield Problem("runs", "are of a job with many adapters; add 'pipeline: multi_lora'")
+    if spec.multi_lora and not spec.runs:
+        yield Problem("runs", "is missing: multi_lora trains an adapter for each of them; add e.g. 'runs: {a: {}}'")
+    if (spec.lora or spec.runs) and spec.clusters.reference:
+        yield Problem("clusters.reference", "is not used: with LoRA it is the model without its adapter; remove this")
+    if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
+        yield Problem(f"lora.{given[0]}", f"is what the adapter in {path} has; remove this, or the path")
 
 
 def _source(spec: Sections) -> Iterator[Problem]:
@@ -207,6 +222,31 @@ def _batches(spec: Sections) -> Iterator[Problem]:
             f"clusters.reference.{reference.field}",
             f"{total} completions do not divide over {_ranks(reference)} devices",
         )
+
+
+def _evaluation(spec: Sections) -> Iterator[Problem]:
+    """A source of its own is checked as the job's is."""
+    if spec.evaluation is None:
+        return
+    if spec.evaluation.source is None:
+        if spec.source.data is not None:
+            yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
+        elif spec.source.name is not None:
+            yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
+        return
+    if spec.evaluation.source.model_fields_set:
+        held_out = as_evaluated(spec)
+        problems = [*_names(held_out), *_source(held_out), *_lengths(held_out)]
+        yield from (Problem(f"evaluation.{p.field}", p.message) for p in problems if p.field.startswith("source"))
+    else:
+        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+
+
+def as_evaluated(spec: Sections) -> Sections:
+    """The job as if the prompts that it is evaluated on were those that it learns from."""
+    own = spec.evaluation
+    assert own is not None
+    return spec.model_copy(update={"source": own.source or spec.source, "warmup": None})
 
 
 def _ranks(cluster: ClusterSpec) -> int:
