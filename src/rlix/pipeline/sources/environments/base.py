@@ -13,7 +13,14 @@ Observation = str | tuple[int, ...] | tuple[Message, ...]
 
 
 class EnvironmentFailedError(RlixError):
-    """An environment raised, hung or died; it costs its own trajectory (or one of that trajectory's attempts)."""
+    """An environment raised, hung or died; it costs its own trajectory (or one of that trajectory's attempts).
+
+    `trace`: the user's own traceback, where there is one.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 class EnvironmentTimeoutError(EnvironmentFailedError):

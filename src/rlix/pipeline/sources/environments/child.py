@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from rlix.pipeline.sources.environments.base import Action, Environment, Instance, ToolCall
-from rlix.pipeline.spec.named import import_object, where_raised
+from rlix.pipeline.spec.named import import_object, own_traceback, where_raised
 
 
 async def answer(request: dict[str, Any], environment: Environment | None) -> tuple[dict[str, Any], Environment]:
@@ -34,7 +34,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
             try:
                 reply, environment = runner.run(answer(json.loads(line), environment))
             except Exception as error:  # noqa: BLE001 - the other side raises it
-                reply = {"error": where_raised(error)}
+                reply = {"error": where_raised(error), "trace": own_traceback(error)}
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
 

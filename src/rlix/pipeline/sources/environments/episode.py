@@ -73,7 +73,10 @@ async def play(
     room: Room,
     outstanding: Outstanding,
 ) -> Episode:
-    """One episode to its end. A failing environment ends it as FAILED; a failing policy raises."""
+    """One episode to its end. A failing environment ends it as FAILED; a failing policy raises.
+
+    One that ends with an answer that was cut off ends as LENGTH, whatever its environment makes of that.
+    """
     turns: list[Turn] = []
     tokens: list[int] = []
     reward, exact, failed, error = 0.0, False, False, None
@@ -96,7 +99,7 @@ async def play(
             reward += transition.reward
             exact = transition.exact
             if transition.done:
-                end = End.DONE
+                end = End.LENGTH if answer.cut_off else End.DONE
                 break
             observation_ids = codec.encode(transition.observation, tokens)
     except EnvironmentFailedError as failure:

@@ -164,7 +164,7 @@ class _Child:
         answer: dict[str, Any] = json.loads(line)
         self.is_idle = True
         if "error" in answer:
-            raise EnvironmentFailedError(answer["error"])
+            raise EnvironmentFailedError(answer["error"], answer.get("trace", ""))
         return answer
 
     async def kill(self) -> None:
