@@ -176,7 +176,10 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
         data["lora"] = {**lora, "path": str(_absolute(base, lora["path"]))}
     source = data.get("source")
     if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
-        data["source"] = {**source, "data": _with_path(rows, base)}
+        data["source"] = source = {**source, "data": _with_path(rows, base)}
+    chat: Any = source.get("chat") if isinstance(source, dict) else None
+    if isinstance(source, dict) and isinstance(chat, dict) and isinstance(template := chat.get("template"), str):
+        data["source"] = {**source, "chat": {**chat, "template": str(_absolute(base, template))}}
     evaluation = data.get("evaluation")
     if isinstance(evaluation, dict) and "source" in evaluation:
         data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}
