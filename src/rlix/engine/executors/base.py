@@ -41,6 +41,8 @@ class ExecutorOptions:
             for less speed. None: True on a virtual GPU, so that sharing is invisible to learning; False on a GPU.
         tile_tokens: most tokens per forward of an exact executor; None lets it choose. Results are equal to the bit
             only between replicas of the same value.
+        adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
+            room for so many when it starts. The transformers executor needs neither.
         more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
@@ -52,6 +54,8 @@ class ExecutorOptions:
     dtype: str = "auto"
     exact: bool | None = None
     tile_tokens: int | None = None
+    adapters: int = 0
+    adapter_rank: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

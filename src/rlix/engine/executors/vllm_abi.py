@@ -8,6 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -31,6 +34,13 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LLMEngine, "is_sleeping", ()),
     (GPUModelRunner, "reload_weights", ("weights_iterator", "weights_path")),
     (GPUModelRunner, "get_model", ()),
+    (LLMEngine, "add_request", ("lora_request",)),
+    (LoRAModel, "from_lora_tensors", ("device", "dtype", "model_vocab_size")),
+    (PEFTHelper, "from_dict", ()),
+    (PEFTHelper, "validate_legal", ()),
+    (LoRAModelManager, "add_adapter", ()),
+    (LoRAModelManager, "remove_adapter", ()),
+    (LoRAModelManager, "activate_adapter", ()),
     (layerwise, "finalize_layerwise_reload", ()),
 )
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
@@ -49,10 +59,14 @@ OURS = frozenset(
         "async_scheduling",
         "distributed_executor_backend",
         "dtype",
+        "enable_lora",
         "enable_sleep_mode",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
         "logprobs_mode",
+        "max_cpu_loras",
+        "max_lora_rank",
+        "max_loras",
         "max_model_len",
         "max_num_seqs",
         "model",

@@ -80,6 +80,8 @@ class InferenceEngine(Engine):
         kv_cache_bytes: int | None = None,
         dtype: str = "auto",
         exact: bool | None = None,
+        adapters: int = 0,
+        adapter_rank: int = 0,
         executor_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         load: bool = True,
@@ -125,6 +127,8 @@ class InferenceEngine(Engine):
             kv_cache_bytes=kv_cache_bytes,
             dtype=dtype,
             exact=exact,
+            adapters=adapters,
+            adapter_rank=adapter_rank,
             more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s
