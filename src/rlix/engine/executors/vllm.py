@@ -213,7 +213,7 @@ class VllmExecutor(LoopExecutor):
                 "engine with adapters=... and adapter_rank=..."
             )
         if self._options.adapters and not self._has_none and self._engine is not None:
-            self._rpc("rlix_put_adapter", _NONE, {}, {"r": 1, "lora_alpha": 1, "target_modules": []})
+            self._rpc("rlix_put_no_adapter", _NONE)
             self._has_none = True
         return super()._serve(wanted)
 

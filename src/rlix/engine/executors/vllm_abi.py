@@ -41,6 +41,7 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LoRAModelManager, "add_adapter", ()),
     (LoRAModelManager, "remove_adapter", ()),
     (LoRAModelManager, "activate_adapter", ()),
+    (LoRAModelManager, "create_dummy_lora", ("lora_id", "rank")),
     (layerwise, "finalize_layerwise_reload", ()),
 )
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (

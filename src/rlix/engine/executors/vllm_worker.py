@@ -108,7 +108,7 @@ class ReplicaWorker:
         self.model_runner.reload_weights(weights_path=path)
 
     def rlix_put_adapter(self, number: int, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        """Have a LoRA adapter under this number, in place of what is there; without tensors it changes nothing."""
+        """Have a LoRA adapter under this number, in place of what is there."""
         worker = self.model_runner.lora_manager
         helper = PEFTHelper.from_dict(config)
         helper.validate_legal(worker.lora_config)
@@ -123,6 +123,14 @@ class ReplicaWorker:
         manager = worker._adapter_manager
         manager.remove_adapter(number)
         manager.add_adapter(adapter)
+        manager.activate_adapter(number)
+
+    def rlix_put_no_adapter(self, number: int) -> None:
+        """Have one under this number that changes nothing."""
+        worker = self.model_runner.lora_manager
+        manager = worker._adapter_manager
+        manager.remove_adapter(number)
+        manager.add_adapter(manager.create_dummy_lora(number, 1, worker.embedding_modules))  # of zeros
         manager.activate_adapter(number)
 
     def rlix_remove_adapter(self, number: int) -> None:
