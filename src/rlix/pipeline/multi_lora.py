@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlix.control.client import JobClient
 from rlix.pipeline.base import JobConfig, JobStatus, Resident
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
@@ -25,6 +26,7 @@ from rlix.protocol.types import ClusterName, Phase
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_LEAVE_S = 60.0  # for a run to end its step when the job ends
 _SPARE_ADAPTERS = 4
 
 
@@ -99,6 +101,13 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         ranks = [adapter_config(run.lora or LoraSpec()).rank for run in self.spec.run_specs.values()]
         return len(ranks) + _SPARE_ADAPTERS, max(ranks)
 
+    def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
+        super().__init__(pipeline_id, config, client)
+        self.runs: dict[str, AdapterRun] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
+        self._steps = 0  # of all runs together
+
     # ---- what can be asked for while it runs -----------------------------------------------------------------
 
     def add(self, name: str, run: RunSpec) -> None:
@@ -152,10 +161,6 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     def setup(self) -> None:
         self.reference = self.critic = None
-        self.runs: dict[str, AdapterRun] = {}
-        self._threads: dict[str, threading.Thread] = {}
-        self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
-        self._steps = 0
         self.model_path = self.local_model()
         if self.spec.warmup is not None:
             self.build_source()
@@ -180,10 +185,10 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         (path / "base.txt").write_text(f"{self.base_path}\n")
 
     def teardown(self) -> None:
-        for run in getattr(self, "runs", {}).values():
+        for run in self.runs.values():
             run.request_stop()
-        for thread in getattr(self, "_threads", {}).values():
-            thread.join(timeout=60)
+        for thread in self._threads.values():
+            thread.join(timeout=_LEAVE_S)
         if (turns := getattr(self, "turns", None)) is not None:
             turns.close()
         super().teardown()
