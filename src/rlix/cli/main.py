@@ -5,21 +5,17 @@ Exit codes: 0 done, 1 a job failed, 2 the user's mistake (one message, no traceb
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.markup import escape
 
+from rlix.cli import lora
+from rlix.cli.mistakes import one_message_per_mistake
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
-from rlix.protocol.errors import RlixError, SpecError
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
+from rlix.protocol.errors import SpecError
 
 Live = Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")]
 
@@ -30,16 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@contextmanager
-def one_message_per_mistake() -> Iterator[None]:
-    """Turn RLix's own errors into one message on stderr and an exit code."""
-    try:
-        yield
-    except RlixError as error:
-        make_console(stderr=True).print(f"[bold red]rlix:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILED) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -242,3 +228,4 @@ def free(
 
 
 app.command()(simulate)
+app.add_typer(lora.app, name="lora")
