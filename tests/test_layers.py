@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"control", "scheduler", "protocol"},
     "integrations": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
     "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
-    "cli": {"pipeline", "control", "node", "monitor", "sim", "scheduler", "protocol"},
+    "cli": {"pipeline", "flow", "control", "node", "monitor", "sim", "scheduler", "protocol"},
 }
 
 PURE_FORBIDS = {

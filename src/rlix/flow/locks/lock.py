@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ray.exceptions import RayError
+
 from rlix.flow.locks.arbiter import Arbiter, Turn
-from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,18 @@ class DeviceLock:
 
     A part's state is brought on before its turn, and off when another part has its turn there.
 
-    `together`: all parts' states fit at the same time, so none is ever brought off for another's sake. Thread-safe.
+    `together`: names of parts whose states fit at the same time, so that none goes for another's sake. Thread-safe.
     """
 
-    def __init__(self, *, together: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self.together = together
+    def __init__(
+        self, together: Collection[frozenset[str]] = (), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._together = tuple(together)
         self._arbiter = Arbiter()
         self._changed = threading.Condition()
         self._resident: dict[str, _Resident] = {}
+        self._leaving: dict[str, _Resident] = {}
+        self._failed: dict[str, Exception] = {}
         self._clock = clock
 
     @contextlib.contextmanager
@@ -111,15 +117,39 @@ class DeviceLock:
             return turn
 
     def _bring(self, occupant: Occupant, devices: frozenset[int]) -> None:
-        """Who has the turn has the devices: nobody else moves what is on them meanwhile."""
+        """Who has the turn has the devices: nobody else brings anything onto them meanwhile."""
         with self._changed:
-            others = [r for n, r in self._resident.items() if n != occupant.name and r.devices & devices]
+            going = [name for name, r in self._resident.items() if self._must_go(name, r, occupant, devices)]
+            leaving = [self._resident.pop(name) for name in going]
+            for resident in leaving:
+                self._leaving[resident.occupant.name] = resident
+        threads = [threading.Thread(target=self._bring_off, args=(resident,)) for resident in leaving[1:]]
+        for thread in threads:
+            thread.start()
+        for resident in leaving[:1]:
+            self._bring_off(resident)
+        with self._changed:  # also for those that another part, which has other devices of theirs, is bringing off
+            self._changed.wait_for(lambda: not any(r.devices & devices for r in self._leaving.values()))
             here = occupant.name in self._resident
-        for resident in others if not self.together else ():
-            resident.occupant.offload()
-            with self._changed:
-                self._resident.pop(resident.occupant.name, None)
+            if failed := [self._failed.pop(r.occupant.name) for r in leaving if r.occupant.name in self._failed]:
+                raise failed[0]
         if not here:
             occupant.onload()
             with self._changed:
                 self._resident[occupant.name] = _Resident(occupant, devices)
+
+    def _must_go(self, name: str, resident: _Resident, occupant: Occupant, devices: frozenset[int]) -> bool:
+        if name == occupant.name or not resident.devices & devices:
+            return False
+        return not any({name, occupant.name} <= together for together in self._together)
+
+    def _bring_off(self, resident: _Resident) -> None:
+        name = resident.occupant.name
+        try:
+            resident.occupant.offload()
+        except (RlixError, RayError) as error:  # raised again where the turn was asked for
+            self._failed[name] = error
+        finally:
+            with self._changed:
+                self._leaving.pop(name, None)
+                self._changed.notify_all()
