@@ -229,3 +229,32 @@ def free(
 
 app.command()(simulate)
 app.add_typer(lora.app, name="lora")
+
+
+@app.command()
+def profile(
+    flow: Annotated[str, typer.Argument(metavar="FLOW", help="A flow, as path/to/file.py:name.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Measure on up to this many devices.")] = 4,
+    width: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4 up to --gpus.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Items; repeatable. Default: a step's down to 1/16.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls of each, of which the median counts.")] = 3,
+) -> None:
+    """Measure what the parts of a flow cost on this kind of machine."""
+    from rlix.cli.flows import profile_flow
+
+    with one_message_per_mistake():
+        profile_flow(flow, gpus, width or (), batch or (), repeats)
+
+
+@app.command()
+def plan(
+    flow: Annotated[str, typer.Argument(metavar="FLOW", help="A flow, as path/to/file.py:name.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Devices to run on.")] = 4,
+    gigabytes: Annotated[float, typer.Option(min=0, help="Memory of a device; 0: no limit.")] = 0.0,
+    mode: Annotated[str, typer.Option(help="auto, collocated, disaggregated or hybrid.")] = "auto",
+) -> None:
+    """Say how a profiled flow runs fastest, and what the runner-up would take."""
+    from rlix.cli.flows import plan_flow
+
+    with one_message_per_mistake():
+        plan_flow(flow, gpus, gigabytes, mode)
