@@ -3,8 +3,8 @@
     pip install 'rlix[mujoco]'
     RLIX_VIRTUAL_GPUS=2 python examples/embodied.py
 
-Between steps a simulation is bytes in its item: physics, clock and random numbers. Workers keep nothing, so whoever goes on
-with it, after whatever pause, goes on equal to the bit.
+Between steps a simulation is bytes in its item: physics, clock and random numbers. Workers keep nothing, so whoever
+goes on with it, after whatever pause, goes on equal to the bit.
 """
 
 import time

@@ -13,10 +13,10 @@ from rlix.pipeline.spec.lora import MULTI_LORA
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENTS, REWARDS, TASKS, SourceSpec
+from rlix.pipeline.spec.source import AGENTS, ENVIRONMENTS, REWARDS, TASKS, SourceSpec
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
-_KINDS = ("task", "data", "environment", "name")
+_KINDS = ("task", "data", "environment", "openai", "name")
 
 
 def inconsistencies(spec: Sections) -> Iterator[Problem]:
@@ -41,6 +41,8 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.task.name", source.task.name, TASKS)
     if source.environment:
         yield from unknown_name("source.environment.name", source.environment.name, ENVIRONMENTS)
+    if source.openai:
+        yield from unknown_name("source.openai.name", source.openai.name, AGENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
     if source.name:

@@ -24,7 +24,7 @@ from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
-_NAMING = ("name", "task", "environment", "rewards", "options")
+_NAMING = ("name", "task", "environment", "openai", "rewards", "options")
 
 
 class JobSpec(Sections):
