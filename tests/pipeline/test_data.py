@@ -10,7 +10,7 @@ from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tables import Mixture, load_tables
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.columns import column_problems
-from rlix.pipeline.spec.source import DataSpec, RewardSpec
+from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -87,6 +87,10 @@ class TestPrompt:
         given = task([{"prompt": messages, "answer": "2"}], tokenizer=chat).prompts(0, 0, 1)[0]
         assert chat.decode(list(text.prompt_ids)) == "user:1+1=>"
         assert given.prompt_ids == text.prompt_ids
+        data, rewards = DataSpec(path="rows.jsonl"), [RewardSpec(name="exact_match")]
+        chat.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}>"
+        said = DataTask(data, [[{"prompt": "1", "answer": "2"}]], rewards, chat, chat=ChatSpec(system="9"))
+        assert chat.decode(list(said.prompts(0, 0, 1)[0].prompt_ids)) == "9+1+>"
 
     @pytest.mark.parametrize(
         ("row", "message"),

@@ -98,6 +98,14 @@ class TestFormulas:
         assert estimate.sequences_that_fit(QWEN_7B, how, 40 * GIB) == room // need.parts["cache"]
         assert estimate.sequences_that_fit(QWEN_7B, replace(how, cache_bytes=GIB), 40 * GIB) == 4
 
+    def test_of_an_adapter(self) -> None:
+        trained = estimate.adapter_parameters(QWEN_7B, 16)
+        attention = 2 * (3584 + 3584) + 2 * (3584 + 512)
+        assert trained == 16 * 28 * (attention + 3 * (3584 + 18944))
+        parts = estimate.training(QWEN_7B, Training(1, 1, 2, 4096, True, stored=2, trained=trained)).parts
+        assert (parts["weights"], parts["gradients"]) == (2 * 7_615_616_512, 4 * trained)
+        assert (parts["optimizer"], parts["gathered"]) == (8 * trained, 0)
+
     def test_memory_does_not_grow_with_anything_but_what_goes_through_at_once(self) -> None:
         one, two = (estimate.activations(QWEN_7B, Training(8, 8, 2, tokens)) for tokens in (1000, 2000))
         assert two == 2 * one

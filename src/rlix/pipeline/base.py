@@ -14,6 +14,8 @@ from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
+from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
+from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.spec.job import JobSpec
@@ -94,7 +96,6 @@ class Pipeline(ABC):
 
     Options: Any = None
     """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
-    rollout_timeout_s = 3600.0  # longest that a step's trajectories may take, once there are devices for them
 
     def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
         self.pipeline_id = pipeline_id
@@ -108,6 +109,7 @@ class Pipeline(ABC):
         self.folder = RunFolder(config.run_dir)
         self.checkpoints = Checkpoints(self.folder, 1, None, self._note_checkpoint)
         self.loggers: Loggers | None = None
+        self._log: JobLog | None = None
         self.stop_requested = threading.Event()
         self._ended = threading.Event()
         self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
@@ -159,11 +161,12 @@ class Pipeline(ABC):
             first = self._prepare()
             state = self._train(first)
         except BaseException as error:  # noted, and raised again
-            detail = where_raised(error)
+            detail = self._said(error)
             self._update(state="failed", phase="failed", error=detail)
             if self.folder.is_open:
                 self._settle_after_error()
-                self._event("job", event="failed", detail=detail)
+                self._note_failure(detail)
+            logger.info("%s failed", self.spec.name, exc_info=error)
             raise
         finally:
             try:
@@ -174,9 +177,11 @@ class Pipeline(ABC):
                 self._ended.set()
                 if state == "failed":
                     self.folder.close()
+                    self._close_log()
         self._update(state=state, phase=state)
         self._event("job", event=state, detail=None)
         self.folder.close()
+        self._close_log()
         return self._summary(state)
 
     def wait_ended(self) -> None:
@@ -248,15 +253,19 @@ class Pipeline(ABC):
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
-        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
-            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         if self.spec.evaluation is not None and type(self).evaluate is Pipeline.evaluate:
             raise SpecError(f"evaluation: {type(self).__name__} has no method 'evaluate': write it, or drop this")
+        changes = resumption(self.spec, self.config.run_dir).changes if self.config.resume else ()
+        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
+            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
-        said = [*filter(None, [self.config.why]), *self.folder.set_aside]
+        self._log = JobLog(self.folder.path)
+        changed = [f"{change.field}: {shown(change.old)} → {shown(change.new)}" for change in changes]
+        said = [*filter(None, [self.config.why]), *self.folder.set_aside, *changed]
+        logger.info("%s begins. %s", self.spec.name, "; ".join(said))
         self._event("job", event="started", detail="; ".join(said) or None)
         self.folder.write_spec(self.spec.to_yaml())
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
@@ -352,6 +361,22 @@ class Pipeline(ABC):
             elif record.event == "released":
                 self._usage.released(lease.epoch, record.time)
             self.folder.lease(record)
+
+    def _said(self, error: BaseException) -> str:
+        """In one line, what ended the job."""
+        if is_full_disk(error):
+            return f"the disk of {self.folder.path} is full; free some space, then go on with --resume ({error})"
+        return where_raised(error)
+
+    def _note_failure(self, detail: str) -> None:
+        try:
+            self._event("job", event="failed", detail=detail)
+        except OSError as error:  # a full disk, say: what went wrong first is what counts
+            logger.warning("%s: the failure is not in its events: %s", self.spec.name, error)
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
 
     def _event(self, kind: str, **fields: object) -> None:
         self.folder.event({"type": kind, "time": time.time(), **fields})

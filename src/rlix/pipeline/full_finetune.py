@@ -19,7 +19,7 @@ from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_im
 from rlix.pipeline.algorithms.base import Estimate, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate
+from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -49,6 +49,7 @@ class FullFinetunePipeline(Pipeline):
     """Source × schedule × algorithm, as the job's spec has them; every weight of one policy is trained."""
 
     adapter: str | None = None  # of the policy, where not every weight of it is trained
+    adapter_room = (0, 0)  # how many adapters replicas serve at most, and of which rank
     rollouts: Any  # a `RolloutManager`, or what an adapter sees of one
 
     # ---- the algorithm ---------------------------------------------------------------------------------------
@@ -169,20 +170,22 @@ class FullFinetunePipeline(Pipeline):
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.OLD_LOG_PROBS, self.actor):
-            found = self.actor.log_probs(_tokens(batch), self.spec.rollout.temperature, self.adapter)
+            found = self.actor.log_probs(NeedParallel(tokens_of(batch)), self.spec.rollout.temperature, self.adapter)
         return cast(torch.Tensor, found)
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy as it was before reinforcement learning: [samples, length - 1]."""
         assert self.reference is not None
         with self.phase(ClusterName.REFERENCE, Phase.REFERENCE_LOG_PROBS, self.reference):
-            return cast(torch.Tensor, self.reference.log_probs(_tokens(batch), self.spec.rollout.temperature))
+            return cast(
+                torch.Tensor, self.reference.log_probs(NeedParallel(tokens_of(batch)), self.spec.rollout.temperature)
+            )
 
     def values(self, batch: PolicyBatch) -> torch.Tensor:
         """The critic's estimate before each token: [samples, length - 1]."""
         assert self.critic is not None
         with self.phase(ClusterName.CRITIC, Phase.VALUE_COMPUTE, self.critic):
-            return cast(torch.Tensor, self.critic.values(_tokens(batch)))
+            return cast(torch.Tensor, self.critic.values(NeedParallel(tokens_of(batch))))
 
     def lateness(self) -> dict[str, float]:
         """By how much decoding took longer than declared, in all so far, where a speed was declared."""
@@ -203,7 +206,7 @@ class FullFinetunePipeline(Pipeline):
         if count > 1:
             source = torch.Generator().manual_seed(stream_seed(self.spec.seed, "minibatches", step, epoch))
             order = torch.randperm(len(batch["input_ids"]), generator=source)
-            parts = [_rows(batch, part) for part in order.tensor_split(count)]
+            parts = [rows_of(batch, part) for part in order.tensor_split(count)]
         return [part for part in parts if part["mask"].any()]
 
     def warm_up(self) -> None:
@@ -254,7 +257,7 @@ class FullFinetunePipeline(Pipeline):
             context=spec.rollout.longest(int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings)),
             tokenizer=tokenizer,
             ends=ends,
-            timeout_s=self.rollout_timeout_s,
+            timeout_s=spec.rollout.timeout_s,
             stop=self.stop_requested,
             generator=lambda: self.rollouts,
         )
@@ -274,7 +277,7 @@ class FullFinetunePipeline(Pipeline):
 
     def save(self, path: Path) -> list[SaveHandle]:
         """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
-        describe_model(self.model_path, path / "model")
+        describe_model(self.model_path, path / "model", self.spec.model.dtype)
         engines = [(self.actor, "state"), *([] if self.critic is None else [(self.critic, "critic")])]
         if self.spec.checkpoint.asynchronous:
             return [engine.save_state(path / name, asynchronous=True) for engine, name in engines]
@@ -352,6 +355,8 @@ class FullFinetunePipeline(Pipeline):
             namespace=self.registration.ray_namespace,
             dtype=self.spec.model.dtype,
             max_num_seqs=self.spec.rollout.max_num_seqs,
+            adapters=self.adapter_room[0],
+            adapter_rank=self.adapter_room[1],
             declared=self.spec.speed,
             **build_arguments(self.spec.rollout.executor, self.spec.rollout.executor_options),
             load=False,  # nothing may be on a device before there is a lease for it
@@ -382,6 +387,7 @@ class FullFinetunePipeline(Pipeline):
                 compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
+                call_timeout_s=self.spec.training.timeout_s,
             )
             self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
@@ -395,11 +401,3 @@ def stale_tokens(samples: Samples, mask: torch.Tensor) -> torch.Tensor:
     marks = zip(samples.samples, mask, strict=True)
     learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
     return align(learnt, mask).bool()
-
-
-def _tokens(batch: PolicyBatch) -> NeedParallel:
-    return NeedParallel(TokenBatch(input_ids=batch["input_ids"], mask=batch["mask"]))
-
-
-def _rows(batch: PolicyBatch, rows: torch.Tensor) -> PolicyBatch:
-    return cast(PolicyBatch, {key: cast(torch.Tensor, value)[rows] for key, value in batch.items()})

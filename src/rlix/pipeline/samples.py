@@ -11,11 +11,12 @@ from torch import Tensor, tensor
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the policy generated in one turn; the three have the same length."""
+    """What the policy generated in one turn; the three have the same length. `cut_off`: for its length."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)

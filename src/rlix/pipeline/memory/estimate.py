@@ -25,6 +25,7 @@ class Training:
         width: devices that hold one copy of weights and optimizer state between them; `devices`: all of them.
         compute: bytes of a number in forward and backward passes.
         tokens: most that go through the model at once.
+        stored: bytes of a number of the weights as they are kept; `trained`: how many of them are, None for all.
     """
 
     devices: int
@@ -33,11 +34,13 @@ class Training:
     tokens: int
     checkpointing: bool = False
     offload: bool = False
+    stored: int = _WIDE
+    trained: int | None = None
 
     @property
     def wrapped(self) -> bool:
         """Whether FSDP gathers and casts weights; a device alone in float32 computes with those it has."""
-        return self.devices > 1 or self.compute != _WIDE
+        return self.devices > 1 or self.compute != self.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,9 @@ class Need:
 def training(model: ModelShape, how: Training, cluster: str = "actor_train", *, has_logits: bool = True) -> Need:
     """An update at its highest: in the backward pass, or, with offload, perhaps when the optimizer steps."""
     own = model.parameters // how.width
-    moments = _WIDE * _MOMENTS * own
-    resident = {"weights": _WIDE * own, "gradients": _WIDE * own}
+    learnt = own if how.trained is None else how.trained // how.width
+    moments = _WIDE * _MOMENTS * learnt
+    resident = {"weights": how.stored * own, "gradients": _WIDE * learnt}
     backward = {
         **resident,
         **({} if how.offload else {"optimizer": moments}),
@@ -93,14 +97,11 @@ def training(model: ModelShape, how: Training, cluster: str = "actor_train", *, 
     return Need("critic_training" if cluster == "critic" else "actor_training", cluster, how.devices, parts)
 
 
-def scoring(
-    model: ModelShape, how: Training, phase: str, cluster: str, *, stored: int = _WIDE, moments: bool = True
-) -> Need:
+def scoring(model: ModelShape, how: Training, phase: str, cluster: str, *, moments: bool = True) -> Need:
     """Log-probs or values: a forward pass beside whatever else the engine keeps on its devices."""
-    own = model.parameters // how.width
     parts = {
-        "weights": stored * own,
-        "optimizer": _WIDE * _MOMENTS * own if moments and not how.offload else 0,
+        "weights": how.stored * model.parameters // how.width,
+        "optimizer": _moments(model, how) if moments and not how.offload else 0,
         "gathered": _gathered(model, how, backward=False),
         "activations": how.tokens * (how.compute * model.hidden + _block_bytes(model, how.compute)),
         "logits": _logits(model, how, backward=False),
@@ -110,14 +111,23 @@ def scoring(
 
 def sync(model: ModelShape, how: Training) -> Need:
     """Publishing weights: chunks of them come together on the trainer's devices."""
-    own = model.parameters // how.width
     largest = max(model.head, _CHUNK // _WIDE)
     parts = {
-        "weights": _WIDE * own,
-        "optimizer": 0 if how.offload else _WIDE * _MOMENTS * own,
+        "weights": how.stored * model.parameters // how.width,
+        "optimizer": 0 if how.offload else _moments(model, how),
         "buffers": _SYNC_CHUNKS * how.compute * largest,
     }
     return Need("weight_sync", "actor_train", how.devices, parts)
+
+
+def _moments(model: ModelShape, how: Training) -> int:
+    return _WIDE * _MOMENTS * (model.parameters if how.trained is None else how.trained) // how.width
+
+
+def adapter_parameters(model: ModelShape, rank: int) -> int:
+    """Of an adapter on every linear layer of a Llama-like block."""
+    attention = 2 * (model.hidden + model.query) + 2 * (model.hidden + model.keys)
+    return rank * model.layers * (attention + 3 * (model.hidden + model.intermediate))
 
 
 def generation(model: ModelShape, how: Generation, devices: int) -> Need:
@@ -176,7 +186,7 @@ def _gathered(model: ModelShape, how: Training, *, backward: bool) -> int:
     if not how.wrapped:
         return 0
     weights = how.compute * (model.rest + _BLOCKS_GATHERED * model.block)
-    if not backward:
+    if not backward or how.trained is not None:
         return weights
     gradients = how.compute * (model.rest + model.block)
     return weights + gradients + _WIDE * max(model.rest, model.block)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlix.pipeline.memory import estimate
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _CONTEXT = 2 * _GIB
+_WIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,10 @@ def job_memory(spec: "JobSpec", model: ModelShape, memory: int | None = None) ->
     if options.epochs * options.minibatches > 1 or options.cap(off_policy) is not None or critic_of(algorithm):
         needs.append(estimate.scoring(model, train, "old_log_probs", "actor_train"))
     if policy and reference is not None:
-        how = _training(spec, reference, model)
-        dtype = how.compute
-        needs.append(estimate.scoring(model, how, "reference_log_probs", "reference", stored=dtype, moments=False))
+        how = replace(_training(spec, reference, model), stored=_bytes(spec))
+        needs.append(estimate.scoring(model, how, "reference_log_probs", "reference", moments=False))
     if critic_of(algorithm) is not None:
-        how = _training(spec, clusters[ClusterName.CRITIC], model)
+        how = replace(_training(spec, clusters[ClusterName.CRITIC], model), stored=_WIDE, trained=None)
         needs.append(estimate.training(model, how, "critic", has_logits=False))
     needs.append(estimate.sync(model, train))
     replica = _generation(spec, model)
@@ -124,6 +124,8 @@ def _training(spec: "JobSpec", cluster: ClusterSpec, model: ModelShape) -> Train
         tokens=min(max(own.micro_batch_tokens, longest), rows * longest),
         checkpointing=own.activation_checkpointing,
         offload=own.offload_optimizer,
+        stored=_WIDE if spec.lora is None or spec.warmup is not None else _bytes(spec),
+        trained=None if spec.lora is None else estimate.adapter_parameters(model, spec.lora.rank),
     )
 
 

@@ -16,7 +16,7 @@ from rlix.protocol.errors import SpecError
 def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     """Raises SpecError when the data does not hold what the spec says, or what the job names is no source."""
     if spec.environment is not None:
-        return EpisodeSource(spec.environment, around)
+        return EpisodeSource(spec.environment, around, spec.chat)
     if spec.openai is not None:  # by name: what ships for others is above this layer
         agents: Any = import_object("rlix.integrations.openai.source:AgentSource")
         return cast(Source, agents(spec.openai, around))
@@ -25,7 +25,9 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     if spec.data is not None:
         room = around.context - around.sampling.max_new_tokens
         longest = min(room, spec.data.max_prompt_tokens or room)
-        task = DataTask(spec.data, load_tables(spec.data), spec.rewards, around.tokenizer, longest, around.stop)
+        task = DataTask(
+            spec.data, load_tables(spec.data), spec.rewards, around.tokenizer, longest, around.stop, spec.chat
+        )
         return PromptSource(task, around)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
+from rlix.pipeline.chat import chat_template
 from rlix.pipeline.sources.judge import Verdict
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tables import Mixture, Row, Rows, Shuffled, Streamed, Table
 from rlix.pipeline.sources.tasks.base import Prompt, Task
-from rlix.pipeline.spec.source import DataSpec, RewardSpec, TableSpec
+from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec, TableSpec
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -46,9 +49,10 @@ class DataTask(Task):
         tokenizer: "PreTrainedTokenizerBase",
         longest_prompt: int | None = None,
         stop: threading.Event | None = None,
+        chat: ChatSpec | None = None,
     ) -> None:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest_prompt
-        self._skipped = 0
+        self._chat, self._skipped = chat or ChatSpec(), 0
         self._mixture = Mixture(data.weights)
         self._tables = [self._table(number, data.tables[number], rows) for number, rows in enumerate(tables)]
         self._panel = Panel(rewards, stop=stop)
@@ -143,15 +147,25 @@ class DataTask(Task):
         return Prompt(id, text, tuple(prompt_ids), str(answer), tuple(answer_ids), others)
 
     def _encode_prompt(self, given: Any, where: str, column: str) -> list[int]:
-        if self._tokenizer.chat_template is None:
+        if self._tokenizer.chat_template is None and self._chat.template is None:
             if not isinstance(given, str):
                 raise SpecError(
                     f"{where}: column {column!r} holds a {type(given).__name__}, and "
                     "the model's tokenizer has no chat template; give the prompt as text"
                 )
             return self._encode(given, where, special=True)
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        system = [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
+        messages = [*system, {"role": "user", "content": given}] if isinstance(given, str) else given
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=chat_template(self._tokenizer, self._chat),
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._chat.options,
+            )
+        except (TemplateError, TypeError) as error:
+            raise SpecError(f"{where}: the chat template does not take column {column!r}: {error}") from error
         return self._encode(str(text), where, special=False)  # the template has put the special tokens in
 
     def _encode(self, text: str, where: str, special: bool) -> list[int]:

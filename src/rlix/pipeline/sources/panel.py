@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlix.pipeline.sources.judge import Verdict, attempted, noted
+from rlix.pipeline.sources.judge import FAILURES, Verdict, attempted
 from rlix.pipeline.sources.rewards import TEXT_REWARDS, Reward, as_reward, token_match
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import RewardSpec
@@ -99,7 +99,9 @@ class Panel:
             self._idle.put(process)
         self._hung = self._hung + 1 if "late" in answer else 0
         if "error" in answer:
-            return noted(f"{source} failed: {answer['error']}")
+            texts = {"prompt": asked.prompt.text, "completion": asked.completion, "answer": asked.prompt.answer}
+            reason = f"{source} failed: {answer['error']}"
+            return FAILURES.note(f"reward {spec.name}", reason, texts, answer.get("trace", ""))
         return attempted(source, lambda: as_reward(_reward(answer), source))
 
 

@@ -42,6 +42,8 @@ def _loggers(logging: LoggingSpec) -> Iterator[Problem]:
 
 
 def _source_problems(source: SourceSpec) -> Iterator[Problem]:
+    if source.chat.template is not None and not Path(source.chat.template).is_file():
+        yield Problem("source.chat.template", f"there is no file {source.chat.template}")
     if source.data is not None:
         yield from column_problems(source.data)
     if source.name:

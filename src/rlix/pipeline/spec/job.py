@@ -16,6 +16,7 @@ from rlix.pipeline.spec.clusters import ClusterSpec, pool_problems
 from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
+from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.old_keys import old_pipeline
 from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
@@ -126,6 +127,18 @@ def load_job(path_or_name: str | Path) -> JobSpec:
     return spec
 
 
+def load_run(path: Path) -> RunSpec:
+    """Read a run of a multi_lora job from a file of its own. Raises SpecError as `load_job` does."""
+    if not path.is_file():
+        raise SpecError(f"{path}: no such file")
+    data, origin = read_yaml(path)
+    data = _anchored(data, path.parent)
+    try:
+        return RunSpec.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
+
+
 def check_jobs(specs: Sequence[JobSpec], pool: Collection[int]) -> None:
     """Raise SpecError when the jobs cannot run together on a pool with these device ids."""
     lines: list[str] = []
@@ -176,7 +189,10 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
         data["lora"] = {**lora, "path": str(_absolute(base, lora["path"]))}
     source = data.get("source")
     if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
-        data["source"] = {**source, "data": _with_path(rows, base)}
+        data["source"] = source = {**source, "data": _with_path(rows, base)}
+    chat: Any = source.get("chat") if isinstance(source, dict) else None
+    if isinstance(source, dict) and isinstance(chat, dict) and isinstance(template := chat.get("template"), str):
+        data["source"] = {**source, "chat": {**chat, "template": str(_absolute(base, template))}}
     evaluation = data.get("evaluation")
     if isinstance(evaluation, dict) and "source" in evaluation:
         data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}

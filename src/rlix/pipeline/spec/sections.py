@@ -41,6 +41,10 @@ class RolloutSpec(Section):
     max_num_seqs: Count = 64
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
+    timeout_s: Positive = 3600.0
+    """Longest that the samples of a step may take, once there are devices for them; then the job fails and says whom it
+    waited for."""
+
     def longest(self, context: int) -> int:
         """Tokens of the longest trajectory that a model with this context can have in this job."""
         return longest_trajectory(self.executor, self.executor_options, context)
@@ -73,10 +77,10 @@ class Sections(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    declared_speed: DeclaredSpeedSpec | None = None
-    """Only on virtual GPUs: how fast the GPUs are that they stand for."""
     evaluation: EvaluationSpec | None = None
     logging: LoggingSpec = LoggingSpec()
+    declared_speed: DeclaredSpeedSpec | None = None
+    """Only on virtual GPUs: how fast the GPUs are that they stand for."""
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 

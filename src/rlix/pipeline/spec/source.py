@@ -124,6 +124,21 @@ class EnvironmentSpec(Named):
         return ENVIRONMENTS.get(self.name, self.name)
 
 
+class ChatSpec(Section):
+    """How messages become tokens: prompts that are messages (or text, where the model has a chat template), and what
+    environments say in messages."""
+
+    system: str | None = None
+    """Said before each prompt that is text."""
+    template: str | None = None
+    """A file with a chat template in place of the tokenizer's, relative to the job's file."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the template, such as `enable_thinking: false`."""
+    history: Literal["refuse", "keep"] = "refuse"
+    """What to do with a template that drops what the model thought in earlier turns: refuse it, or keep every token
+    that was generated, against the template."""
+
+
 class AgentSpec(Named):
     """Agents that talk to the job's OpenAI-compatible endpoint, on 127.0.0.1 of the pipeline's node."""
 
@@ -150,6 +165,7 @@ class SourceSpec(Section):
     rewards: Annotated[tuple[RewardSpec, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """What judges completions of prompts from `data`; one alone needs no list."""
     environment: EnvironmentSpec | None = None
+    chat: ChatSpec = ChatSpec()
     openai: AgentSpec | None = None
     name: str | None = None
     """Your own source: `file.py:Class`, a `rlix.pipeline.sources.Source`."""

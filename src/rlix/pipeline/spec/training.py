@@ -54,6 +54,9 @@ class TrainingSpec(Section):
     """Keep the optimizer's state in host memory, and bring it to the device for each optimizer step."""
     dropout: bool = False
     """Apply the model's own dropout in training steps; log-probs never have any."""
+    timeout_s: Positive = 3600.0
+    """Longest that one call of the training processes may take: an update of a minibatch, log-probs of a batch, a
+    checkpoint; then the job fails and says which device it waited for."""
 
 
 class WarmupSpec(Section):
