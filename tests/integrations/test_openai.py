@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from rlix.integrations.openai.conversation import ChatFormat, Conversation, RequestError, reply_of
+from rlix.integrations.openai.conversation import ChatFormat, Conversation, RequestError
 from rlix.integrations.openai.episodes import Episode, Episodes, Policy
 from rlix.integrations.openai.server import make_app
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer
 from rlix.pipeline.spec.job import load_job
+from rlix.pipeline.spec.source import ChatSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.rollout_world import Weights, World
@@ -29,7 +30,9 @@ TEMPLATE = (
 )
 TOKENIZER = character_tokenizer('0123456789abcdefghijklmnopqrstuvwxyz<>_{}": ,/')
 END = int(TOKENIZER.eos_token_id)
-CHAT = ChatFormat(TOKENIZER, [END], TEMPLATE)
+TOKENIZER.chat_template = TEMPLATE
+CHAT = ChatFormat(TOKENIZER, ChatSpec(), [END])
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -80,11 +83,11 @@ def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> No
 
 
 def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back() -> None:
-    text = 'so <tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
-    reply = reply_of(text, [{"type": "function"}], "e/0")
+    text = 'so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
+    reply = CHAT.reply((*ids(text), END), (), [LOOK], "e/0")
     (call,) = reply["tool_calls"]
     assert (reply["content"], call["function"]) == ("so", {"name": "look", "arguments": '{"at": 3}'})
-    assert reply_of(text, (), "e/0") == said("assistant", text)
+    assert CHAT.reply(ids(text), (), (), "e/0") == said("assistant", text)
     conversation = Conversation(CHAT)
     conversation.answered(conversation.heard([said("user", "hi")], ()), answer((*ids("generated"), END)), reply)
     again = {**reply, "tool_calls": [{**call, "function": {"name": "look", "arguments": '{"at":3}'}}]}

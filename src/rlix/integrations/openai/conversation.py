@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlix.pipeline.chat import Chat
 from rlix.pipeline.samples import Answer, Turn
+from rlix.pipeline.spec.source import ChatSpec
 from rlix.protocol.errors import RlixError
 
 Message = Mapping[str, Any]
 
-_ANSWER = "\ue000the answer\ue001"  # stands for what was generated while a template is rendered; never tokenized
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
 
 class RequestError(RlixError):
@@ -20,40 +21,38 @@ class RequestError(RlixError):
 
 
 class ChatFormat:
-    """Renders messages with a tokenizer's chat template.
+    """One model's messages and tokens, with whatever tools a request brings. Raises SpecError as `Chat` does.
 
     Args:
         ends: tokens that end an answer.
-        template: instead of the tokenizer's.
-        options: further variables of the template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        ends: Sequence[int],
-        template: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, spec: ChatSpec, ends: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ends = frozenset(ends)
-        self._template = template
-        self._options = dict(options or {})
+        self._spec = spec
+        self._ends = tuple(ends)
+        self._chats: dict[str, Chat] = {}
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
-        return self.encode(self._render(messages, tools))
+        return self._chat(tools).start(messages)
 
     def continuation(
-        self, messages: Sequence[Message], answer_at: int, answered: Sequence[int], tools: Sequence[Any]
+        self, messages: Sequence[Message], answered: Sequence[int], tools: Sequence[Any]
     ) -> tuple[int, ...]:
-        """The tokens that follow `answered`, which is what was generated for the message `answer_at`."""
-        marked = [*messages[:answer_at], {"role": "assistant", "content": _ANSWER}, *messages[answer_at + 1 :]]
-        _, mark, after = self._render(marked, tools).rpartition(_ANSWER)
-        if not mark:
-            raise RequestError("the chat template leaves earlier answers out, so the conversation cannot be continued")
-        ids = self.encode(after)
-        ended = answered and answered[-1] in self._ends
-        return ids[1:] if ended and ids[:1] == tuple(answered[-1:]) else ids
+        """The tokens of what is said after `answered`, which was generated."""
+        return self._chat(tools).go_on(messages, answered[-1])
+
+    def reply(self, token_ids: Sequence[int], before: Sequence[int], tools: Sequence[Any], id: str) -> dict[str, Any]:
+        """The message for an answer. With tools, the calls are taken out of it; what is no call is text."""
+        text = self.decode(token_ids)
+        found = self._chat(tools).action(token_ids, before).tool_calls if tools else ()
+        calls = [
+            {"id": f"call-{id}-{i}", "type": "function", "function": {"name": c.name, "arguments": c.argument}}
+            for i, c in enumerate(call for call in found if call.problem is None)
+        ]
+        if not calls:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -66,35 +65,11 @@ class ChatFormat:
     def token(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id]))
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        if self._template is None and not getattr(self._tokenizer, "chat_template", None):
-            raise RequestError("the model has no chat template: use /v1/completions, or give the job one")
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                chat_template=self._template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._options,
-            )
-        )
-
-
-def reply_of(text: str, tools: Sequence[Any], id: str) -> dict[str, Any]:
-    """The message for an answer. With tools, calls of the form <tool_call>{json}</tool_call> are taken out of it."""
-    calls: list[dict[str, Any]] = []
-    if tools:
-        for found in _TOOL_CALL.findall(text):
-            try:
-                call = json.loads(found)
-                function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
-            except (ValueError, KeyError, TypeError):
-                continue  # what is no call is text
-            calls.append({"id": f"call-{id}-{len(calls)}", "type": "function", "function": function})
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
+    def _chat(self, tools: Sequence[Any]) -> Chat:
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._chats:
+            self._chats[key] = Chat(self._tokenizer, self._spec, self._ends, tools)
+        return self._chats[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +104,13 @@ class Conversation:
         return _tokens(self.turns)
 
     def heard(self, messages: Sequence[Message], tools: Sequence[Any]) -> Heard:
-        """Raises RequestError when the messages cannot be rendered."""
+        """Raises RequestError or SpecError when the messages cannot be rendered."""
         before, given = len(self._messages), tuple(_plain(message) for message in messages)
         if self._reply is not None and given == self._messages:  # the client asks again, so it got no answer
             return Heard(self.turns[:-1], self.turns[-1].observation_ids, given)
-        goes_on = len(given) > before and given[:before] == self._messages
+        goes_on = len(given) > before + 1 and given[:before] == self._messages
         if self._reply is not None and goes_on and _same(given[before], self._reply):
-            read = self.chat.continuation(given, before, self.turns[-1].answer.token_ids, tools)
+            read = self.chat.continuation(given[before + 1 :], self.turns[-1].answer.token_ids, tools)
             return Heard(self.turns, read, given)
         return Heard((), self.chat.opening(given, tools), given)
 

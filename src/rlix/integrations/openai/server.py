@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlix.integrations.openai.conversation import Heard, RequestError, reply_of
+from rlix.integrations.openai.conversation import Heard, RequestError
 from rlix.integrations.openai.episodes import AbortedError, Episode, Episodes
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import End
@@ -140,7 +140,7 @@ class _Endpoint:
         answer, _ = ended(trajectory, self._episodes.policy.ends)
         chat = self._episodes.policy.chat
         text = chat.decode(answer.token_ids)
-        reply = reply_of(text, asked.tools, trajectory.id) if asked.chat else None
+        reply = chat.reply(answer.token_ids, trajectory.prompt_ids, asked.tools, trajectory.id) if asked.chat else None
         episode.conversation.answered(asked.heard, answer, reply)
         reason = "length" if end is End.LENGTH else "tool_calls" if reply and "tool_calls" in reply else "stop"
         choice = {

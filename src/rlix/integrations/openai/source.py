@@ -19,7 +19,6 @@ from rlix.integrations.openai.conversation import ChatFormat
 from rlix.integrations.openai.episodes import Episode, Episodes, Policy
 from rlix.integrations.openai.server import make_app
 from rlix.pipeline.batch import Row
-from rlix.pipeline.chat import chat_template
 from rlix.pipeline.samples import Sample, Samples, measured
 from rlix.pipeline.sources.base import Patience, Source, Surroundings
 from rlix.pipeline.sources.environments.loop import LoopThread
@@ -69,13 +68,12 @@ class AgentSource(Source):
         super().__init__(spec, around)
         self._spec = spec
         self._agent = _find_agent(spec)
-        template = chat_template(around.tokenizer, chat) if chat.template else None
         policy = Policy(
             seed=around.seed,
             sampling=around.sampling,
             context=around.context,
             ends=around.ends,
-            chat=ChatFormat(around.tokenizer, around.ends.token_ids, template, chat.options),
+            chat=ChatFormat(around.tokenizer, chat, around.ends.token_ids),
             generate=lambda step, trajectory: around.generator().submit(step, trajectory),
         )
         self._episodes = Episodes(policy)
