@@ -30,8 +30,12 @@ ROOM = Room(turns=8, answer_tokens=4, tokens=200)
 class Characters:
     """A token is a character's code; the end token stands for nothing."""
 
-    def encode(self, observation: Observation, *, first: bool) -> tuple[int, ...]:
-        return tuple(map(ord, observation)) if isinstance(observation, str) else observation
+    def encode(self, observation: Observation, before: Sequence[int]) -> tuple[int, ...]:
+        assert isinstance(observation, str)
+        return tuple(map(ord, observation))
+
+    def action(self, token_ids: Sequence[int], before: Sequence[int]) -> Action:
+        return Action(self.decode(token_ids), tuple(token_ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(id) for id in token_ids if id != END_TOKEN)

@@ -143,7 +143,7 @@ class TestGood:
 
 BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"stepz": 5}, "stepz", "unknown key; did you mean 'steps'?"),
-    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'?"),
+    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'"),
     ({"rollout": {"max_new_token": 5}}, "rollout.max_new_token", "did you mean 'max_new_tokens'?"),
     ({"rollout": {}}, "rollout.max_new_tokens", "is missing and has no default (Longest completion in tokens"),
     ({"steps": None}, "steps", "is missing and has no default (Number of training steps); add it"),
@@ -168,7 +168,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"context": 8}}, "model.context", "need 11; raise it"),
     ({"model": {"path": "./nowhere"}}, "model.path", "there is no folder"),
     ({"model": {"path": "a b c"}}, "model.path", "neither a folder nor a hub name"),
-    ({"pipeline": "mine"}, "pipeline", "must be file.py:name or package.module:name, not 'mine'"),
+    ({"pipeline": "mine"}, "pipeline", "must be multi_lora, file.py:name or package.module:name, not 'mine'"),
     ({"pipeline": "no_such_package:Thing"}, "pipeline.name", "module 'no_such_package' cannot be imported"),
     ({"pipeline": "math:Thing"}, "pipeline.name", "module 'math' has no 'Thing'"),
     ({"pipeline": "mine.py:Thing"}, "pipeline.name", "there is no file"),

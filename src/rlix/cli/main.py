@@ -5,21 +5,17 @@ Exit codes: 0 done, 1 a job failed, 2 the user's mistake (one message, no traceb
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.markup import escape
 
+from rlix.cli import lora
+from rlix.cli.mistakes import one_message_per_mistake
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
-from rlix.protocol.errors import RlixError, SpecError
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
+from rlix.protocol.errors import SpecError
 
 Live = Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")]
 
@@ -30,16 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@contextmanager
-def one_message_per_mistake() -> Iterator[None]:
-    """Turn RLix's own errors into one message on stderr and an exit code."""
-    try:
-        yield
-    except RlixError as error:
-        make_console(stderr=True).print(f"[bold red]rlix:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILED) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,15 +62,20 @@ def run(
     private: Annotated[
         bool, typer.Option("--private", help="Use a control plane that ends with this run and is not shared.")
     ] = False,
+    trl: Annotated[
+        bool, typer.Option("--trl", help="SPEC is a TRL script; what follows `--` is for the script.")
+    ] = False,
 ) -> None:
     """Run jobs side by side on one pool of devices, and report.
 
     They join the control plane that runs here, or one is started that others may join. Without its terminal, the run
     goes on.
     """
-    from rlix.cli.run import RunOptions, run_jobs
+    from rlix.cli.run import RunOptions, run_jobs, run_script
 
     with one_message_per_mistake():
+        if trl:
+            run_script(specs, runs_dir, devices)
         options = RunOptions(
             specs=tuple(specs),
             runs_dir=runs_dir,
@@ -97,6 +88,24 @@ def run(
         )
         code = run_jobs(options)
     raise typer.Exit(code)
+
+
+@app.command()
+def check(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of memory of a device (default: of the machine's GPUs).")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices in the pool.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="Folder with the model's config.json, where the job's model is not at hand.")
+    ] = None,
+) -> None:
+    """Check jobs without starting anything, and say how much memory each phase will take on a device."""
+    from rlix.cli.check import check_specs
+
+    with one_message_per_mistake():
+        check_specs(specs, memory_gib=memory, devices=devices, model_config=model_config)
 
 
 @app.command()
@@ -126,6 +135,30 @@ def report(
     console = make_console()
     console.print(render_text(built.tables))
     console.print(f"report: {target}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A job's run folder, such as runs/my_job.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="Of which checkpoint (default: the newest).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 (default: as rollouts held the weights).")
+    ] = None,
+) -> None:
+    """Write a run's policy as a Hugging Face folder: configuration, weights (safetensors) and tokenizer."""
+    with one_message_per_mistake():
+        if step is not None and step != "best" and not step.isdecimal():
+            raise SpecError(f"--step {step}: must be the number of a step, or best")
+        if dtype not in (None, "float32", "bfloat16"):
+            raise SpecError(f"--dtype {dtype}: must be float32 or bfloat16")
+        from rlix.pipeline.jobs.export import export as write
+
+        wanted: int | Literal["best"] | None = "best" if step == "best" else None if step is None else int(step)
+        _, source = write(run_dir, out, step=wanted, dtype=dtype)
+    make_console().print(f"{source.name} of {run_dir}: {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -195,6 +228,7 @@ def free(
 
 
 app.command()(simulate)
+app.add_typer(lora.app, name="lora")
 
 
 @app.command()

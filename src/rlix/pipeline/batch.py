@@ -1,7 +1,7 @@
 """From sequences of tokens to the padded tensors a policy trains on."""
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -55,3 +55,13 @@ def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
     for row, given in enumerate(values):
         result[row, mask[row].bool()] = torch.tensor(list(given), dtype=result.dtype)
     return result
+
+
+def tokens_of(batch: PolicyBatch) -> TokenBatch:
+    """The tokens alone, for passes that need nothing else."""
+    return TokenBatch(input_ids=batch["input_ids"], mask=batch["mask"])
+
+
+def rows_of(batch: PolicyBatch, rows: Tensor) -> PolicyBatch:
+    """The batch with these rows only, in their order."""
+    return cast(PolicyBatch, {key: cast(Tensor, value)[rows] for key, value in batch.items()})

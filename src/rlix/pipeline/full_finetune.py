@@ -1,10 +1,11 @@
 """The pipeline that ships: samples from a source, made on a schedule, and what an algorithm learns from them."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig
@@ -12,34 +13,44 @@ from transformers import AutoConfig
 from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.train.saving import SaveHandle
+from rlix.engine.weights.publication import Published
 from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_importance_weights
 from rlix.pipeline.algorithms.base import Estimate, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate
+from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
-from rlix.pipeline.models import prepare_model
+from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
+from rlix.pipeline.models import describe_model, prepare_model
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling
+from rlix.pipeline.sample_texts import SampleTexts
 from rlix.pipeline.samples import End, Samples
 from rlix.pipeline.schedules.base import Supply
 from rlix.pipeline.schedules.choice import build_schedule
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
+from rlix.pipeline.training.parameter_groups import unmatched
+from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName, Phase
 
 
 class FullFinetunePipeline(Pipeline):
     """Source × schedule × algorithm, as the job's spec has them; every weight of one policy is trained."""
+
+    adapter: str | None = None  # of the policy, where not every weight of it is trained
+    adapter_room = (0, 0)  # how many adapters replicas serve at most, and of which rank
+    rollouts: Any  # a `RolloutManager`, or what an adapter sees of one
 
     # ---- the algorithm ---------------------------------------------------------------------------------------
 
@@ -52,12 +63,14 @@ class FullFinetunePipeline(Pipeline):
         metrics = self.weigh(samples, batch)
         if estimate.returns is not None:
             metrics |= self.train_critic(step, batch, estimate.returns)
-        return metrics | self.train(step, batch) | samples.metrics()
+        return metrics | self.train(step, batch) | samples.metrics() | self.rollouts.slot_use()
 
     def sample(self, step: int) -> Samples:
         """What this step learns from, made on whatever devices the scheduler grants."""
         self.note_phase("rollout")
-        return self.schedule.samples(step)
+        samples = self.schedule.samples(step)
+        self.texts.note(step, samples)
+        return samples
 
     def collate(self, samples: Samples) -> PolicyBatch:
         """One row for each sample; of those that are not learnt from the mask is empty."""
@@ -75,7 +88,7 @@ class FullFinetunePipeline(Pipeline):
         """Put in the batch what the algorithm compares with, as far as it asks for it."""
         if self.needs_old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
-        if self.reference is not None:
+        if self.algorithm.needs_reference:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
         if self.critic is not None:
             batch["values"] = self.values(batch)
@@ -110,12 +123,17 @@ class FullFinetunePipeline(Pipeline):
                     total = self.algorithm.denominator(part["mask"])
                     metrics.append(
                         self.actor.policy_step(
-                            NeedParallel(part), total, self.algorithm, rollout.temperature, optimizer.max_grad_norm
+                            NeedParallel(part),
+                            total,
+                            self.algorithm,
+                            rollout.temperature,
+                            optimizer.max_grad_norm,
+                            self.adapter,
                         )
                     )
             seconds = time.time() - start
-            self.publish(self.actor.publish(step + 1))
-        return {"train_s": seconds} | mean_metrics(metrics)
+            self.publish(self.weights(step + 1))
+        return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
         """As many optimizer steps as the policy takes, over the same minibatches."""
@@ -152,21 +170,32 @@ class FullFinetunePipeline(Pipeline):
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.OLD_LOG_PROBS, self.actor):
-            return cast(torch.Tensor, self.actor.log_probs(_tokens(batch), self.spec.rollout.temperature))
+            found = self.actor.log_probs(NeedParallel(tokens_of(batch)), self.spec.rollout.temperature, self.adapter)
+        return cast(torch.Tensor, found)
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy as it was before reinforcement learning: [samples, length - 1]."""
         assert self.reference is not None
         with self.phase(ClusterName.REFERENCE, Phase.REFERENCE_LOG_PROBS, self.reference):
-            return cast(torch.Tensor, self.reference.log_probs(_tokens(batch), self.spec.rollout.temperature))
+            return cast(
+                torch.Tensor, self.reference.log_probs(NeedParallel(tokens_of(batch)), self.spec.rollout.temperature)
+            )
 
     def values(self, batch: PolicyBatch) -> torch.Tensor:
         """The critic's estimate before each token: [samples, length - 1]."""
         assert self.critic is not None
         with self.phase(ClusterName.CRITIC, Phase.VALUE_COMPUTE, self.critic):
-            return cast(torch.Tensor, self.critic.values(_tokens(batch)))
+            return cast(torch.Tensor, self.critic.values(NeedParallel(tokens_of(batch))))
 
-    def publish(self, weights: PublishedWeights) -> None:
+    def lateness(self) -> dict[str, float]:
+        """By how much decoding took longer than declared, in all so far, where a speed was declared."""
+        return {} if self.spec.declared_speed is None else {"decode_late_s": self.rollouts.late_s}
+
+    def weights(self, version: int) -> Published:
+        """What the replicas need of the policy as it is now."""
+        return self.actor.publish(version)
+
+    def publish(self, weights: Published) -> None:
         """Rollouts generate with `weights` as soon as the schedule lets them."""
         self.schedule.publish(weights)
 
@@ -177,7 +206,7 @@ class FullFinetunePipeline(Pipeline):
         if count > 1:
             source = torch.Generator().manual_seed(stream_seed(self.spec.seed, "minibatches", step, epoch))
             order = torch.randperm(len(batch["input_ids"]), generator=source)
-            parts = [_rows(batch, part) for part in order.tensor_split(count)]
+            parts = [rows_of(batch, part) for part in order.tensor_split(count)]
         return [part for part in parts if part["mask"].any()]
 
     def warm_up(self) -> None:
@@ -195,10 +224,21 @@ class FullFinetunePipeline(Pipeline):
     # ---- its life --------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        spec = self.spec
         self.reference: TrainEngine | None = None
         self.critic: TrainEngine | None = None
-        self.model_path = prepare_model(spec.model, self.folder.path / "model", spec.seed)
+        self.model_path = self.local_model()
+        self.build_source()
+        self._start_engines()
+        supply = Supply(self.source, self.rollouts.publish, self.spec.steps, self.spec.algorithm.rounds)
+        self.schedule = build_schedule(self.spec.schedule, supply)
+
+    def local_model(self) -> Path:
+        """The folder of the model that is trained."""
+        return prepare_model(self.spec.model, self.folder.path / "model", self.spec.seed)
+
+    def build_source(self) -> None:
+        """Where samples come from and what is learnt from them."""
+        spec = self.spec
         tokenizer = load_tokenizer(self.model_path)
         self.pad_id = int(tokenizer.pad_token_id)
         ends = Ends(tokenizer, self.model_path, spec.rollout.stop, spec.rollout.stop_token_ids)
@@ -214,45 +254,59 @@ class FullFinetunePipeline(Pipeline):
                 top_k=spec.rollout.top_k,
                 stop_token_ids=ends.token_ids,
             ),
-            context=int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings),
+            context=spec.rollout.longest(int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings)),
             tokenizer=tokenizer,
             ends=ends,
-            timeout_s=self.rollout_timeout_s,
+            timeout_s=spec.rollout.timeout_s,
             stop=self.stop_requested,
             generator=lambda: self.rollouts,
         )
         self.source = build_source(spec.source, around)
         self.algorithm = build_algorithm(spec.algorithm, Setting(around.group_size, self.source.longest))
-        self._start_engines()
-        supply = Supply(self.source, self.rollouts.publish, spec.steps, spec.algorithm.rounds)
-        self.schedule = build_schedule(spec.schedule, supply)
+        self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
+        if spec.evaluation is not None:
+            self.evaluation = Evaluation(spec.evaluation, spec.source, around)
 
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             if self.algorithm.needs_reference or self.algorithm.critic is not None:
                 self.actor.save(self.reference_path)
-            self.publish(self.actor.publish(0))
+            self.publish(self.weights(0))
         self._build_others()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> list[SaveHandle]:
         """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
-        self.actor.save_state(path / "state")
-        self.actor.save(path / "model")
-        if self.critic is not None:
-            self.critic.save_state(path / "critic")
+        describe_model(self.model_path, path / "model", self.spec.model.dtype)
+        engines = [(self.actor, "state"), *([] if self.critic is None else [(self.critic, "critic")])]
+        if self.spec.checkpoint.asynchronous:
+            return [engine.save_state(path / name, asynchronous=True) for engine, name in engines]
+        for engine, name in engines:
+            engine.save_state(path / name)
+        return []
 
     def load(self, path: Path, step: int) -> None:
+        optimizer = self.spec.optimizer
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
-            self.publish(self.actor.publish(step))
+            self.actor.adjust_optimizer(optimizer, self.spec.updates)
+            self.publish(self.weights(step))
         self._build_others()
         if self.critic is not None:
             with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
                 self.critic.load_state(path / "critic")
+                self.critic.adjust_optimizer(self._of_critic(optimizer), self.spec.updates)
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        """Not counted into training; with the newest weights."""
+        self.schedule.settle()
+        samples = self.evaluation.run(done)
+        self.texts.note(done - 1, samples, evaluation=True)
+        self.rollouts.slot_use()  # the next step's begins anew
+        return evaluation_metrics(samples)
 
     def teardown(self) -> None:
-        for part in ("source", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
+        for part in ("source", "evaluation", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
             if (found := getattr(self, part, None)) is not None:
                 found.close()
 
@@ -285,9 +339,12 @@ class FullFinetunePipeline(Pipeline):
         if self.algorithm.needs_reference:
             self.reference = self._policy_engine(ClusterName.REFERENCE, self.reference_path)
         if self.algorithm.critic is not None:
-            optimizer = self.spec.optimizer.model_copy(update={"learning_rate": self.algorithm.critic.learning_rate})
-            module = critic_on_meta(self.reference_path)
+            module, optimizer = critic_on_meta(self.reference_path), self._of_critic(self.spec.optimizer)
             self.critic = self.build_train_engine(ClusterName.CRITIC, module, self.reference_path, optimizer)
+
+    def _of_critic(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        assert self.algorithm.critic is not None
+        return optimizer.model_copy(update={"learning_rate": self.algorithm.critic.learning_rate})
 
     def _start_replicas(self) -> InferenceEngine:
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
@@ -298,18 +355,27 @@ class FullFinetunePipeline(Pipeline):
             namespace=self.registration.ray_namespace,
             dtype=self.spec.model.dtype,
             max_num_seqs=self.spec.rollout.max_num_seqs,
+            adapters=self.adapter_room[0],
+            adapter_rank=self.adapter_room[1],
+            declared=self.spec.speed,
+            **build_arguments(self.spec.rollout.executor, self.spec.rollout.executor_options),
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
 
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
-        return self.build_train_engine(name, policy_on_meta(path), path, self.spec.optimizer)
+        module = policy_on_meta(path)
+        if missing := unmatched((n for n, _ in module.named_parameters()), self.spec.optimizer):
+            some = ", ".join(n for n, _ in itertools.islice(module.named_parameters(), 3))
+            raise SpecError(f"optimizer.groups: no parameter is called {missing[0]!r}; names are like {some}")
+        return self.build_train_engine(name, module, path, self.spec.optimizer)
 
     def build_train_engine(
         self, name: ClusterName, module: OptimizedModule, path: Path, optimizer: OptimizerSpec
     ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
         cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
+        frozen = name is ClusterName.REFERENCE or (self.adapter is not None and self.spec.warmup is None)
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
@@ -317,13 +383,15 @@ class FullFinetunePipeline(Pipeline):
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
-                dtype=dtype if name is ClusterName.REFERENCE else "float32",
+                dtype=dtype if frozen and name is not ClusterName.CRITIC else "float32",
                 compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
+                call_timeout_s=self.spec.training.timeout_s,
             )
             self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
+            engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
 
@@ -333,11 +401,3 @@ def stale_tokens(samples: Samples, mask: torch.Tensor) -> torch.Tensor:
     marks = zip(samples.samples, mask, strict=True)
     learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
     return align(learnt, mask).bool()
-
-
-def _tokens(batch: PolicyBatch) -> NeedParallel:
-    return NeedParallel(TokenBatch(input_ids=batch["input_ids"], mask=batch["mask"]))
-
-
-def _rows(batch: PolicyBatch, rows: torch.Tensor) -> PolicyBatch:
-    return cast(PolicyBatch, {key: cast(torch.Tensor, value)[rows] for key, value in batch.items()})

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
 from rlix.engine.executors.registry import backend
 from rlix.engine.inference.prompts import Params, Prompt, PromptReader, TextStream
@@ -80,6 +81,9 @@ class InferenceEngine(Engine):
         kv_cache_bytes: int | None = None,
         dtype: str = "auto",
         exact: bool | None = None,
+        declared: DeclaredSpeed = AS_IT_IS,
+        adapters: int = 0,
+        adapter_rank: int = 0,
         executor_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         load: bool = True,
@@ -93,6 +97,7 @@ class InferenceEngine(Engine):
         Args:
             data_parallel_size: replicas; default: as many as `devices` allow, else 1.
             devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
+            declared: how long work lasts on virtual GPUs (see `rlix.engine.declared`).
             executor_options: further options of the executor's own; for vLLM those of its `EngineArgs`.
             seed: key of the random streams of prompts that bring none.
             load: bring weights and KV cache onto the devices now (where the source has weights). With False nothing
@@ -125,6 +130,9 @@ class InferenceEngine(Engine):
             kv_cache_bytes=kv_cache_bytes,
             dtype=dtype,
             exact=exact,
+            declared=declared,
+            adapters=adapters,
+            adapter_rank=adapter_rank,
             more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s

@@ -59,6 +59,7 @@ class GenerationRequest:
     Attributes:
         generated_ids: tokens it already has (kept when it was preempted); they count towards `max_new_tokens`.
         seed: key of the trajectory's random stream; with the token's position it fixes every draw.
+        adapter: name of the LoRA adapter that answers; "": the model itself.
     """
 
     id: str
@@ -70,6 +71,7 @@ class GenerationRequest:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -123,6 +125,7 @@ class DecodingCounters:
     Attributes:
         steps: decoding steps. seconds: that they took. tokens: sum over the steps of the requests decoded in each.
         running: requests that are being decoded now; waiting: accepted ones for which there is no room yet.
+        late_s: by how much steps took longer than was declared, where it was.
     """
 
     steps: int = 0
@@ -130,6 +133,7 @@ class DecodingCounters:
     tokens: int = 0
     running: int = 0
     waiting: int = 0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

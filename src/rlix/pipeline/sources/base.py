@@ -109,7 +109,8 @@ def ended(trajectory: Trajectory, ends: "Ends") -> tuple[Answer, End]:
     kept = ends.kept(trajectory.token_ids)
     ids, logprobs = tuple(trajectory.token_ids[:kept]), tuple(trajectory.logprobs[:kept])
     cut_off = kept is None and trajectory.finish_reason == "length"
-    return Answer(ids, logprobs, tuple(trajectory.versions[:kept])), End.LENGTH if cut_off else End.DONE
+    answer = Answer(ids, logprobs, tuple(trajectory.versions[:kept]), cut_off)
+    return answer, End.LENGTH if cut_off else End.DONE
 
 
 @dataclass(slots=True)

@@ -1,11 +1,12 @@
 """From the source that a job describes to the object."""
 
-from typing import Any
+from typing import Any, cast
 
 from rlix.pipeline.sources.base import Source, Surroundings
-from rlix.pipeline.sources.data import DataTask, load_rows
+from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.episodes import EpisodeSource
 from rlix.pipeline.sources.prompts import PromptSource
+from rlix.pipeline.sources.tables import load_tables
 from rlix.pipeline.sources.tasks.base import Task
 from rlix.pipeline.spec.named import import_object, parse_options
 from rlix.pipeline.spec.source import TASK_GIVEN, SourceSpec, TaskSpec
@@ -15,13 +16,18 @@ from rlix.protocol.errors import SpecError
 def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     """Raises SpecError when the data does not hold what the spec says, or what the job names is no source."""
     if spec.environment is not None:
-        return EpisodeSource(spec.environment, around)
+        return EpisodeSource(spec.environment, around, spec.chat)
+    if spec.openai is not None:  # by name: what ships for others is above this layer
+        agents: Any = import_object("rlix.integrations.openai.source:AgentSource")
+        return cast(Source, agents(spec.openai, around))
     if spec.task is not None:
         return PromptSource(build_task(spec.task, around.tokenizer), around)
     if spec.data is not None:
         room = around.context - around.sampling.max_new_tokens
         longest = min(room, spec.data.max_prompt_tokens or room)
-        task = DataTask(spec.data, load_rows(spec.data), spec.rewards, around.tokenizer, longest, around.stop)
+        task = DataTask(
+            spec.data, load_tables(spec.data), spec.rewards, around.tokenizer, longest, around.stop, spec.chat
+        )
         return PromptSource(task, around)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")

@@ -2,24 +2,32 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 from rlix.pipeline.batch import Row
+from rlix.pipeline.chat import Chat
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Answer, Samples, mean, measured
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Patience, Source, Surroundings, ended
-from rlix.pipeline.sources.environments.base import Demonstration, EnvironmentFactory, Instance, Observation
+from rlix.pipeline.sources.environments.base import (
+    Action,
+    Demonstration,
+    EnvironmentFactory,
+    Instance,
+    Message,
+    Observation,
+)
 from rlix.pipeline.sources.environments.episode import Episode, Outstanding, Room, play
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
 from rlix.pipeline.sources.environments.loop import LoopThread
 from rlix.pipeline.sources.environments.process import SubprocessRunner
 from rlix.pipeline.spec.named import import_object
-from rlix.pipeline.spec.source import EnvironmentSpec
+from rlix.pipeline.spec.source import ChatSpec, EnvironmentSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 
 _POLL_S = 0.2
@@ -46,10 +54,15 @@ class EpisodeSource(Source):
     environment failed gets `failure_reward`, or does not count.
     """
 
-    def __init__(self, environment: EnvironmentSpec, around: Surroundings) -> None:
+    def __init__(self, environment: EnvironmentSpec, around: Surroundings, chat: ChatSpec | None = None) -> None:
         super().__init__(environment, around)
         self._environment = environment
         self._factory = import_object(environment.target)
+        self._tools: Sequence[Mapping[str, Any]] = tuple(getattr(self._factory, "tools", ()))
+        self._chat_spec = chat or ChatSpec()
+        self._chat: Chat | None = None
+        if self._tools:
+            self._chat = self._in_chat  # whether tools can be shown at all is known before anything is generated
         self._runner = make_runner(environment)
         self._loop = LoopThread()
         self._outstanding = Outstanding()
@@ -141,13 +154,27 @@ class EpisodeSource(Source):
 
     # ---- text ------------------------------------------------------------------------------------------------
 
-    def encode(self, observation: Observation, *, first: bool) -> tuple[int, ...]:
-        if not isinstance(observation, str):
-            return tuple(observation)
-        return tuple(self.around.tokenizer.encode(observation, add_special_tokens=first))
+    def encode(self, observation: Observation, before: Sequence[int]) -> tuple[int, ...]:
+        """Tokens as they are, text as it is, messages by the chat template."""
+        if isinstance(observation, str):
+            return tuple(self.around.tokenizer.encode(observation, add_special_tokens=not before))
+        if not any(isinstance(part, Mapping) for part in observation):
+            return cast(tuple[int, ...], tuple(observation))
+        messages = cast(Sequence[Message], observation)
+        return self._in_chat.go_on(messages, before[-1]) if before else self._in_chat.start(messages)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return cast(str, self.around.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def action(self, token_ids: Sequence[int], before: Sequence[int]) -> Action:
+        if self._tools:
+            return self._in_chat.action(token_ids, before)
+        text = cast(str, self.around.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return Action(text, tuple(token_ids))
+
+    @property
+    def _in_chat(self) -> Chat:
+        """Made when it is first needed: environments that speak text need no template."""
+        if self._chat is None:
+            self._chat = Chat(self.around.tokenizer, self._chat_spec, self.around.sampling.stop_token_ids, self._tools)
+        return self._chat
 
     def supervised(self, step: int, size: int) -> list[Row]:
         """Demonstrations of the environment: the model learns the actions, not the observations."""
@@ -163,9 +190,9 @@ class EpisodeSource(Source):
         token_ids: list[int] = []
         learnt: list[bool] = []
         demonstration = cast(Demonstration, demonstrate(seed, **self._environment.options))
-        for turn, (observation, action) in enumerate(demonstration):
-            given = self.encode(observation, first=turn == 0)
-            wanted = (*self.encode(action, first=False), *self.around.sampling.stop_token_ids[:1])
+        for observation, action in demonstration:
+            given = self.encode(observation, token_ids)
+            wanted = (*self.encode(action, (0,)), *self.around.sampling.stop_token_ids[:1])
             token_ids += given + wanted
             learnt += [False] * len(given) + [True] * len(wanted)
         return token_ids, learnt

@@ -1,15 +1,38 @@
 """What rewards say of a completion: a reward, or why there is none. A failing one costs its sample, never the job."""
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from rlix.pipeline.sources.rewards import Reward, as_reward
-from rlix.pipeline.spec.named import where_raised
+from rlix.pipeline.spec.named import own_traceback, where_raised
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 3
+_LONGEST = 2000  # characters of a text in the log
+
 Verdict = Reward | str
 """A reward, or why there is none."""
+
+
+class Failures:
+    """Says failures in the log, the first few of each reward with what was judged and the user's own traceback."""
+
+    def __init__(self) -> None:
+        self._shown: Counter[str] = Counter()
+
+    def note(self, reward: str, reason: str, asked: Mapping[str, str], trace: str) -> str:
+        """The reason. `asked`: the sample, in words."""
+        logger.warning("%s", reason)
+        self._shown[reward] += 1
+        if self._shown[reward] <= _SHOWN and (asked or trace):
+            sample = "".join(f"\n  {name}: {value[:_LONGEST]!r}" for name, value in asked.items())
+            logger.info("%s%s\n%s", reason, sample, trace)
+        return reason
+
+
+FAILURES = Failures()
 
 
 def attempted(source: str, call: Callable[[], float | Reward]) -> Verdict:
@@ -17,10 +40,5 @@ def attempted(source: str, call: Callable[[], float | Reward]) -> Verdict:
     try:
         return as_reward(call(), source)
     except Exception as error:  # noqa: BLE001 - a user's code may raise anything; it costs this sample only
-        return noted(f"{source} failed: {where_raised(error)}")
-
-
-def noted(reason: str) -> str:
-    """The reason, said in the log."""
-    logger.warning("%s", reason)
-    return reason
+        reason = f"{source} failed: {where_raised(error)}"
+        return FAILURES.note(source.partition(" for ")[0], reason, {}, own_traceback(error))

@@ -12,7 +12,7 @@ from functools import cache
 from typing import IO, Any, cast
 
 from rlix.pipeline.sources.rewards import Reward
-from rlix.pipeline.spec.named import import_object, where_raised
+from rlix.pipeline.spec.named import import_object, own_traceback, where_raised
 from rlix.protocol.errors import SpecError
 
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ def serve(functions: Sequence[str], requests: IO[str], answers: IO[str]) -> None
         try:
             reply = call(json.loads(line))
         except Exception as error:  # noqa: BLE001 - the other side says it
-            reply = {"error": where_raised(error)}
+            reply = {"error": where_raised(error), "trace": own_traceback(error)}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
 

@@ -6,14 +6,17 @@ from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
+from rlix.pipeline.spec.columns import data_fields
+from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
+from rlix.pipeline.spec.lora import MULTI_LORA
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENTS, REWARDS, TASKS, SourceSpec
+from rlix.pipeline.spec.source import AGENTS, ENVIRONMENTS, REWARDS, TASKS, SourceSpec
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
-_KINDS = ("task", "data", "environment", "name")
+_KINDS = ("task", "data", "environment", "openai", "name")
 
 
 def inconsistencies(spec: Sections) -> Iterator[Problem]:
@@ -25,7 +28,9 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _model(spec)
     yield from _lengths(spec)
     yield from _batches(spec)
-    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None)
+    yield from _evaluation(spec)
+    yield from _lora(spec)
+    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -36,11 +41,25 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.task.name", source.task.name, TASKS)
     if source.environment:
         yield from unknown_name("source.environment.name", source.environment.name, ENVIRONMENTS)
+    if source.openai:
+        yield from unknown_name("source.openai.name", source.openai.name, AGENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
-    for field, name in (("source.name", source.name), ("pipeline", spec.pipeline and spec.pipeline.name)):
-        if name:
-            yield from unknown_name(field, name, ())
+    if source.name:
+        yield from unknown_name("source.name", source.name, ())
+    if spec.pipeline:
+        yield from unknown_name("pipeline", spec.pipeline.name, (MULTI_LORA,))
+
+
+def _lora(spec: Sections) -> Iterator[Problem]:
+    if spec.runs and not spec.multi_lora:
+        yield Problem("runs", "are of a job with many adapters; add 'pipeline: multi_lora'")
+    if spec.multi_lora and not spec.runs:
+        yield Problem("runs", "is missing: multi_lora trains an adapter for each of them; add e.g. 'runs: {a: {}}'")
+    if (spec.lora or spec.runs) and spec.clusters.reference:
+        yield Problem("clusters.reference", "is not used: with LoRA it is the model without its adapter; remove this")
+    if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
+        yield Problem(f"lora.{given[0]}", f"is what the adapter in {path} has; remove this, or the path")
 
 
 def _source(spec: Sections) -> Iterator[Problem]:
@@ -54,16 +73,28 @@ def _source(spec: Sections) -> Iterator[Problem]:
         owner = next((kind for kind in given if kind != "data"), None)
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
     yield from _rewards(source, given)
-    if source.data and source.data.answer is None:
+    yield from _tables(source)
+    without = [] if source.data is None else [at for at, table in data_fields(source.data) if table.answer is None]
+    if without:
         if named := [r.name for r in source.rewards if r.name in REWARDS]:
             yield Problem(
-                "source.data.answer",
+                f"{without[0]}.answer",
                 f"the reward {named[0]} compares with an answer; name the column that holds it",
             )
         if spec.warmup:
             yield Problem(
-                "source.data.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
+                f"{without[0]}.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
             )
+
+
+def _tables(source: SourceSpec) -> Iterator[Problem]:
+    if source.data is None:
+        return
+    if source.data.mix and source.data.path:
+        yield Problem("source.data", "has path and mix; keep one")
+    for where, table in data_fields(source.data):
+        if not table.path:
+            yield Problem(f"{where}.path", "is missing and has no default (a file, a folder, or a hub name); add it")
 
 
 def _rewards(source: SourceSpec, given: list[str]) -> Iterator[Problem]:
@@ -114,6 +145,8 @@ def _shipped_options(spec: Sections) -> Iterator[Problem]:
     if spec.schedule.name in SCHEDULES:
         owner = _Owner(SCHEDULES[spec.schedule.name])
         yield from option_problems("schedule.options", owner, spec.schedule.options)
+    rollout = spec.rollout
+    yield from executor_problems(rollout.executor, rollout.executor_options, rollout.max_new_tokens)
 
 
 def _model(spec: Sections) -> Iterator[Problem]:
@@ -191,6 +224,38 @@ def _batches(spec: Sections) -> Iterator[Problem]:
             f"clusters.reference.{reference.field}",
             f"{total} completions do not divide over {_ranks(reference)} devices",
         )
+
+
+def _evaluation(spec: Sections) -> Iterator[Problem]:
+    """Checked as the job is that learns from what this one is evaluated on."""
+    own = spec.evaluation
+    if own is None:
+        return
+    if own.source is not None and not own.source.model_fields_set:
+        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+    elif own.source is None and spec.source.data is not None:
+        yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
+    elif own.source is None and spec.source.name is not None:
+        yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
+    else:
+        rollout = {"max_new_tokens": own.max_new_tokens or spec.rollout.max_new_tokens}
+        held_out = spec.model_copy(
+            update={
+                "source": own.source or spec.source,
+                "rollout": spec.rollout.model_copy(update=rollout),
+                "warmup": None,
+            }
+        )
+        found = [*_names(held_out), *_source(held_out)] if own.source else []
+        found += _lengths(held_out) if own.source or own.max_new_tokens else []
+        for problem in found:
+            section = problem.field.partition(".")[0]
+            if section == "source":
+                yield Problem(f"evaluation.{problem.field}", problem.message)
+            elif problem.field == "rollout.max_new_tokens":
+                yield Problem("evaluation.max_new_tokens", problem.message)
+            elif section == "model":
+                yield problem
 
 
 def _ranks(cluster: ClusterSpec) -> int:

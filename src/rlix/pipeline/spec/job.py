@@ -13,15 +13,18 @@ from pydantic_core import PydanticCustomError
 from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
 from rlix.pipeline.spec.clusters import ClusterSpec, pool_problems
+from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
+from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.old_keys import old_pipeline
+from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
 from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
-_NAMING = ("name", "task", "environment", "rewards", "options")
+_NAMING = ("name", "task", "environment", "openai", "rewards", "options")
 
 
 class JobSpec(Sections):
@@ -34,7 +37,7 @@ class JobSpec(Sections):
         """All worker sets; a reference model or critic that is needed but not mentioned is like `actor_train`."""
         options = self.algorithm.parse()
         needed = {
-            ClusterName.REFERENCE: needs_reference(options),
+            ClusterName.REFERENCE: needs_reference(options) and self.lora is None and not self.runs,
             ClusterName.CRITIC: critic_of(options) is not None,
         }
         left_out = {name.value: self.clusters.actor_train for name, is_needed in needed.items() if is_needed}
@@ -49,6 +52,10 @@ class JobSpec(Sections):
         if problems := list(pool_problems(self.clusters, pool)):
             raise self._origin.error(problems)
 
+    def described(self, problem: Problem) -> str:
+        """The problem with file and line, where this came from a file."""
+        return self._origin.describe(problem)
+
     @field_validator("pipeline", mode="before")
     @classmethod
     def _own(cls, value: Any) -> Any:
@@ -56,9 +63,15 @@ class JobSpec(Sections):
             raise ValueError(fix)
         return value
 
+    @property
+    def run_specs(self) -> dict[str, "JobSpec"]:
+        """Of a multi_lora job: each run as the job that it would be alone."""
+        return {name: run_of(self, name, run) for name, run in self.runs.items()}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if problems := list(inconsistencies(self)):
+        problems = list(inconsistencies(self)) or list(run_problems(self))
+        if problems:
             text = "\n".join(f"{p.field}: {p.message}" for p in problems)
             raise PydanticCustomError("inconsistent", "{text}", {"text": text, "problems": problems})
         return self
@@ -69,6 +82,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         empty = [name for name, f in type(value).model_fields.items() if _is_empty(getattr(value, name), f.default)]
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields if name not in empty}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
@@ -110,6 +125,18 @@ def load_job(path_or_name: str | Path) -> JobSpec:
     if problems := list(environment_problems(spec)):
         raise origin.error(problems)
     return spec
+
+
+def load_run(path: Path) -> RunSpec:
+    """Read a run of a multi_lora job from a file of its own. Raises SpecError as `load_job` does."""
+    if not path.is_file():
+        raise SpecError(f"{path}: no such file")
+    data, origin = read_yaml(path)
+    data = _anchored(data, path.parent)
+    try:
+        return RunSpec.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
 
 
 def check_jobs(specs: Sequence[JobSpec], pool: Collection[int]) -> None:
@@ -156,9 +183,19 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     for section in ("source", "schedule", "algorithm", "pipeline"):
         if section in data:
             data[section] = _with_files(data[section], base)
+    if isinstance(runs := data.get("runs"), dict):
+        data["runs"] = {name: _anchored(run, base) if isinstance(run, dict) else run for name, run in runs.items()}
+    if isinstance(lora := data.get("lora"), dict) and isinstance(lora.get("path"), str):
+        data["lora"] = {**lora, "path": str(_absolute(base, lora["path"]))}
     source = data.get("source")
-    if isinstance(source, dict) and isinstance(rows := source.get("data"), dict) and isinstance(rows.get("path"), str):
-        data["source"] = {**source, "data": {**rows, "path": str(_absolute(base, rows["path"]))}}
+    if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
+        data["source"] = source = {**source, "data": _with_path(rows, base)}
+    chat: Any = source.get("chat") if isinstance(source, dict) else None
+    if isinstance(source, dict) and isinstance(chat, dict) and isinstance(template := chat.get("template"), str):
+        data["source"] = {**source, "chat": {**chat, "template": str(_absolute(base, template))}}
+    evaluation = data.get("evaluation")
+    if isinstance(evaluation, dict) and "source" in evaluation:
+        data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}
     return data
 
 
@@ -177,6 +214,18 @@ def _with_files(value: Any, base: Path, *, everywhere: bool = False) -> Any:
             for key, item in value.items()
         }
     return value
+
+
+def _with_path(table: Any, base: Path) -> Any:
+    """What is no file or folder here, and does not look like one, is a name on the hub."""
+    if not isinstance(table, dict):
+        return table
+    if isinstance(mix := table.get("mix"), list):
+        table = {**table, "mix": [_with_path(part, base) for part in mix]}
+    given = table.get("path")
+    if isinstance(given, str) and given and (is_path(given) or _absolute(base, given).exists()):
+        table = {**table, "path": str(_absolute(base, given))}
+    return table
 
 
 def _absolute(base: Path, given: str) -> Path:

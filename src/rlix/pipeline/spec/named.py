@@ -112,6 +112,12 @@ def where_raised(error: BaseException) -> str:
     return f"{text} ({own[-1].filename}:{own[-1].lineno})"
 
 
+def own_traceback(error: BaseException) -> str:
+    """The traceback as far as it runs through the user's code, with its lines; empty when it does not."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OWN)]
+    return "".join(traceback.format_list(own))
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ TASKS = {
 }
 REWARDS = {
     "exact_match": "rlix.pipeline.sources.rewards:exact_match",
+    "math_verify": "rlix.pipeline.sources.math_reward:math_verify",
     "number_match": "rlix.pipeline.sources.rewards:number_match",
     "token_match": "rlix.pipeline.sources.rewards:token_match",
 }
@@ -20,6 +21,7 @@ ENVIRONMENTS = {
     "digit_lookup": "rlix.pipeline.sources.environments.lookup:DigitLookup",
     "gym": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
 }
+AGENTS = ("external",)
 ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # an `Instance`; a tokenizer
 REWARD_GIVEN = 3  # prompt, completion, answer
 
@@ -35,28 +37,56 @@ class TaskSpec(Named):
         return TASKS.get(self.name, self.name)
 
 
-class DataSpec(Section):
-    """Prompts from a JSONL or Parquet file, or a dataset saved by `datasets` (`Dataset.save_to_disk`)."""
-
-    path: str
-    """File or folder, relative to the job's file."""
+class TableSpec(Section):
+    path: str = ""
+    """A file (.jsonl, .json, .parquet, .csv), a folder of such files or one saved by `datasets`
+    (`Dataset.save_to_disk`), relative to the job's file; or a name on the Hugging Face hub."""
+    config: str | None = None
+    """Which of the configurations of a data set on the hub, or of a folder."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer: str | None = "answer"
     """Column with the right answer; null when the rewards need none."""
     split: str = "train"
-    """Which split, when the folder holds several."""
+    """Which split, when there are several."""
+    streaming: bool = False
+    """Read rows as they are needed, in an order that is shuffled 10,000 at a time, for what does not fit on the disk.
+    Rows that cannot be used are then found while the job runs: they are left out, and said in the log."""
+
+
+class MixedTableSpec(TableSpec):
+    """One table of several."""
+
+    weight: Positive = 1.0
+    """Prompts are drawn from each table in proportion to its weight, whatever its size: exactly so in every 1,000 in a
+    row. A table that is at its end begins anew."""
+
+
+class DataSpec(TableSpec):
+    """Prompts from a table, or from several in a `mix`."""
+
+    mix: Annotated[tuple[MixedTableSpec, ...], Field(strict=False)] = ()
+    """Several tables instead of one; each with `path`, `prompt`, `answer` and so on."""
     max_prompt_tokens: Count | None = None
     """Rows with a longer prompt are left out before the start; null: with one that leaves no room for
     `rollout.max_new_tokens` in the model's context."""
+
+    @property
+    def tables(self) -> "tuple[TableSpec, ...]":
+        return self.mix or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(table.weight for table in self.mix) or (1.0,)
 
 
 class RewardSpec(Named):
     """One of the rewards that judge the completions of prompts from `data`."""
 
     name: str
-    """`exact_match`, `number_match`, `token_match`, or your own: `file.py:function`, called with (prompt, completion,
-    answer), the options, and those of the row's other columns that it has parameters for; returns a number."""
+    """`exact_match`, `number_match`, `token_match`, `math_verify` (mathematical equality, by the package of that name),
+    or your own: `file.py:function`, called with (prompt, completion, answer), the options, and those of the row's other
+    columns that it has parameters for; returns a number."""
     weight: float = 1.0
     """The rewards of a completion are added up by weight."""
     timeout_s: Positive = 30.0
@@ -94,18 +124,58 @@ class EnvironmentSpec(Named):
         return ENVIRONMENTS.get(self.name, self.name)
 
 
+class ChatSpec(Section):
+    """How messages become tokens: prompts that are messages (or text, where the model has a chat template), and what
+    environments say in messages."""
+
+    system: str | None = None
+    """Said before each prompt that is text."""
+    template: str | None = None
+    """A file with a chat template in place of the tokenizer's, relative to the job's file."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the template, such as `enable_thinking: false`."""
+    history: Literal["refuse", "keep"] = "refuse"
+    """What to do with a template that drops what the model thought in earlier turns: refuse it, or keep every token
+    that was generated, against the template."""
+
+
+class AgentSpec(Named):
+    """Agents that talk to the job's OpenAI-compatible endpoint, on 127.0.0.1 of the pipeline's node."""
+
+    name: str
+    """`external` (whoever has the job's key plays), or your own: `file.py:function`, called with a `Call` and the
+    options; returns the episode's reward."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: one that is free. `RLIX_HOME/endpoints/<job>.json` holds address and key."""
+    concurrency: Count = 64
+    """How many functions that are not async run at a time."""
+    timeout_s: Positive = 600.0
+    """Longest an agent of your own may take for an episode."""
+    failure_reward: float | None = None
+    """Reward of an episode whose agent failed; null leaves it out of the update."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, in place of the tokenizer's."""
+
+
 class SourceSpec(Section):
-    """Where samples come from: `task`, or `data` with `rewards`, or `environment`, or the `name` of your own."""
+    """Where samples come from: `task`, `data` with `rewards`, `environment`, `openai`, or the `name` of your own."""
 
     task: TaskSpec | None = None
     data: DataSpec | None = None
     rewards: Annotated[tuple[RewardSpec, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """What judges completions of prompts from `data`; one alone needs no list."""
     environment: EnvironmentSpec | None = None
+    chat: ChatSpec = ChatSpec()
+    openai: AgentSpec | None = None
     name: str | None = None
     """Your own source: `file.py:Class`, a `rlix.pipeline.sources.Source`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the source that `name` says."""
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt that is used, where the job says it."""
+        return None if self.data is None else self.data.max_prompt_tokens
 
     @model_validator(mode="before")
     @classmethod

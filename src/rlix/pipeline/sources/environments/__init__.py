@@ -5,19 +5,24 @@ from rlix.pipeline.sources.environments.base import (
     Environment,
     EnvironmentFailedError,
     Instance,
+    Message,
     Observation,
+    ToolCall,
     Transition,
 )
-from rlix.pipeline.sources.environments.tools import Toolbox, ToolCall, ToolResult
+from rlix.pipeline.sources.environments.tools import Toolbox, ToolError, ToolResult, as_tool
 
 __all__ = [
     "Action",
     "Environment",
     "EnvironmentFailedError",
     "Instance",
+    "Message",
     "Observation",
     "ToolCall",
+    "ToolError",
     "ToolResult",
     "Toolbox",
     "Transition",
+    "as_tool",
 ]

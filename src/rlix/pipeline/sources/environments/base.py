@@ -1,17 +1,26 @@
 """What an environment is: reset it with a seed, then answer actions with observations and rewards until it is done."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlix.protocol.errors import RlixError
 
-Observation = str | tuple[int, ...]
-"""What the policy reads next: text, or token ids that need no tokenizer."""
+Message = Mapping[str, Any]
+"""As chat templates take them: `role` (system, user, tool, ...) and `content`, and for a tool its `name`."""
+Observation = str | tuple[int, ...] | tuple[Message, ...]
+"""What the policy reads next: text, token ids that need no tokenizer, or messages for the model's chat template."""
 
 
 class EnvironmentFailedError(RlixError):
-    """An environment raised, hung or died; it costs its own trajectory (or one of that trajectory's attempts)."""
+    """An environment raised, hung or died; it costs its own trajectory (or one of that trajectory's attempts).
+
+    `trace`: the user's own traceback, where there is one.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
 
 
 class EnvironmentTimeoutError(EnvironmentFailedError):
@@ -19,11 +28,24 @@ class EnvironmentTimeoutError(EnvironmentFailedError):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`argument`: a JSON object, where the policy wrote the call; `problem`: why it could not be read."""
+
+    name: str
+    argument: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy generated in one turn: as text without special tokens, and token by token, end token included."""
+    """What the policy generated in one turn: as text without special tokens, and token by token, end token included.
+
+    `tool_calls`: those in the text, when the environment has `tools`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,9 @@ class Environment(Protocol):
 
     The same seed and actions must give the same observations and rewards: that is what a retry relies on. Methods are
     coroutines that must not block; code that may block or crash belongs into the `subprocess` runner.
+
+    A class attribute `tools`, a sequence of JSON schemas, says what the policy may call; the model's chat template
+    shows them to it, and `Action.tool_calls` are its calls.
     """
 
     async def reset(self, seed: int) -> Observation: ...

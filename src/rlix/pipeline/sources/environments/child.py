@@ -7,8 +7,8 @@ import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from rlix.pipeline.sources.environments.base import Action, Environment, Instance
-from rlix.pipeline.spec.named import import_object, where_raised
+from rlix.pipeline.sources.environments.base import Action, Environment, Instance, ToolCall
+from rlix.pipeline.spec.named import import_object, own_traceback, where_raised
 
 
 async def answer(request: dict[str, Any], environment: Environment | None) -> tuple[dict[str, Any], Environment]:
@@ -21,7 +21,8 @@ async def answer(request: dict[str, Any], environment: Environment | None) -> tu
     assert environment is not None, "the first request must be 'make'"
     if method == "reset":
         return {"observation": await environment.reset(request["seed"])}, environment
-    transition = await environment.step(Action(request["text"], tuple(request["token_ids"])))
+    calls = tuple(ToolCall(**call) for call in request["tool_calls"])
+    transition = await environment.step(Action(request["text"], tuple(request["token_ids"]), calls))
     return asdict(transition), environment
 
 
@@ -33,7 +34,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
             try:
                 reply, environment = runner.run(answer(json.loads(line), environment))
             except Exception as error:  # noqa: BLE001 - the other side raises it
-                reply = {"error": where_raised(error)}
+                reply = {"error": where_raised(error), "trace": own_traceback(error)}
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
 

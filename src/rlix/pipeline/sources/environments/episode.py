@@ -53,11 +53,11 @@ class Outstanding:
 
 
 class Codec(Protocol):
-    """Between text and tokens."""
+    """Between what is said and tokens. `before`: all tokens so far; none at the beginning."""
 
-    def encode(self, observation: Observation, *, first: bool) -> tuple[int, ...]: ...
+    def encode(self, observation: Observation, before: Sequence[int]) -> tuple[int, ...]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def action(self, token_ids: Sequence[int], before: Sequence[int]) -> Action: ...
 
 
 Policy = Callable[[str, tuple[int, ...], int], Awaitable[Answer]]
@@ -73,14 +73,17 @@ async def play(
     room: Room,
     outstanding: Outstanding,
 ) -> Episode:
-    """One episode to its end. A failing environment ends it as FAILED; a failing policy raises."""
+    """One episode to its end. A failing environment ends it as FAILED; a failing policy raises.
+
+    One that ends with an answer that was cut off ends as LENGTH, whatever its environment makes of that.
+    """
     turns: list[Turn] = []
     tokens: list[int] = []
     reward, exact, failed, error = 0.0, False, False, None
     outstanding.update(id, room.outstanding(0, 0))
     try:
         end = End.TURNS
-        observation_ids = _something(id, codec.encode(await environment.reset(seed), first=True))
+        observation_ids = _something(id, codec.encode(await environment.reset(seed), ()))
         while True:
             tokens += observation_ids
             limit = room.answer(len(turns), len(tokens))
@@ -89,15 +92,16 @@ async def play(
                 break
             answer = await policy(f"{id}/{len(turns)}", tuple(tokens), limit)
             turns.append(Turn(observation_ids, answer))
+            action = codec.action(answer.token_ids, tokens)
             tokens += answer.token_ids
             outstanding.update(id, room.outstanding(len(turns), len(tokens)))
-            transition = await environment.step(Action(codec.decode(answer.token_ids), answer.token_ids))
+            transition = await environment.step(action)
             reward += transition.reward
             exact = transition.exact
             if transition.done:
-                end = End.DONE
+                end = End.LENGTH if answer.cut_off else End.DONE
                 break
-            observation_ids = codec.encode(transition.observation, first=False)
+            observation_ids = codec.encode(transition.observation, tokens)
     except EnvironmentFailedError as failure:
         end, failed, error = End.FAILED, True, str(failure)
     finally:

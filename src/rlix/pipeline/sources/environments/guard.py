@@ -16,7 +16,7 @@ from rlix.pipeline.sources.environments.base import (
     Observation,
     Transition,
 )
-from rlix.pipeline.spec.named import where_raised
+from rlix.pipeline.spec.named import own_traceback, where_raised
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class InProcessRunner:
         try:
             return self._factory(instance)
         except Exception as error:  # a user's code may raise anything; it costs this trajectory only
-            raise EnvironmentFailedError(f"could not be built: {where_raised(error)}") from error
+            raise EnvironmentFailedError(f"could not be built: {where_raised(error)}", own_traceback(error)) from error
 
     async def stop(self, environment: Environment, *, failed: bool) -> None:
         if not failed:
@@ -131,6 +131,16 @@ class GuardedEnvironment:
     async def _failed(self, error: EnvironmentFailedError) -> None:
         """Give the environment up; wait before the next attempt, or raise when this was the last."""
         self.tally.failures += 1
+        last = f"\n  the last action: {self._history[-1][0].text!r}" if self._history else ""
+        logger.info(
+            "the environment of %s (seed %d, attempt %d) failed: %s%s\n%s",
+            self.instance.trajectory,
+            self._seed,
+            self.instance.attempt,
+            error,
+            last,
+            error.trace,
+        )
         self.tally.timeouts += isinstance(error, EnvironmentTimeoutError)
         await self.close(failed=True)
         attempt = self.instance.attempt + 1
@@ -181,4 +191,4 @@ async def bounded(what: str, call: Coroutine[Any, Any, T], timeout_s: float) -> 
     except EnvironmentFailedError:
         raise
     except Exception as error:  # a user's code may raise anything; it costs this trajectory only
-        raise EnvironmentFailedError(f"{what} raised {where_raised(error)}") from error
+        raise EnvironmentFailedError(f"{what} raised {where_raised(error)}", own_traceback(error)) from error

@@ -6,9 +6,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.environments.base import Action, Demonstration, EnvironmentFailedError, Instance, Transition
+from rlix.pipeline.sources.environments.base import (
+    Action,
+    Demonstration,
+    EnvironmentFailedError,
+    Instance,
+    ToolCall,
+    Transition,
+)
 from rlix.pipeline.sources.environments.latency import Lognormal
-from rlix.pipeline.sources.environments.tools import Toolbox, ToolCall
+from rlix.pipeline.sources.environments.tools import Toolbox
 
 Sleep = Callable[[float], Awaitable[None]]
 _TOOL_TIMEOUT_S = 3600.0  # the tool's own; that of the whole step is set by whoever runs the environment

@@ -141,7 +141,7 @@ class _Child:
         return _observation((await self.ask("reset", seed=seed))["observation"])
 
     async def step(self, action: Action) -> Transition:
-        answer = await self.ask("step", text=action.text, token_ids=list(action.token_ids))
+        answer = await self.ask("step", **asdict(action))
         return Transition(**{**answer, "observation": _observation(answer["observation"])})
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ class _Child:
         answer: dict[str, Any] = json.loads(line)
         self.is_idle = True
         if "error" in answer:
-            raise EnvironmentFailedError(answer["error"])
+            raise EnvironmentFailedError(answer["error"], answer.get("trace", ""))
         return answer
 
     async def kill(self) -> None:

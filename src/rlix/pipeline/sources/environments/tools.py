@@ -1,20 +1,19 @@
 """Tools that an environment offers: a call that fails or hangs is something to tell the agent, not a failure."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from rlix.pipeline.sources.environments.base import Message, ToolCall
 
 Tool = Callable[[str], Awaitable[str]]
 
 
 class ToolError(Exception):
     """Raised by a tool that cannot do what it was asked; the agent gets to read the message."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    argument: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,12 @@ class Toolbox:
         self._timeout_s = timeout_s
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """What the tool said, or why it said nothing: unknown, refused (`ToolError`), out of time.
+        """What the tool said, or why it said nothing: unreadable, unknown, refused (`ToolError`), out of time.
 
         Anything else a tool raises is a defect of the environment and passes through.
         """
+        if call.problem is not None:
+            return ToolResult(call.problem, ok=False)
         tool = self._tools.get(call.name)
         if tool is None:
             return ToolResult(f"no tool {call.name!r}; there are: {', '.join(sorted(self._tools))}", ok=False)
@@ -46,3 +47,31 @@ class Toolbox:
             return ToolResult(str(error), ok=False)
         except TimeoutError:
             return ToolResult(f"{call.name} did not answer within {self._timeout_s:g} s", ok=False)
+
+    async def answers(self, calls: Sequence[ToolCall]) -> tuple[Message, ...]:
+        """Of all calls of a turn, made side by side: messages for the agent to read, in their order."""
+        results = await asyncio.gather(*map(self.call, calls))
+        return tuple(
+            {"role": "tool", "name": call.name, "content": result.text}
+            for call, result in zip(calls, results, strict=True)
+        )
+
+
+def as_tool(function: Callable[..., Any]) -> Tool:
+    """A function, plain or a coroutine, as a tool that is called with a JSON object of its keyword arguments.
+
+    Arguments that do not fit are something to tell the agent.
+    """
+
+    async def tool(argument: str) -> str:
+        arguments = json.loads(argument)
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{error}") from error
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+    return tool

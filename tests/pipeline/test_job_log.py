@@ -1,0 +1,102 @@
+"""What a job says of itself, in its run folder, and how its failures read."""
+
+import asyncio
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
+from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance
+from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits
+from rlix.pipeline.sources.panel import Asked, Panel
+from rlix.pipeline.sources.tasks.base import Prompt
+from rlix.pipeline.spec.source import RewardSpec
+from rlix.protocol.errors import WorkerError
+
+logger = logging.getLogger("rlix.somewhere")
+
+REWARD = """
+def score(prompt, completion, answer):
+    return grade(completion)
+
+
+def grade(text):
+    return {"a": 1.0}[text]
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Any:
+    made = JobLog(tmp_path)
+    yield tmp_path / "job.log"
+    made.close()
+
+
+def test_a_log_for_each_job_from_info_up(log: Path) -> None:
+    logger.info("step %d", 3)
+    logging.getLogger("elsewhere").error("not ours")
+    assert "INFO rlix.somewhere: step 3" in log.read_text()
+    assert "not ours" not in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "gone")
+    logger.info("nobody reads this")
+    log.close()
+    assert logging.getLogger("rlix").handlers == []
+
+
+def test_a_failing_reward_is_told_with_its_sample_and_the_users_own_traceback(log: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(REWARD)
+    panel = Panel([RewardSpec(name=f"{file}:score")], processes=1)
+    prompt = Prompt("prompts/3/1", "what?", (1,), "right", (2,))
+    try:
+        (verdict,) = panel.judge([Asked(prompt, "wrong", (1,))])
+    finally:
+        panel.close()
+    place = f"({file}:7)"
+    assert verdict == f"reward {file}:score for prompt prompts/3/1 failed: KeyError: 'wrong' {place}"
+    text = log.read_text()
+    assert "\n  prompt: 'what?'\n  completion: 'wrong'\n  answer: 'right'\n" in text
+    assert f'File "{file}", line 3, in score\n    return grade(completion)\n' in text
+    assert f'File "{file}", line 7, in grade\n' in text
+    assert "reward_process.py" not in text
+
+
+def test_a_failing_environment_is_told_with_its_sample_and_traceback(log: Path) -> None:
+    class Broken:
+        def __init__(self, instance: Instance) -> None: ...
+
+        async def reset(self, seed: int) -> str:
+            return ">"
+
+        async def step(self, action: Action) -> Any:
+            return {}[action.text]
+
+        async def close(self) -> None: ...
+
+    async def main() -> None:
+        runner = InProcessRunner(Broken)
+        guarded = GuardedEnvironment(runner, Instance("episodes/0/1/2", 0), Limits(attempts=1), lambda: 0.0)
+        await guarded.reset(7)
+        await guarded.step(Action("left", (1,)))
+
+    with pytest.raises(EnvironmentFailedError, match="step raised KeyError: 'left'"):
+        asyncio.run(main())
+    text = log.read_text()
+    assert "the environment of episodes/0/1/2 (seed 7, attempt 0) failed: step raised KeyError: 'left'" in text
+    assert "in step\n    return {}[action.text]" in text
+
+
+def test_a_full_disk_is_known_from_whatever_process_it_comes() -> None:
+    plain = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    within = WorkerError("rank 3: SafetensorError: I/O error: No space left on device (os error 28)")
+    chained = RuntimeError("the checkpoint was not written")
+    chained.__cause__ = plain
+    assert all(map(is_full_disk, (plain, within, chained)))
+    assert not is_full_disk(OSError(errno.EACCES, os.strerror(errno.EACCES)))
