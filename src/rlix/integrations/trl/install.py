@@ -147,11 +147,16 @@ def _serve(start_rollouts: Callable[[str], Rollouts]) -> None:
         module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)
 
 
+def _only_on_one_rank(model: str) -> Rollouts:
+    raise SpecError("rlix.trl: use_vllm on several ranks is not supported yet")
+
+
 def _other(name: str, ranks: Ranks, store: Any) -> Session:
     pid = os.getpid()
     store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
     _await(store, "devices", "rank 0 to join the pool")
     _show(json.loads(store.get("devices").decode()))
+    _serve(_only_on_one_rank)
     return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None)))
 
 
