@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS
+from rlix.pipeline.spec.executor import EXECUTORS
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.model import PretrainedModel, TinyModel
 from rlix.pipeline.spec.schedule import SCHEDULES
@@ -41,6 +42,7 @@ def reference() -> str:
         sections = [*children, *sections] if path else [*sections, *children]
         parts.append(section(path, model))
     parts += [options("algorithm", name, model) for name, model in ALGORITHMS.items()]
+    parts += [section("rollout.executor_options", model, f" of `{name}`") for name, model in EXECUTORS.items()]
     parts += [options("schedule", name, model) for name, model in SCHEDULES.items() if model.model_fields]
     return "\n".join(parts)
 
@@ -68,7 +70,7 @@ def row(name: str, field: FieldInfo) -> str:
         default = "see below"
     else:
         value = field.get_default(call_default_factory=True)
-        default = "–" if value is None else f"`{list(value) if isinstance(value, tuple) else value}`"
+        default = "–" if value in (None, "") else f"`{list(value) if isinstance(value, tuple) else value}`"
     meaning = " ".join((field.description or "").split())
     return f"| `{name}` | {type_name(field.annotation)} | {default} | {meaning} |"
 

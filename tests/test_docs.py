@@ -19,7 +19,7 @@ def test_the_job_spec_reference_is_current() -> None:
     assert script["TARGET"].read_text() == script["reference"](), "run `python docs/job_spec.py`"
 
 
-@pytest.mark.parametrize("name", ["algorithms", "environments", "custom-pipelines"])
+@pytest.mark.parametrize("name", ["algorithms", "data", "environments", "custom-pipelines"])
 def test_what_the_manual_shows_of_a_job_is_one(name: str, tmp_path: Path) -> None:
     whole = {"name": "shown", "steps": 1, "clusters": {"actor_train": {"gpus": 2}}, "rollout": {"max_new_tokens": 5}}
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)

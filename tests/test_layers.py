@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": {"nn", "engine", "flow", "control", "node", "protocol", "monitor"},
     "monitor": {"protocol"},
     "sim": {"control", "scheduler", "protocol"},
-    "integrations": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
+    "integrations": {"pipeline", "nn", "engine", "flow", "control", "node", "protocol"},
+    "trl": {"integrations"},
     "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
     "cli": {"pipeline", "control", "node", "monitor", "sim", "scheduler", "protocol"},
 }

@@ -31,7 +31,7 @@ STEPS, CHECKPOINT_EVERY = 16, 2
 BY_ITSELF = 3  # every how many faults one ends a job
 _FIRST_STEP_S, _FINISH_S = 120.0, 300.0
 BUDGET_S = 240.0  # after which no further round begins
-_TIMED = ("time", "_s")
+_TIMED = ("time", "_s", "slot_use")
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 

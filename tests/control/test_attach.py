@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from rlix.control import attach
-from rlix.control.attach import attach_to_cluster
+from rlix.control.announcement import Announcement
+from rlix.control.attach import attach_to_cluster, attach_to_daemon
 from rlix.protocol.errors import RlixError
 
 ATTACH = """
@@ -52,6 +54,19 @@ def test_who_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(socket, "create_connection", silent)
     with pytest.raises(RlixError, match=r"cannot reach the Ray cluster at 192\.0\.2\.1:6379: no answer within 5 s"):
         attach_to_cluster("192.0.2.1:6379")
+
+
+def test_a_stopped_process_of_a_daemon_is_named(listener: socket.socket) -> None:
+    """The kernel takes connections for it."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            found = Announcement(address_of(listener), os.getpid(), 0.0, 2, "cpu", 60.0, None)
+            with pytest.raises(RlixError, match=rf"{child.pid} \(sleep\) was stopped; .* -CONT {child.pid}"):
+                attach_to_daemon(found)
+        finally:
+            child.kill()
 
 
 def test_who_listens_but_is_no_ray_is_given_up_on(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:

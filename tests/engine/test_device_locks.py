@@ -10,7 +10,7 @@ import pytest
 from rlix import InferenceEngine, Phase, TrainEngine
 from rlix.control.program import attach
 from rlix.engine.placement import pool_devices
-from rlix.flow.worker import program_fence
+from rlix.flow.workers.worker import program_fence
 from rlix.node.device_lock import lock_directory
 from rlix.node.node import Node
 from rlix.protocol.errors import DeviceBusyError, StaleEpochError

@@ -15,8 +15,8 @@ from rlix.engine.inference.replica import ReplicaReport
 from rlix.engine.life_cycle import Life, Part, Residency, WeightsId
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import publish
-from rlix.flow.worker import Worker
-from rlix.flow.worker_group import WorkerGroup
+from rlix.flow.workers.group import WorkerGroup
+from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from tests.engine.models import qwen
 

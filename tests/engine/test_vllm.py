@@ -156,9 +156,13 @@ def _by_start(holders: dict[int, LockRecord]) -> list[Process]:
 
 def test_a_vllm_without_what_rlix_relies_on_is_refused_at_once() -> None:
     program = """
+import dataclasses
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
-from rlix.engine.executors import vllm_abi
+from rlix.engine.executors import vllm_abi, vllm_options
 vllm_abi.check()
+assert vllm_options.known() == tuple(field.name for field in dataclasses.fields(EngineArgs))
+assert vllm_options.OURS <= set(vllm_options.known())
 del LLMEngine.is_sleeping
 LLMEngine.abort_request = lambda self, request_ids: None
 try:

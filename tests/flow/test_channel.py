@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import ray
 
-from rlix.flow.channel import Channel, EndOfStream
-from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.flow.channels.channel import Channel, EndOfStream
+from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import ChannelError, WaitTimeoutError
 from tests.flow.test_worker_group import devices
 from tests.flow.workers import EchoWorker

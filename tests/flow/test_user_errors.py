@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from rlix.flow.user_errors import worker_error
+from rlix.flow.workers.user_errors import worker_error
 from rlix.protocol.errors import NotResidentError, WorkerError
 
 

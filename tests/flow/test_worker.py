@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlix.control.resource_manager import devices_of
-from rlix.flow.worker import WorkerContext, prepare_process, program_fence
+from rlix.flow.workers.worker import WorkerContext, prepare_process, program_fence
 from rlix.node.devices import Gpu, visible
 from rlix.protocol.messages import Device, DeviceKind, Fence
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 
-from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.node import process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind

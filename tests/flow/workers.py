@@ -11,8 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlix.flow.channel import Channel, EndOfStream, Producer
-from rlix.flow.worker import Worker, WorkerContext
+from rlix.flow.channels.channel import Channel, EndOfStream, Producer
+from rlix.flow.workers.worker import Worker, WorkerContext
 
 
 def wait_gone(pid: int, timeout: float = 20.0) -> None:

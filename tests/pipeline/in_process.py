@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.full_finetune import FullFinetunePipeline
+from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.job import JobSpec
 
@@ -26,6 +26,7 @@ class Generator:
         self.version = 0
         self.published: list[int] = []
         self.submitted: list[int] = []
+        self.answered: list[tuple[Trajectory, int]] = []
         self._vocabulary, self._end = vocabulary, end
 
     def publish(self, version: int) -> None:
@@ -50,9 +51,13 @@ class Generator:
 
     def abandon(self) -> None: ...
 
+    def slot_use(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None: ...
 
     def _answered(self, trajectory: Trajectory) -> Trajectory:
+        self.answered.append((trajectory, self.version))
         source = Random(trajectory.seed)
         limit = trajectory.sampling.max_new_tokens
         ids = [source.randrange(4, self._vocabulary) for _ in range(source.randint(1, limit))]
@@ -88,14 +93,14 @@ class Engine:
 class InProcess(FullFinetunePipeline):
     def __init__(self, spec: JobSpec, folder: Path) -> None:
         self.spec, self.stop_requested = spec, threading.Event()
-        self.folder: Any = SimpleNamespace(path=folder)
+        self.folder = RunFolder(folder)
         self.phases: list[str] = []
 
     def run_steps(self) -> list[dict[str, float]]:
         self.setup()
         try:
             self.initialize()
-            return [dict(self.step(step)) for step in range(self.spec.steps)]
+            return [{**self.step(step), **self._evaluated(step + 1)} for step in range(self.spec.steps)]
         finally:
             self.teardown()
 
@@ -104,7 +109,7 @@ class InProcess(FullFinetunePipeline):
         self.phases.append(phase.name)
         yield None
 
-    def note_phase(self, text: str) -> None: ...
+    def _update(self, **changes: object) -> None: ...
 
     def _start_engines(self) -> None:
         self.actor: Any = self._policy_engine("actor_train", self.model_path)  # type: ignore[arg-type]

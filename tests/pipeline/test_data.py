@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
-from rlix.pipeline.sources.data import DataTask, load_rows
+from rlix.pipeline.sources.data import DataTask
+from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.tables import Mixture, load_tables
+from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.columns import column_problems
 from rlix.pipeline.spec.source import DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
@@ -21,7 +24,7 @@ def task(
     rows: Any = None, *, tokenizer: Any = TOKENIZER, longest: int | None = None, reward: str = "exact_match"
 ) -> DataTask:
     data = DataSpec(path="rows.jsonl")
-    return DataTask(data, ROWS if rows is None else rows, [RewardSpec(name=reward)], tokenizer, longest)
+    return DataTask(data, [ROWS if rows is None else rows], [RewardSpec(name=reward)], tokenizer, longest)
 
 
 def write(folder: Path, kind: str) -> Path:
@@ -32,14 +35,22 @@ def write(folder: Path, kind: str) -> Path:
     if kind == "parquet":
         table.to_parquet(str(folder / "rows.parquet"))
         return folder / "rows.parquet"
+    if kind == "csv":
+        table.to_csv(str(folder / "rows.csv"))
+        return folder / "rows.csv"
+    if kind == "folder of files":
+        (folder / "rows").mkdir()
+        for number, half in enumerate((ROWS[:5], ROWS[5:])):
+            (folder / "rows" / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in half))
+        return folder / "rows"
     (table if kind == "dataset" else datasets.DatasetDict(train=table)).save_to_disk(str(folder / "rows"))
     return folder / "rows"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "dataset with splits"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "folder of files", "dataset", "dataset with splits"])
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) -> None:
     data = DataSpec(path=str(write(tmp_path, kind)))
-    found = DataTask(data, load_rows(data), [RewardSpec(name="exact_match")], TOKENIZER)
+    found = DataTask(data, load_tables(data), [RewardSpec(name="exact_match")], TOKENIZER)
     assert found.prompts(0, 0, 10) == task().prompts(0, 0, 10)
 
 
@@ -116,7 +127,8 @@ class TestFiles:
             ("empty.jsonl", "", "source.data.path", "is empty"),
             ("list.jsonl", "[1]\n", "source.data.path", "first line is a list"),
             ("torn.jsonl", '{"prompt": \n', "source.data.path", "does not hold one JSON object per line"),
-            ("rows.csv", "prompt,answer\n", "source.data.path", "use .jsonl, .parquet, or a folder"),
+            ("rows.txt", "prompt,answer\n", "source.data.path", "use .jsonl, .json, .parquet, .csv, or a folder"),
+            ("rows.csv", "prompt,anwser\n", "source.data.answer", "did you mean 'anwser'?"),
             ("rows.parquet", "text", "source.data.path", "is not a Parquet file"),
             (
                 "cols.jsonl",
@@ -143,8 +155,83 @@ class TestFiles:
         (problem,) = column_problems(DataSpec(path=str(path), split="test"))
         assert "has no split 'test'; it has train" in problem.message
 
+    def test_what_is_neither_file_nor_folder_may_be_on_the_hub(self) -> None:
+        assert not list(column_problems(DataSpec(path="openai/gsm8k", config="main")))
+        (problem,) = column_problems(DataSpec(path="rows/gsm8k.jsonl"))
+        assert "there is no file or folder" in problem.message
+
     def test_a_broken_line_further_down(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", \n')
         with pytest.raises(SpecError, match=r"rows\.jsonl cannot be read as a table"):
-            load_rows(DataSpec(path=str(path)))
+            load_tables(DataSpec(path=str(path)))
+
+
+class TestMixture:
+    def test_every_block_has_its_shares_in_an_order_of_the_seeds(self) -> None:
+        mixture = Mixture([3.0, 1.0])
+        places = [mixture.place("prompts", 0, position) for position in range(2000)]
+        assert [sum(table for table, _ in places[i : i + 1000]) for i in (0, 1000)] == [250, 250]
+        for number in (0, 1):  # each table is read in order, whatever is asked first
+            assert [at for table, at in places if table == number] == list(range(750 * 2 if number == 0 else 250 * 2))
+        assert Mixture([3.0, 1.0]).place("prompts", 0, 1234) == places[1234]
+        assert [table for table, _ in places] != [mixture.place("prompts", 1, p)[0] for p in range(2000)]
+
+    def test_tables_with_columns_of_their_own(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "level": 3}\n')
+        (tmp_path / "b.csv").write_text("question,right\n2+2=,4\n3+3=,6\n")
+        mix = [
+            {"path": str(tmp_path / "a.jsonl"), "weight": 1},
+            {"path": str(tmp_path / "b.csv"), "prompt": "question", "answer": "right", "weight": 3},
+        ]
+        data = DataSpec.model_validate({"mix": mix})
+        assert not list(column_problems(data))
+        prompts = DataTask(data, load_tables(data), [RewardSpec(name="exact_match")], TOKENIZER).prompts(0, 0, 1000)
+        counts = {text: sum(p.text == text for p in prompts) for text in ("1+1=", "2+2=", "3+3=")}
+        assert counts == {"1+1=": 250, "2+2=": 375, "3+3=": 375}
+        assert {p.answer for p in prompts if p.text == "2+2="} == {"4"}
+        assert next(p for p in prompts if p.text == "1+1=").columns == {"level": 3}
+
+    def test_a_mistake_names_its_table(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+        mix = [{"path": str(tmp_path / "a.jsonl")}, {"path": str(tmp_path / "a.jsonl"), "prompt": "promt"}]
+        (problem,) = column_problems(DataSpec.model_validate({"mix": mix}))
+        assert problem.field == "source.data.mix.1.prompt"
+
+
+class TestStream:
+    def stream(self, folder: Path, longest: int | None = None) -> DataTask:
+        rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(30)]
+        rows[3]["prompt"] = ""
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = DataSpec(path=str(folder / "rows.jsonl"), streaming=True)
+        return DataTask(data, load_tables(data), [RewardSpec(name="exact_match")], TOKENIZER, longest)
+
+    def test_is_the_same_from_wherever_it_is_read(self, tmp_path: Path) -> None:
+        whole = self.stream(tmp_path)
+        texts = [[p.text for p in whole.prompts(0, step, 4)] for step in range(20)]
+        assert [p.text for p in self.stream(tmp_path).prompts(0, 17, 4)] == texts[17]  # as after a resume
+        assert [p.text for p in whole.prompts(0, 2, 4)] == texts[2]
+        flat = [text for step in texts for text in step]
+        assert len(set(flat[:29])) == 29  # the row without a prompt is left out, and then it begins anew
+        assert sorted(flat[:29]) == sorted(flat[29:58])
+        assert flat[:29] != flat[29:58]
+
+    def test_what_is_too_long_is_left_out(self, tmp_path: Path) -> None:
+        prompts = self.stream(tmp_path, longest=5).prompts(0, 0, 18)
+        assert {len(p.prompt_ids) for p in prompts} == {5}
+        with pytest.raises(SpecError, match="no row of the stream can be used"):
+            self.stream(tmp_path, longest=1).prompts(0, 0, 1)
+
+
+def test_math_verify_judges_in_processes_of_its_own() -> None:
+    pytest.importorskip("math_verify")
+    panel = Panel([RewardSpec(name="math_verify", timeout_s=60)], processes=1)
+    prompt = Prompt("p", "?", (1,), "1/2", (1,))
+    try:
+        verdicts = panel.judge(
+            [Asked(prompt, text, (1,)) for text in (r"so \boxed{\frac{2}{4}}", "it is 0.5", "it is 2")]
+        )
+    finally:
+        panel.close()
+    assert verdicts == [Reward(1.0, True), Reward(1.0, True), Reward(0.0, False)]

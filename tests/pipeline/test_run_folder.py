@@ -15,7 +15,7 @@ from rlix.pipeline import base
 from rlix.pipeline.base import JobConfig, Pipeline
 from rlix.pipeline.jobs import run_folder
 from rlix.pipeline.jobs.launch import launch
-from rlix.pipeline.jobs.run_folder import RunFolder, Span, check_free, list_checkpoints
+from rlix.pipeline.jobs.run_folder import RunFolder, Span, check_free, list_checkpoints, newest_checkpoint
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
 
@@ -51,14 +51,12 @@ def test_a_span_becomes_one_event_per_device(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "events.jsonl") == [{**common, **times, "device": 2}, {**common, **times, "device": 3}]
 
 
-def test_only_complete_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for name in ("step_5", "step_10", "step_100", "step_110.partial"):
         (folder.checkpoints / name).mkdir(parents=True)
     assert [step for step, _ in list_checkpoints(folder.checkpoints)] == [5, 10, 100]
-    assert folder.latest_checkpoint() == (100, folder.checkpoints / "step_100")
-    folder.prune_checkpoints(keep=2)
-    assert [step for step, _ in list_checkpoints(folder.checkpoints)] == [10, 100]
+    assert newest_checkpoint(tmp_path) == ((100, folder.checkpoints / "step_100"), [])
 
 
 # -- one writer --------------------------------------------------------------------------------------------------------
@@ -218,3 +216,28 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytes
     assert not left[0]
     folder.metrics({"step": 2})
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [0, 2]
+
+
+def test_resuming_repairs_every_file_of_lines_wherever_it_is_torn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = RunFolder.open(tmp_path)
+    (folder.checkpoints / "step_2").mkdir(parents=True)
+    for step in range(3):
+        folder.metrics({"step": step})
+        folder.samples([{"step": step, "prompt": "1>", "completion": "1", "reward": 1.0}])
+    folder.event({"type": "job", "event": "started", "time": 1.0})
+    folder.close()
+    last = {"step": 0, "type": "x", "prompt": "", "completion": "", "reward": 0.0}
+    for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl", "mine.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 1, "re{"step": 1}\n\xff\n' + json.dumps(last).encode() + b'\n{"st')
+    with pytest.raises(SpecError, match=r"jsonl:\d+: not valid JSON"):
+        load_run(tmp_path)
+    RunFolder.open(tmp_path, resume=True)
+    found = load_run(tmp_path)
+    assert [row["step"] for row in found.metrics] == [0, 1]
+    assert [sample.step for sample in found.samples if sample.prompt == "1>"] == [0, 1]
+    assert [event.event for event in found.job_events] == ["started"]
+    assert rows_of(tmp_path / "mine.jsonl") == [last]
+    assert caplog.text.count("3 torn lines were dropped") == 4

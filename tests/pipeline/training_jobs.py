@@ -18,7 +18,7 @@ from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_nam
 STEPS = 4
 TRAIN = {"sort_digits": (0, 1), "copy_digits": (1, 2), "agentic_lookup": (0, 1)}
 """Given, not chosen: so that jobs meet on the same devices, whatever else runs in the session's pool."""
-_TIMED = ("time", "_s", "env_faults", "env_timeouts", "env_retries")
+_TIMED = ("time", "_s", "slot_use", "env_faults", "env_timeouts", "env_retries")
 
 
 def small(example: str = "sort_digits", **changes: Any) -> JobSpec:
@@ -161,4 +161,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def learnt(folder: Path) -> list[dict[str, Any]]:
     """What a run sampled and learnt: its metrics without those that time has to do with."""
-    return [{k: v for k, v in row.items() if not k.endswith(_TIMED)} for row in rows(folder / "metrics.jsonl")]
+    return [learnt_of(row) for row in rows(folder / "metrics.jsonl")]
+
+
+def learnt_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Without what was evaluated, too, which is not learnt."""
+    return {k: v for k, v in row.items() if not k.endswith(_TIMED) and not k.startswith("eval/")}

@@ -62,15 +62,20 @@ def run(
     private: Annotated[
         bool, typer.Option("--private", help="Use a control plane that ends with this run and is not shared.")
     ] = False,
+    trl: Annotated[
+        bool, typer.Option("--trl", help="SPEC is a TRL script; what follows `--` is for the script.")
+    ] = False,
 ) -> None:
     """Run jobs side by side on one pool of devices, and report.
 
     They join the control plane that runs here, or one is started that others may join. Without its terminal, the run
     goes on.
     """
-    from rlix.cli.run import RunOptions, run_jobs
+    from rlix.cli.run import RunOptions, run_jobs, run_script
 
     with one_message_per_mistake():
+        if trl:
+            run_script(specs, runs_dir, devices)
         options = RunOptions(
             specs=tuple(specs),
             runs_dir=runs_dir,
@@ -83,6 +88,24 @@ def run(
         )
         code = run_jobs(options)
     raise typer.Exit(code)
+
+
+@app.command()
+def check(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of memory of a device (default: of the machine's GPUs).")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices in the pool.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="Folder with the model's config.json, where the job's model is not at hand.")
+    ] = None,
+) -> None:
+    """Check jobs without starting anything, and say how much memory each phase will take on a device."""
+    from rlix.cli.check import check_specs
+
+    with one_message_per_mistake():
+        check_specs(specs, memory_gib=memory, devices=devices, model_config=model_config)
 
 
 @app.command()

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.view import make_console
@@ -72,6 +73,22 @@ def run_jobs(options: RunOptions) -> int:
     return exit_code(statuses, interrupts.signal_number)
 
 
+def run_script(command: Sequence[str], runs_dir: Path, devices: int | None) -> NoReturn:
+    """Become the TRL script `command[0]`, as a job of the shared pool, with the rest as its arguments.
+
+    Raises:
+        SpecError: there is no such script, or its run folder could not be written.
+    """
+    if not Path(command[0]).is_file():
+        raise SpecError(f"--trl: no such script: {command[0]}")
+    _check_output(runs_dir)
+    environment = os.environ | {"RLIX_RUNS_DIR": str(runs_dir)}
+    if devices is not None:
+        environment["RLIX_VIRTUAL_GPUS"] = str(devices)
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "rlix.trl", *command], environment)
+
+
 def _check_output(runs_dir: Path) -> None:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -99,6 +116,12 @@ def _run_to_end(
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
             check_jobs(specs, ids)
+            if (memory := smallest_memory(devices)) is not None:
+                from rlix.pipeline.memory.job import (
+                    check_memory,
+                )  # imports torch, which virtual devices need not wait for
+
+                check_memory(specs, memory)
             placed = split_devices(specs, ids) if options.split else specs
             _check_not_running(placed, options.runs_dir, pool.orchestrator)
             # Ray has put its own handler for SIGTERM in place of ours meanwhile.

@@ -67,6 +67,8 @@ def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> st
         parts.append(f"reward {job.reward:.3f}")
     if job.exact is not None:
         parts.append(f"exact {job.exact:.3f}")
+    if job.evaluation is not None:
+        parts.append(f"evaluation {job.evaluation:.3f}")
     if job.tokens_per_s is not None:
         parts.append(f"{job.tokens_per_s:,.0f} tokens/s")
     parts += [f"{run.name} {run.step}/{run.steps}" for run in job.runs]
@@ -129,8 +131,10 @@ def render(snapshot: Snapshot) -> Group:
 
 def _job_table(snapshot: Snapshot) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
-    for column in ("job", "step", "", "phase", "reward", "exact", "tokens/s", "devices"):
-        numeric = column in {"step", "reward", "exact", "tokens/s"}
+    evaluated = any(job.evaluation is not None for job in snapshot.jobs)
+    shown = ("job", "step", "", "phase", "reward", "exact", *(("evaluation",) if evaluated else ()), "tokens/s")
+    for column in (*shown, "devices"):
+        numeric = column in {"step", "reward", "exact", "evaluation", "tokens/s"}
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     held = holdings(snapshot.control)
     for index, job in enumerate(snapshot.jobs):
@@ -142,6 +146,7 @@ def _job_table(snapshot: Snapshot) -> Table:
             Text(job.state if final else words(job.phase), style=STATE_STYLES.get(job.state, "")),
             _number(job.reward, ".3f"),
             _number(job.exact, ".3f"),
+            *((_number(job.evaluation, ".3f"),) if evaluated else ()),
             _number(job.tokens_per_s, ",.0f"),
             device_list(held.get(job.pipeline_id, ())),
         )

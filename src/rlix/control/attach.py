@@ -16,6 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
@@ -68,10 +69,11 @@ def attach_to_daemon(found: Announcement) -> None:
     """Connects to the Ray of a daemon of this machine.
 
     Raises:
-        RlixError: it is not there any more.
+        RlixError: it is not there any more, or was stopped.
     """
     where = f"the control plane of process {found.pid} at {found.address}"
     _knock(found.address, where)
+    _check_not_stopped(found.pid, where)
     authentication.use(daemon_authentication(found.token_path))
     _connect(found.address, where, loopback=True)
 
@@ -140,6 +142,17 @@ def _knock(address: str, where: str) -> None:
     except OSError as error:
         reason = f"no answer within {CONNECT_TIMEOUT_S:.0f} s" if isinstance(error, TimeoutError) else error.strerror
         raise RlixError(f"cannot reach {where}: {reason or error}; check RAY_ADDRESS, or unset it") from error
+
+
+def _check_not_stopped(daemon: int, where: str) -> None:
+    """The kernel takes connections for a process that does not run, and Ray would wait for it for minutes."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(daemon).children():
+            if process.status() == psutil.STATUS_STOPPED:
+                raise RlixError(
+                    f"cannot join {where}: its process {process.pid} ({process.name()}) was stopped; let it go on with "
+                    f"`kill -CONT {process.pid}`, or end that control plane and its jobs with `kill -KILL {daemon}`"
+                )
 
 
 def _probe(address: str, where: str, settings: Mapping[str, str]) -> str | None:

@@ -32,6 +32,7 @@ def attach(
     gangs: Mapping[str, Size] | None = None,
     rollouts: Mapping[str, Size] | None = None,
     tensor_parallel: Mapping[str, int] | None = None,
+    stay: bool = False,
 ) -> "Program":
     """Makes this process a job of the pool; it stops being one when it ends, or at `close`.
 
@@ -45,6 +46,7 @@ def attach(
         gangs, rollouts: instead of `gpus`, clusters under names of your own, each with its devices; of a rollout None
             is the whole pool.
         tensor_parallel: devices of one bundle, by cluster; 1 where it is not said.
+        stay: gangs are granted on the same devices each time, for programs that cannot change theirs.
 
     Raises:
         SpecError: sizes or names are wrong, or the pool is too small.
@@ -75,6 +77,7 @@ def attach(
         cluster_device_mappings={**gangs, **rollouts},
         name=name,
         elastic_clusters=list(rollouts),
+        cluster_device_alternatives={gang: [] for gang in gangs} if stay else None,
     )
     get(register, what=f"registration of {name!r}", timeout_s=_CALL_TIMEOUT_S)
     get(orchestrator.admit_pipeline.remote(pipeline_id), what=f"admission of {name!r}", timeout_s=_CALL_TIMEOUT_S)

@@ -10,7 +10,7 @@ import torch
 from rlix.engine import placement
 from rlix.engine.life_cycle import Life, Residency, training
 from rlix.engine.residency import MoveReport
-from rlix.flow.worker_group import WorkerGroup
+from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, Process
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import ray
 
 from rlix.control.rpc import get
-from rlix.flow.worker import program_fence
+from rlix.flow.workers.worker import program_fence
 from rlix.node.device_lock import holder
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus, Device

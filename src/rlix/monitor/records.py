@@ -1,4 +1,4 @@
-"""What a run folder holds, read back: `metrics.jsonl`, `events.jsonl` and `spec.yaml`."""
+"""What a run folder holds, read back: `metrics.jsonl`, `events.jsonl`, `samples.jsonl` and `spec.yaml`."""
 
 import json
 import logging
@@ -67,6 +67,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleText:
+    """What the policy read and said in one sample. `evaluation`: of held-out prompts."""
+
+    step: int
+    evaluation: bool
+    prompt: str
+    completion: str
+    reward: float
+    end: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """One job's run. `metrics` has one mapping per step, in order; a value that is null or not finite is left out."""
 
@@ -79,6 +92,7 @@ class RunRecord:
     job_events: tuple[JobEvent, ...]
     devices: tuple[PoolDevice, ...]
     checkpoints: tuple[Checkpoint, ...]
+    samples: tuple[SampleText, ...] = ()
 
     @property
     def last_time(self) -> float:
@@ -153,6 +167,7 @@ def load_run(directory: Path) -> RunRecord:
         job_events=tuple(by_type["job"]),
         devices=by_type["pool"][-1] if by_type["pool"] else (),
         checkpoints=tuple(by_type["checkpoint"]),
+        samples=tuple(_parse(where, row, _sample) for where, row in _read_lines(directory / "samples.jsonl")),
     )
 
 
@@ -240,6 +255,18 @@ def _pool(row: dict[str, Any]) -> tuple[PoolDevice, ...]:
 
 def _checkpoint(row: dict[str, Any]) -> Checkpoint:
     return Checkpoint(step=int(row["step"]), path=str(row["path"]), time=float(row["time"]))
+
+
+def _sample(row: dict[str, Any]) -> SampleText:
+    return SampleText(
+        step=int(row["step"]),
+        evaluation=bool(row.get("evaluation")),
+        prompt=str(row["prompt"]),
+        completion=str(row["completion"]),
+        reward=float(row["reward"]),
+        end=str(row.get("end", "")),
+        error=str(row.get("error", "")),
+    )
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any]], Any]] = {

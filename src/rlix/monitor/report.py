@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -12,12 +12,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rlix.monitor.accounting import Accounting, account, contended_window, device_ids, shared_window
-from rlix.monitor.records import PoolDevice, RunRecord, load_run
+from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run
 from rlix.monitor.split import SplitEstimate, split_estimate
 from rlix.monitor.tables import TableData, count, device_table, duration, job_table, percent, split_table
 from rlix.protocol.types import Phase
 
 SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
+LONGEST_TEXT = 2000  # characters of a sample
 PHASE_ORDER = {phase.name.lower(): phase.value for phase in Phase}
 
 
@@ -89,6 +90,8 @@ def render_html(report: Report) -> str:
         subtitle=_subtitle(report),
         tiles=_tiles(report),
         tables=report.tables,
+        curves=_curves(report),
+        samples=[(record.name, _chosen(record.samples)) for record in report.records if record.samples],
         uses=[*report.accounting.devices, total],
         style=Markup((assets / "report.css").read_text()),
         script=Markup("\n".join((assets / name).read_text() for name in SCRIPTS)),
@@ -131,6 +134,29 @@ def page_data(report: Report) -> dict[str, Any]:
         "spans": sorted(spans, key=lambda row: (row[0], row[4])),
         "jobs": [_job_data(record, origin) for record in report.records],
     }
+
+
+def _curves(report: Report) -> list[str]:
+    """The metrics whose curves a page opens with."""
+    found = {key for record in report.records for row in record.metrics for key in row}
+    return ["reward", "exact", *(key for key in ("eval/reward", "eval/exact") if key in found)]
+
+
+def _chosen(samples: Sequence[SampleText]) -> list[SampleText]:
+    """Those of the first and of the last step that has some, of training and of evaluation; long texts cut."""
+    chosen = []
+    for evaluation in (False, True):
+        of_kind = [sample for sample in samples if sample.evaluation is evaluation]
+        steps = {sample.step for sample in of_kind}
+        ends = {min(steps), max(steps)} if steps else set()
+        chosen += [sample for sample in of_kind if sample.step in ends]
+    return [replace(s, prompt=_cut(s.prompt, head=False), completion=_cut(s.completion)) for s in chosen]
+
+
+def _cut(text: str, *, head: bool = True) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} …" if head else f"… {text[-LONGEST_TEXT:]}"
 
 
 def _job_data(record: RunRecord, origin: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,19 @@ from typing import Any, Protocol
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
+from rlix.engine.declared import Deadlines
+from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
+from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options, where_raised
-from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Device, Fence, Lease
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
+
+SETTLE_AFTER_ERROR_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class JobStatus:
     reward: float | None = None
     exact: float | None = None
     tokens_per_s: float | None = None
+    evaluation: float | None = None  # the metric that checkpoints are chosen by, when it was last measured
     error: str | None = None
     runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
@@ -100,6 +106,8 @@ class Pipeline(ABC):
         self.registration = self.client.registration()
         self.devices = self.client.devices()
         self.folder = RunFolder(config.run_dir)
+        self.checkpoints = Checkpoints(self.folder, 1, None, self._note_checkpoint)
+        self.loggers: Loggers | None = None
         self.stop_requested = threading.Event()
         self._ended = threading.Event()
         self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
@@ -107,6 +115,7 @@ class Pipeline(ABC):
         self._exacts: list[float] = []
         self._lease_records = 0
         self._usage = Usage(time.time())
+        self._moves = Deadlines()
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -122,11 +131,18 @@ class Pipeline(ABC):
     def initialize(self) -> None:
         """What a fresh run does before its first step (a resumed one calls `load` instead)."""
 
-    def save(self, path: Path) -> None:
-        """Write everything that the next step depends on into the empty folder `path`."""
+    def save(self, path: Path) -> Sequence[Saving] | None:
+        """Write everything that the next step depends on into the empty folder `path`.
+
+        What is returned goes on writing there while the next steps are done; the checkpoint counts when all have ended.
+        """
 
     def load(self, path: Path, step: int) -> None:
         """Restore what `save` wrote after `step` steps."""
+
+    def evaluate(self, done: int) -> Mapping[str, float]:
+        """After `done` steps, when the spec's `evaluation` is due: metrics on held-out prompts, named `eval/...`."""
+        raise NotImplementedError
 
     def teardown(self) -> None:
         """Stop what `setup` started."""
@@ -146,12 +162,15 @@ class Pipeline(ABC):
             detail = where_raised(error)
             self._update(state="failed", phase="failed", error=detail)
             if self.folder.is_open:
+                self._settle_after_error()
                 self._event("job", event="failed", detail=detail)
             raise
         finally:
             try:
                 self.teardown()
             finally:
+                if self.loggers is not None:
+                    self.loggers.close(state)
                 self._ended.set()
                 if state == "failed":
                     self.folder.close()
@@ -183,13 +202,15 @@ class Pipeline(ABC):
             InterruptedError: the job was asked to stop while it waited.
         """
         name, step = phase.name.lower(), self._status.step
+        self.checkpoints.look()
         self._update(phase=f"waiting for {name}")
         with self.client.phase(cluster, phase, stop=self.stop_requested) as lease:
             self._update(phase=name)
             marks = [time.time()]
             try:
                 if engine is not None:
-                    engine.acquire(self.client.fence(lease))
+                    with self._moves.lasting(self.spec.speed.move_s):
+                        engine.acquire(self.client.fence(lease))
                 marks.append(time.time())
                 yield lease
             except BaseException:  # raised again
@@ -200,7 +221,8 @@ class Pipeline(ABC):
             else:
                 marks.append(time.time())
                 if engine is not None:
-                    engine.release(lease.epoch)
+                    with self._moves.lasting(self.spec.speed.move_s):
+                        engine.release(lease.epoch)
             finally:
                 marks.append(time.time())
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
@@ -226,12 +248,23 @@ class Pipeline(ABC):
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
+        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
+            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
+        if self.spec.evaluation is not None and type(self).evaluate is Pipeline.evaluate:
+            raise SpecError(f"evaluation: {type(self).__name__} has no method 'evaluate': write it, or drop this")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
-        self._event("job", event="started", detail=self.config.why or None)
+        self.checkpoints = Checkpoints(
+            self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
+        )
+        said = [*filter(None, [self.config.why]), *self.folder.set_aside]
+        self._event("job", event="started", detail="; ".join(said) or None)
         self.folder.write_spec(self.spec.to_yaml())
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)
         self.setup()
+        first = 0 if checkpoint is None else checkpoint[0]
+        run = Run(self.spec.name, self.folder.path, first, self.spec.model_dump(mode="json"))
+        self.loggers = Loggers(build_loggers(self.spec.logging), run)
         if checkpoint is None:
             self.initialize()
             return 0
@@ -252,24 +285,29 @@ class Pipeline(ABC):
             if step == first:
                 self._event("job", event="first_step", detail=None)
             try:
-                self._one_step(step)
+                metrics = self._one_step(step)
             except InterruptedError:
                 break
             done = step + 1
             per_step = (self._usage.gpu_s(time.time()) - spent_gpu_s) / (done - first)
             self.expect_gpu_s(per_step * (self.spec.steps - done))
-            if every and done % every == 0:
-                self._checkpoint(done)
+            best = self.checkpoints.better(done, metrics)
+            if best is not None or done % every == 0:
+                self.checkpoints.begin(done, self.save, best)
                 saved = done
-        if every and done > saved:
-            self._checkpoint(done)
+        if done > saved:
+            self.checkpoints.begin(done, self.save)
+        self.checkpoints.settle()
         return "stopped" if done < self.spec.steps else "finished"
 
-    def _one_step(self, step: int) -> None:
+    def _one_step(self, step: int) -> dict[str, float]:
         start = time.time()
         metrics = dict(self.step(step))
         end = time.time()
-        self.folder.metrics({"step": step, "time": end, "step_s": end - start, **metrics})
+        metrics |= {"step_s": end - start, **self._evaluated(step + 1)}
+        self.folder.metrics({"step": step, "time": end, **metrics})
+        if self.loggers is not None:
+            self.loggers.log(step, metrics)
         self._rewards.append(metrics["reward"])
         self._exacts.append(metrics.get("exact", float("nan")))
         self._update(
@@ -279,16 +317,31 @@ class Pipeline(ABC):
             tokens_per_s=metrics.get("tokens_per_s"),
         )
         self._write_lease_events()
+        return metrics
 
-    def _checkpoint(self, done: int) -> None:
-        """Save into a temporary name, then rename: a checkpoint that has its name is complete."""
-        target = self.folder.checkpoints / f"step_{done}"
-        partial = target.with_suffix(".partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        self.save(partial)
-        partial.rename(target)
-        self.folder.prune_checkpoints(self.spec.checkpoint.keep)
-        self._event("checkpoint", step=done, path=str(target))
+    def _evaluated(self, done: int) -> dict[str, float]:
+        """Metrics of the evaluation that is due after `done` steps. Whoever stops the job does not wait for it."""
+        wanted = self.spec.evaluation
+        if wanted is None or (done % wanted.every and done < self.spec.steps):
+            return {}
+        self._update(phase="evaluation")
+        start = time.time()
+        try:
+            metrics = dict(self.evaluate(done))
+        except InterruptedError:
+            return {}
+        self._update(evaluation=metrics.get(wanted.best or "eval/reward"))
+        return {**metrics, "evaluation_s": time.time() - start}
+
+    def _settle_after_error(self) -> None:
+        """The checkpoint that is under way is of a step that was done before the error."""
+        try:
+            self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
+        except (RlixError, OSError) as error:
+            logger.warning("%s: its last checkpoint was not completed: %s", self.spec.name, error)
+
+    def _note_checkpoint(self, done: int, path: Path) -> None:
+        self._event("checkpoint", step=done, path=str(path))
 
     def _write_lease_events(self) -> None:
         for record in self.client.lease_log(self._lease_records):
@@ -298,19 +351,7 @@ class Pipeline(ABC):
                 self._usage.granted(lease.epoch, len(lease.devices), record.time)
             elif record.event == "released":
                 self._usage.released(lease.epoch, record.time)
-            self.folder.event(
-                {
-                    "type": "lease",
-                    "event": record.event,
-                    "epoch": lease.epoch,
-                    "cluster": lease.cluster,
-                    "phase": lease.phase.name.lower(),
-                    "devices": list(lease.devices),
-                    "time": record.time,
-                    "reason": record.reason,
-                    "waited_s": record.waited_s,
-                }
-            )
+            self.folder.lease(record)
 
     def _event(self, kind: str, **fields: object) -> None:
         self.folder.event({"type": kind, "time": time.time(), **fields})

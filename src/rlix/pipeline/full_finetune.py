@@ -1,5 +1,6 @@
 """The pipeline that ships: samples from a source, made on a schedule, and what an algorithm learns from them."""
 
+import itertools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
+from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.publication import Published
 from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_importance_weights
 from rlix.pipeline.algorithms.base import Estimate, Setting
@@ -20,21 +22,26 @@ from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
-from rlix.pipeline.models import prepare_model
+from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
+from rlix.pipeline.models import describe_model, prepare_model
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling
+from rlix.pipeline.sample_texts import SampleTexts
 from rlix.pipeline.samples import End, Samples
 from rlix.pipeline.schedules.base import Supply
 from rlix.pipeline.schedules.choice import build_schedule
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
+from rlix.pipeline.training.parameter_groups import unmatched
+from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName, Phase
 
 
@@ -56,12 +63,14 @@ class FullFinetunePipeline(Pipeline):
         metrics = self.weigh(samples, batch)
         if estimate.returns is not None:
             metrics |= self.train_critic(step, batch, estimate.returns)
-        return metrics | self.train(step, batch) | samples.metrics()
+        return metrics | self.train(step, batch) | samples.metrics() | self.rollouts.slot_use()
 
     def sample(self, step: int) -> Samples:
         """What this step learns from, made on whatever devices the scheduler grants."""
         self.note_phase("rollout")
-        return self.schedule.samples(step)
+        samples = self.schedule.samples(step)
+        self.texts.note(step, samples)
+        return samples
 
     def collate(self, samples: Samples) -> PolicyBatch:
         """One row for each sample; of those that are not learnt from the mask is empty."""
@@ -124,7 +133,7 @@ class FullFinetunePipeline(Pipeline):
                     )
             seconds = time.time() - start
             self.publish(self.weights(step + 1))
-        return {"train_s": seconds} | mean_metrics(metrics)
+        return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
         """As many optimizer steps as the policy takes, over the same minibatches."""
@@ -175,6 +184,10 @@ class FullFinetunePipeline(Pipeline):
         assert self.critic is not None
         with self.phase(ClusterName.CRITIC, Phase.VALUE_COMPUTE, self.critic):
             return cast(torch.Tensor, self.critic.values(_tokens(batch)))
+
+    def lateness(self) -> dict[str, float]:
+        """By how much decoding took longer than declared, in all so far, where a speed was declared."""
+        return {} if self.spec.declared_speed is None else {"decode_late_s": self.rollouts.late_s}
 
     def weights(self, version: int) -> Published:
         """What the replicas need of the policy as it is now."""
@@ -239,7 +252,7 @@ class FullFinetunePipeline(Pipeline):
                 top_k=spec.rollout.top_k,
                 stop_token_ids=ends.token_ids,
             ),
-            context=int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings),
+            context=spec.rollout.longest(int(AutoConfig.from_pretrained(self.model_path).max_position_embeddings)),
             tokenizer=tokenizer,
             ends=ends,
             timeout_s=self.rollout_timeout_s,
@@ -248,6 +261,9 @@ class FullFinetunePipeline(Pipeline):
         )
         self.source = build_source(spec.source, around)
         self.algorithm = build_algorithm(spec.algorithm, Setting(around.group_size, self.source.longest))
+        self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
+        if spec.evaluation is not None:
+            self.evaluation = Evaluation(spec.evaluation, spec.source, around)
 
     def initialize(self) -> None:
         self.warm_up()
@@ -257,24 +273,38 @@ class FullFinetunePipeline(Pipeline):
             self.publish(self.weights(0))
         self._build_others()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> list[SaveHandle]:
         """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
-        self.actor.save_state(path / "state")
-        self.actor.save(path / "model")
-        if self.critic is not None:
-            self.critic.save_state(path / "critic")
+        describe_model(self.model_path, path / "model")
+        engines = [(self.actor, "state"), *([] if self.critic is None else [(self.critic, "critic")])]
+        if self.spec.checkpoint.asynchronous:
+            return [engine.save_state(path / name, asynchronous=True) for engine, name in engines]
+        for engine, name in engines:
+            engine.save_state(path / name)
+        return []
 
     def load(self, path: Path, step: int) -> None:
+        optimizer = self.spec.optimizer
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
+            self.actor.adjust_optimizer(optimizer, self.spec.updates)
             self.publish(self.weights(step))
         self._build_others()
         if self.critic is not None:
             with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
                 self.critic.load_state(path / "critic")
+                self.critic.adjust_optimizer(self._of_critic(optimizer), self.spec.updates)
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        """Not counted into training; with the newest weights."""
+        self.schedule.settle()
+        samples = self.evaluation.run(done)
+        self.texts.note(done - 1, samples, evaluation=True)
+        self.rollouts.slot_use()  # the next step's begins anew
+        return evaluation_metrics(samples)
 
     def teardown(self) -> None:
-        for part in ("source", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
+        for part in ("source", "evaluation", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
             if (found := getattr(self, part, None)) is not None:
                 found.close()
 
@@ -307,9 +337,12 @@ class FullFinetunePipeline(Pipeline):
         if self.algorithm.needs_reference:
             self.reference = self._policy_engine(ClusterName.REFERENCE, self.reference_path)
         if self.algorithm.critic is not None:
-            optimizer = self.spec.optimizer.model_copy(update={"learning_rate": self.algorithm.critic.learning_rate})
-            module = critic_on_meta(self.reference_path)
+            module, optimizer = critic_on_meta(self.reference_path), self._of_critic(self.spec.optimizer)
             self.critic = self.build_train_engine(ClusterName.CRITIC, module, self.reference_path, optimizer)
+
+    def _of_critic(self, optimizer: OptimizerSpec) -> OptimizerSpec:
+        assert self.algorithm.critic is not None
+        return optimizer.model_copy(update={"learning_rate": self.algorithm.critic.learning_rate})
 
     def _start_replicas(self) -> InferenceEngine:
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
@@ -322,12 +355,18 @@ class FullFinetunePipeline(Pipeline):
             max_num_seqs=self.spec.rollout.max_num_seqs,
             adapters=self.adapter_room[0],
             adapter_rank=self.adapter_room[1],
+            declared=self.spec.speed,
+            **build_arguments(self.spec.rollout.executor, self.spec.rollout.executor_options),
             load=False,  # nothing may be on a device before there is a lease for it
         )
         return engine
 
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
-        return self.build_train_engine(name, policy_on_meta(path), path, self.spec.optimizer)
+        module = policy_on_meta(path)
+        if missing := unmatched((n for n, _ in module.named_parameters()), self.spec.optimizer):
+            some = ", ".join(n for n, _ in itertools.islice(module.named_parameters(), 3))
+            raise SpecError(f"optimizer.groups: no parameter is called {missing[0]!r}; names are like {some}")
+        return self.build_train_engine(name, module, path, self.spec.optimizer)
 
     def build_train_engine(
         self, name: ClusterName, module: OptimizedModule, path: Path, optimizer: OptimizerSpec
@@ -349,6 +388,7 @@ class FullFinetunePipeline(Pipeline):
             )
             self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
+            engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
 

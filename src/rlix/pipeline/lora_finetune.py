@@ -7,6 +7,7 @@ import torch
 
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.parallel import NeedParallel
+from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.publication import PublishedAdapter
 from rlix.pipeline.batch import PolicyBatch, TokenBatch
 from rlix.pipeline.full_finetune import FullFinetunePipeline
@@ -44,11 +45,12 @@ class LoraFinetunePipeline(FullFinetunePipeline):
             self.attach(self.outside)
         self._build_others()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> list[SaveHandle]:
         """The adapter as PEFT has it, with its optimizer's state beside it."""
         self.actor.read("save_adapter", self.adapter, path / "adapter", str(self.base_path))
         if self.critic is not None:
             self.critic.save_state(path / "critic")
+        return []
 
     def load(self, path: Path, step: int) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):

@@ -1,6 +1,7 @@
 """Model folders: the built-in tiny model written to disk, and Hugging Face models found there or on the hub."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     from rlix.pipeline.spec.model import ModelSpec, TinyModel
 
 logger = logging.getLogger(__name__)
+
+_DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 
 
 def prepare_model(model: "ModelSpec", folder: Path, seed: int) -> Path:
@@ -57,6 +69,14 @@ def write_tiny_model(model: "TinyModel", folder: Path, seed: int) -> Path:
         character_tokenizer(model.alphabet).save_pretrained(folder)
         module.save_pretrained(folder)
     return folder
+
+
+def describe_model(model: Path, folder: Path) -> None:
+    """Copy a model folder's configuration and tokenizer to `folder`: all but its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _DESCRIPTION:
+        for file in model.glob(pattern):
+            shutil.copy2(file, folder / file.name)
 
 
 def local_model(path: str) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlix.control.client import JobClient
+from rlix.engine.train.saving import SaveHandle
 from rlix.pipeline.base import JobConfig, JobStatus, Resident
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
@@ -51,7 +52,7 @@ class AdapterRun(LoraFinetunePipeline):
 
     def _start_engines(self) -> None:
         self.actor, self.served = self.job.actor, self.job.served
-        self.rollouts = AdapterRollouts(self.served, self.adapter)
+        self.rollouts = AdapterRollouts(self.served, self.adapter, alone=False)
 
     def initialize(self) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
@@ -61,9 +62,9 @@ class AdapterRun(LoraFinetunePipeline):
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
             self.attach(path / "adapter", step)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> list[SaveHandle]:
         with self.job.engine_lock:
-            super().save(path)
+            return super().save(path)
 
     def teardown(self) -> None:
         """Leave nothing on the devices; what was learnt is in the run folder."""
@@ -79,12 +80,13 @@ class AdapterRun(LoraFinetunePipeline):
                 if self.adapter in self.actor.adapters():
                     self.actor.remove_adapter(self.adapter)
 
-    def _one_step(self, step: int) -> None:
-        super()._one_step(step)
+    def _one_step(self, step: int) -> dict[str, float]:
+        metrics = super()._one_step(step)
         self.job.stepped(self)
+        return metrics
 
-    def _checkpoint(self, done: int) -> None:
-        super()._checkpoint(done)
+    def _note_checkpoint(self, done: int, path: Path) -> None:
+        super()._note_checkpoint(done, path)
         self.job.checkpointed()
 
     def expect_gpu_s(self, left: float) -> None: ...
@@ -107,6 +109,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         self._threads: dict[str, threading.Thread] = {}
         self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
         self._steps = 0  # of all runs together
+        self._unsaved = False
 
     # ---- what can be asked for while it runs -----------------------------------------------------------------
 
@@ -173,16 +176,17 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             if self.spec.warmup is not None:
                 self.actor.save(self.reference_path)
             self.serve_base()
-        self._checkpoint(0)
+        self.checkpoints.begin(0, self.save)
 
     def load(self, path: Path, step: int) -> None:
         self._steps = step
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.serve_base()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> list[SaveHandle]:
         """The runs keep what they have learnt in folders of their own."""
         (path / "base.txt").write_text(f"{self.base_path}\n")
+        return []
 
     def teardown(self) -> None:
         for run in self.runs.values():
@@ -205,6 +209,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
                 if not any(thread.is_alive() for thread in self._threads.values()):
                     break
             self._write_lease_events()
+        self._save_progress()
         failed = {name: status.error for name, r in self.runs.items() if (status := r.status()).state == "failed"}
         if failed:
             text = "; ".join(f"{name}: {error}" for name, error in failed.items())
@@ -256,15 +261,21 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             self._steps += 1
 
     def checkpointed(self) -> None:
-        """A run has written a checkpoint: what resumes the job knows how far all are."""
+        """A run has written a checkpoint: what resumes the job should know how far all are."""
+        self._unsaved = True
+
+    def _save_progress(self) -> None:
+        """Only the thread that holds the gang may, or whoever knows that there is none."""
         with self._runs_lock:
-            if not (self.folder.checkpoints / f"step_{self._steps}").exists():
-                self._checkpoint(self._steps)
+            if self._unsaved and not (self.folder.checkpoints / f"step_{self._steps}").exists():
+                self.checkpoints.begin(self._steps, self.save)
+            self._unsaved = False
 
     # ---- the gang --------------------------------------------------------------------------------------------
 
     @contextmanager
     def _held(self, phase: Phase) -> Iterator[None]:
+        self._save_progress()
         with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.actor, self.engine_lock)):
             yield
 

@@ -12,6 +12,7 @@ from rlix.nn import returns
 from rlix.pipeline.algorithms.base import Algorithm
 from rlix.pipeline.algorithms.tensors import Terms, masked_mean
 from rlix.pipeline.batch import PolicyBatch, TokenBatch
+from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.training.causal_lm import CausalLmModule
 
 
@@ -69,7 +70,7 @@ class PolicyModule(CausalLmModule):
 
     def _warmup_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         if not hasattr(self, "_warmup"):
-            self._warmup = self.new_optimizer(learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+            self._warmup = self.new_optimizer(OptimizerSpec(learning_rate=learning_rate))
         return self._warmup
 
 

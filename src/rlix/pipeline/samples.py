@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import sqrt
 
 from torch import Tensor, tensor
 
@@ -110,22 +111,40 @@ class Samples:
         return [self.samples[group * self.group_size + k] for group in chosen for k in range(self.group_size)]
 
     def metrics(self) -> dict[str, float]:
-        """The curves, and `trajectories_digest`: equal exactly when two runs learnt from the same samples."""
+        """The curves, how far rewards differ within groups, and `trajectories_digest`: equal exactly when two runs
+        learnt from the same samples."""
         identity = {
+            **self._spread(),
             "trajectories": float(len(self.samples)),
             "trajectories_digest": float(digest((s.id, s.token_ids, s.end) for s in self.samples)),
         }
         return {**self.curves, **identity}
 
+    def _spread(self) -> dict[str, float]:
+        """`reward_std` is a mean over the groups; `groups_flat` the share of those that have nothing to compare."""
+        if self.group_size < 2:
+            return {}
+        size, every = self.group_size, range(0, len(self.samples), self.group_size)
+        deviations = [_deviation([s.reward for s in self.samples[i : i + size] if s.counts]) for i in every]
+        return {"reward_std": mean(deviations), "groups_flat": mean([float(d == 0) for d in deviations])}
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """As of the whole population; exactly 0 where all are equal."""
+    middle = mean(values)
+    return 0.0 if len(set(values)) < 2 else sqrt(mean([(value - middle) ** 2 for value in values]))
+
 
 def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:
-    """Means over the samples that count, lengths (in tokens that the policy generated) of all, and `more`."""
+    """Means over the samples that count, of all their lengths (in tokens that the policy
+    generated, and in all), and `more`."""
     kept = [sample for sample in samples if sample.counts]
     return {
         "reward": mean([sample.reward for sample in kept]),
         "exact": mean([float(sample.exact) for sample in kept]),
         "length": mean([float(sample.generated) for sample in samples]),
         "length_max": float(max((sample.generated for sample in samples), default=0)),
+        "context": mean([float(len(sample.token_ids)) for sample in samples]),
         "truncated": mean([float(sample.end is End.LENGTH) for sample in samples]),
         **more,
     }

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Life, Part
 from rlix.engine.model_source import ModelSource
@@ -43,6 +44,7 @@ class ExecutorOptions:
             only between replicas of the same value.
         adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
             room for so many when it starts. The transformers executor needs neither.
+        declared: on a virtual GPU, how long decoding and moves last at least.
         more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
@@ -56,6 +58,7 @@ class ExecutorOptions:
     tile_tokens: int | None = None
     adapters: int = 0
     adapter_rank: int = 0
+    declared: DeclaredSpeed = AS_IT_IS
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

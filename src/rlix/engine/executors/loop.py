@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from rlix.engine.declared import Deadlines
 from rlix.engine.executors.base import ExecutorOptions, Site
 from rlix.engine.executors.moves import MovingExecutor
 from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
@@ -73,6 +74,8 @@ class LoopExecutor(MovingExecutor):
         self._open: dict[int, tuple[_Call, int, GenerationRequest]] = {}
         self._keys = itertools.count()
         self._counters = DecodingCounters()
+        self._deadlines = Deadlines()
+        self._new_context = 0  # tokens that the next step computes before it decodes
         self._stream_due = math.inf  # monotonic seconds; when the next call wants chunks
         self._thread = threading.Thread(target=self._loop, name="decoder", daemon=True)
         self._thread.start()
@@ -173,6 +176,9 @@ class LoopExecutor(MovingExecutor):
                 logger.exception("a decoder could not be started again")
                 self._break(second, f"a decoding step failed ({error}), and the start after it: {second}", *Part)
             return
+        decoded = self._in_batch() + len(ended)
+        self._deadlines.reach(start, self._options.declared.decode_s(decoded, self._new_context))
+        self._new_context = 0
         self._count(time.perf_counter() - start, len(ended))
         self._finish(ended.items())
         self._stream()
@@ -185,6 +191,7 @@ class LoopExecutor(MovingExecutor):
             tokens=before.tokens + running + ended,
             running=running,
             waiting=len(self._open) - ended - running,
+            late_s=self._deadlines.late_s,
         )
 
     def _stream(self) -> None:
@@ -254,6 +261,7 @@ class LoopExecutor(MovingExecutor):
             return
         key = next(self._keys)
         self._start(key, request)
+        self._new_context += len(request.prompt_ids) + len(request.generated_ids)
         self._open[key] = (call, index, request)
 
     def _abort(self, ids: frozenset[str] | None) -> None:

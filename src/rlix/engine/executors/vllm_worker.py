@@ -18,7 +18,7 @@ from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.channel import Ticket, TransferError
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.worker import LOCK_TIMEOUT_S
+from rlix.flow.workers.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import Fence

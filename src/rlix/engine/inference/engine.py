@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
 from rlix.engine.executors.registry import backend
 from rlix.engine.inference.prompts import Params, Prompt, PromptReader, TextStream
@@ -27,7 +28,7 @@ from rlix.engine.residency import MoveReport
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.worker_group import PerRank, WorkerGroup
+from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
@@ -82,6 +83,7 @@ class InferenceEngine(Engine):
         exact: bool | None = None,
         adapters: int = 0,
         adapter_rank: int = 0,
+        declared: DeclaredSpeed = AS_IT_IS,
         executor_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         load: bool = True,
@@ -95,6 +97,7 @@ class InferenceEngine(Engine):
         Args:
             data_parallel_size: replicas; default: as many as `devices` allow, else 1.
             devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
+            declared: how long work lasts on virtual GPUs (see `rlix.engine.declared`).
             executor_options: further options of the executor's own; for vLLM those of its `EngineArgs`.
             seed: key of the random streams of prompts that bring none.
             load: bring weights and KV cache onto the devices now (where the source has weights). With False nothing
@@ -129,6 +132,7 @@ class InferenceEngine(Engine):
             exact=exact,
             adapters=adapters,
             adapter_rank=adapter_rank,
+            declared=declared,
             more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from rlix.engine.declared import Deadlines
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.executors.registry import Backend
 from rlix.engine.inference.requests import Collected, GenerationChunk, GenerationRequest, GenerationResult
@@ -18,7 +19,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.worker import LOCK_TIMEOUT_S, Worker
+from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Fence
 
@@ -65,6 +66,7 @@ class Replica(Worker):
         self._locks = self.ctx.device_locks()
         site = Site(self.ctx.kind, self._locks.keys, self.ctx.rendezvous)
         self._executor: InferenceExecutor = Backend(backend).load()(source, options, site)
+        self._declared = options.declared
         self._moving = asyncio.Lock()
         self._generating: set[asyncio.Future[Any]] = set()
         self._arrived = asyncio.Event()
@@ -94,13 +96,13 @@ class Replica(Worker):
             except BaseException:  # re-raised; nothing was moved
                 self._executor.change(lambda life: replace(life, epoch=before.epoch))
                 raise
-            return await self._move(lambda: self._executor.load(weights, parts))
+            return await self._move(lambda: self._executor.load(weights, parts), self._declared.expand_s)
 
     async def update(self, weights: PublishedWeights) -> ReplicaReport:
         """Replace the weights in place; requests in flight go on with the new ones."""
         async with self._moving:
             mine = weights.received_by(replica=self.ctx.rank)
-            return await self._move(lambda: self._executor.update(mine))
+            return await self._move(lambda: self._executor.update(mine), self._declared.sync_s)
 
     async def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
         """What each of the executor's workers needs of a trainer's tensors.
@@ -219,7 +221,7 @@ class Replica(Worker):
             self._executor.change(lambda life: life.drain(epoch))
             try:
                 await self._end_generating()
-                return await self._move(lambda: self._offload(keep_host))
+                return await self._move(lambda: self._offload(keep_host), self._declared.shrink_s)
             except BaseException as error:  # re-raised; it is not draining any more, and may be loaded or drained again
                 reason = f"offload broke off: {error}"
                 self._executor.change(lambda life: life.failed(reason) if life.draining else life)
@@ -250,10 +252,12 @@ class Replica(Worker):
         """The devices stay locked until the process, and any it started, has ended: the bytes do too."""
         self._executor.close()
 
-    async def _move(self, move: Callable[[], int]) -> ReplicaReport:
+    async def _move(self, move: Callable[[], int], declared_s: float) -> ReplicaReport:
         """Run a blocking move beside the event loop; what became of it the executor's life says."""
         start = time.perf_counter()
         moved = await asyncio.to_thread(move)
+        if moved:
+            await asyncio.to_thread(Deadlines().reach, start, declared_s)
         return self._report(moved, time.perf_counter() - start)
 
     async def _end_generating(self) -> None:

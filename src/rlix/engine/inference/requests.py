@@ -125,6 +125,7 @@ class DecodingCounters:
     Attributes:
         steps: decoding steps. seconds: that they took. tokens: sum over the steps of the requests decoded in each.
         running: requests that are being decoded now; waiting: accepted ones for which there is no room yet.
+        late_s: by how much steps took longer than was declared, where it was.
     """
 
     steps: int = 0
@@ -132,6 +133,7 @@ class DecodingCounters:
     tokens: int = 0
     running: int = 0
     waiting: int = 0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from rlix.engine.train.materialize import ModuleSpec, module_description
 from rlix.engine.train.state_calls import StateCalls
 from rlix.engine.train.weights_source import weights_folder
 from rlix.engine.train.worker import TrainStatus
-from rlix.flow.worker_group import PerRank
+from rlix.flow.workers.group import PerRank
 from rlix.nn import BaseTrainModule, is_configuring, reduction_of
 from rlix.protocol.errors import WorkerError
 from rlix.protocol.messages import Device, Fence

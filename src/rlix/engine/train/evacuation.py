@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
 
-from rlix.flow.worker_group import WorkerGroup
+from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 
 logger = logging.getLogger(__name__)

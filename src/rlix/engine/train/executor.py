@@ -20,7 +20,7 @@ from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.optimizers import optimizers
 from rlix.engine.train.parts import Parts
-from rlix.flow.worker import WorkerContext
+from rlix.flow.workers.worker import WorkerContext
 from rlix.nn import BaseTrainModule, ProcessGroups
 
 

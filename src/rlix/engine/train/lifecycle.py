@@ -14,7 +14,7 @@ from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.worker import TrainWorker
-from rlix.flow.worker_group import WorkerGroup
+from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence
 

@@ -18,7 +18,7 @@ from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES
 from rlix.engine.weights.publication import PublishedWeights, publish, stream, tied_names
 from rlix.engine.weights.sync import Channels, Trainer, Transport, WeightReceiver, WeightSyncReport, choose
-from rlix.flow.worker_group import WorkerGroup
+from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import NotResidentError, WorkerError
 
 

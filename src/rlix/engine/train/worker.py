@@ -30,7 +30,7 @@ from rlix.engine.train.saving import BackgroundSaver
 from rlix.engine.weights import channel, publication, streams
 from rlix.engine.weights.layout import Layout as WeightLayout
 from rlix.engine.weights.shards import Share, held, layout_of, sliced
-from rlix.flow.worker import CONTROL, LOCK_TIMEOUT_S, Worker
+from rlix.flow.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 from rlix.nn import TrainContext
 from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence

@@ -20,7 +20,7 @@ from rlix.engine.weights.plan import plan
 from rlix.engine.weights.publication import PublishedWeights, joined
 from rlix.engine.weights.schedule import Load, Way, schedule
 from rlix.engine.weights.shards import described, shares
-from rlix.flow.worker_group import PerRank
+from rlix.flow.workers.group import PerRank
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import Device, DeviceKind, Process
 

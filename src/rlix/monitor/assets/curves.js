@@ -24,7 +24,9 @@ function chart(box, key, axis) {
   box.replaceChildren();
   const svg = node(box, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${key} of each job` });
   const lines = data.jobs.map((job, index) => ({ index, name: job.name, xs: job[axis], ys: job.metrics[key] ?? [] }))
-    .filter((line) => line.ys.some((y) => y !== null));
+    .filter((line) => line.ys.some((y) => y !== null))
+    // An evaluation is not part of every step: its points are joined over the steps between.
+    .map((line) => (key.startsWith("eval/") ? { ...line, xs: line.xs.filter((_, i) => line.ys[i] !== null), ys: line.ys.filter((v) => v !== null) } : line));
   const ys = lines.flatMap((line) => line.ys.filter((y) => y !== null)), xs = lines.flatMap((line) => line.xs);
   if (!ys.length) return node(svg, "text", { x: left, y: height / 2 }, "nothing recorded");
   let low = Math.min(...ys), high = Math.max(...ys);

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlix.flow.prefork import runtime_env
-from rlix.flow.worker import WORKER_ENVIRONMENT
+from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec

@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlix.control.rpc import root_cause
 from rlix.flow import prefork
-from rlix.flow.worker import WORKER_ENVIRONMENT
+from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator

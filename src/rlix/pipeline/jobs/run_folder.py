@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.pipeline.jobs.manifest import damage
 from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 5.0
 Checkpoint = tuple[int, Path]  # the number of finished steps, and where
 _CHECKPOINT = re.compile(r"step_(\d+)")
+_BY_STEP = ("metrics.jsonl", "samples.jsonl")
 _LOCK = ".lock"
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
+_BROKEN = ".broken"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -48,6 +52,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_open = False
+        self.set_aside: list[str] = []  # checkpoints that were not gone on from, and why
         self._writing = threading.Lock()
         self._lock: TextIO | None = None
 
@@ -56,19 +61,19 @@ class RunFolder:
         """Makes the run folder this process's, and clean: what a death left half written is removed.
 
         With `resume`, and where there is a complete checkpoint, the run goes on from the one that is returned: metrics
-        of steps that will be done again are dropped. Else the folder is new: an earlier run of the same name is moved
-        aside, never overwritten.
+        and samples of steps that will be done again are dropped, and torn lines. Else the folder is new: an earlier run
+        of the same name is moved aside, never overwritten.
 
         Args:
             wait_s: how long to wait for another process, perhaps just killed, to let go of the folder; default: 5 s.
 
         Raises:
-            SpecError: another process writes into it; nothing was changed.
+            SpecError: another process writes into it, or none of its checkpoints is whole; nothing was changed.
         """
         folder = RunFolder(path)
         folder._own(wait_s)
         _remove_partial(path)
-        checkpoint = folder.latest_checkpoint() if resume else None
+        checkpoint = folder._whole_checkpoint() if resume else None
         if checkpoint is not None:
             folder._trim(checkpoint[0])
         elif any(entry.name != _LOCK for entry in path.iterdir()):
@@ -90,37 +95,58 @@ class RunFolder:
         self.is_open = True
 
     def _trim(self, step: int) -> None:
-        metrics, events = self.path / "metrics.jsonl", self.path / "events.jsonl"
-        if metrics.exists():
-            rows = [line for line in metrics.read_bytes().splitlines() if _step_of(line) < step]
-            _replace(metrics, b"".join(row + b"\n" for row in rows))
-        if events.exists():
-            with events.open("rb+") as file:  # the next line must not be glued to one that a crash cut off
-                file.truncate(file.read().rfind(b"\n") + 1)
+        """Drops rows of steps that will be done again, and lines that a death left torn: in any file of lines."""
+        for path in sorted(self.path.glob("*.jsonl")):
+            content = path.read_bytes()
+            lines = [line for line in content.split(b"\n") if line]
+            whole = [line for line in lines if _is_row(line)]
+            if len(whole) < len(lines):
+                logger.warning("%s: %d torn lines were dropped", path, len(lines) - len(whole))
+            kept = [line for line in whole if path.name not in _BY_STEP or _step_of(line) < step]
+            if (text := b"".join(line + b"\n" for line in kept)) != content:
+                replace_file(path, text)
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest complete checkpoint as (number of finished steps, path), or None."""
-        found = list_checkpoints(self.checkpoints)
-        return found[-1] if found else None
-
-    def prune_checkpoints(self, keep: int) -> None:
-        for _, path in list_checkpoints(self.checkpoints)[:-keep]:
-            partial = path.with_suffix(_PARTIAL)  # a checkpoint that has its name is complete, also while it goes
-            path.rename(partial)
-            shutil.rmtree(partial)
+    def _whole_checkpoint(self) -> Checkpoint | None:
+        """The newest that has lost nothing. What is broken gets another name and is told in `set_aside`."""
+        checkpoint, broken = newest_checkpoint(self.path)
+        for path, what in broken:
+            path.rename(path.with_suffix(_BROKEN))
+            self.set_aside.append(f"{path.name} is broken: {what}")
+            logger.warning("%s is not gone on from: %s", path, what)
+        return checkpoint
 
     def write_spec(self, text: str) -> None:
-        _replace(self.path / "spec.yaml", text.encode())
+        replace_file(self.path / "spec.yaml", text.encode())
 
     def metrics(self, row: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [row])
 
+    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._append("samples.jsonl", rows)
+
     def event(self, row: dict[str, Any]) -> None:
         self._append("events.jsonl", [row])
+
+    def lease(self, record: LeaseRecord) -> None:
+        """Note what happened to a lease."""
+        lease = record.lease
+        self.event(
+            {
+                "type": "lease",
+                "event": record.event,
+                "epoch": lease.epoch,
+                "cluster": lease.cluster,
+                "phase": lease.phase.name.lower(),
+                "devices": list(lease.devices),
+                "time": record.time,
+                "reason": record.reason,
+                "waited_s": record.waited_s,
+            }
+        )
 
     def spans(self, spans: Sequence[Span]) -> None:
         rows = []
@@ -171,16 +197,16 @@ def _aside(path: Path) -> Path:
 
 
 def _remove_partial(path: Path) -> None:
-    for left in (*path.glob(f"*{_PARTIAL}"), *(path / "checkpoints").glob(f"*{_PARTIAL}")):
-        if left.is_dir():
+    for left in (*path.glob(f"*{PARTIAL}"), *(path / "checkpoints").glob(f"*{PARTIAL}")):
+        if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)
         else:
             left.unlink()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Writes the file whole or, after a crash, not at all."""
-    partial = path.with_name(path.name + _PARTIAL)
+    partial = path.with_name(path.name + PARTIAL)
     partial.write_bytes(content)
     partial.replace(path)
 
@@ -204,8 +230,29 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted((int(match[1]), path) for match, path in matches)
 
 
-def _step_of(line: bytes) -> int:
+def newest_checkpoint(path: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest checkpoint of a run folder that is whole, and the newer ones with what they have lost.
+
+    Raises:
+        SpecError: there are some, and none is whole.
+    """
+    broken: list[tuple[Path, str]] = []
+    for step, checkpoint in reversed(list_checkpoints(path / "checkpoints")):
+        if (what := damage(checkpoint)) is None:
+            return (step, checkpoint), broken
+        broken.append((checkpoint, what))
+    if broken:
+        found = "; ".join(f"{checkpoint.name}: {what}" for checkpoint, what in broken)
+        raise SpecError(f"{path}: no checkpoint is whole ({found}); run without --resume to start anew")
+    return None, []
+
+
+def _is_row(line: bytes) -> bool:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):  # a line torn by a crash
-        return 1 << 62
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _step_of(row: bytes) -> int:
+    return int(json.loads(row)["step"])

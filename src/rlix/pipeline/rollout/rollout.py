@@ -76,6 +76,7 @@ class RolloutManager:
         self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
         self._expected: dict[str, Demand] = {}  # by owner
         self._left_gpu_s = 0.0
+        self._slots_seen = (0, 0)
         self._reported = 0  # trajectories
         self._reported_at = 0.0
         self._reporting = False
@@ -153,6 +154,17 @@ class RolloutManager:
     def expect_gpu_s(self, left: float) -> None:
         """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
         self._post(partial(setattr, self, "_left_gpu_s", left))
+
+    @property
+    def late_s(self) -> float:
+        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
+        return self._router.late_s
+
+    def slot_use(self) -> dict[str, float]:
+        """Metric `slot_use`: the share of decoding slots in use since this was last asked; nothing where none was."""
+        (tokens, room), (tokens_before, room_before) = self._router.decoded, self._slots_seen
+        self._slots_seen = (tokens, room)
+        return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
 
     def abandon(self, owner: str = "") -> None:
         """Drop the open trajectories of an adapter ("": of all) and expect none."""

@@ -102,10 +102,13 @@ class Router:
         self._slots = slots
         self._spare = max(1, slots // 8) if spare is None else spare
         self._replicas = [_Replica(limit=slots + self._spare) for _ in range(replicas)]
+        self.late_s = 0.0  # by how much decoding took longer than declared, in all
         self._prefix_cache = prefix_cache
         self._queue = FairQueue()
         self._open: dict[str, Trajectory] = {}
         self._estimates = Estimates(slots)
+        self.decoded = (0, 0)
+        """Tokens so far, and how many it would have been with every slot in use."""
 
     # ---- trajectories ----------------------------------------------------------------------------------------
 
@@ -289,7 +292,10 @@ class Router:
         before, replica.counted = replica.counted, counters
         steps = counters.steps - before.steps
         if steps > 0:  # else nothing was decoded, or by another process
-            self._estimates.saw_steps(counters.seconds - before.seconds, steps, counters.tokens - before.tokens)
+            tokens = counters.tokens - before.tokens
+            self._estimates.saw_steps(counters.seconds - before.seconds, steps, tokens)
+            self.decoded = (self.decoded[0] + tokens, self.decoded[1] + steps * self._slots)
+            self.late_s += counters.late_s - before.late_s
         if counters.waiting > 0:
             replica.limit = counters.running + self._spare
         else:

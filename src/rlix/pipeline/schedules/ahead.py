@@ -30,20 +30,17 @@ class Ahead(Schedule):
     def __init__(self, options: AheadOptions, supply: Supply) -> None:
         super().__init__(options, supply)
         self._begun: dict[int, Any] = {}
+        self._made: dict[int, Samples] = {}
         self._held_back: Published | None = None
 
     def samples(self, step: int) -> Samples:
         """What an earlier step has usually begun; begins the next."""
-        if step not in self._begun:
+        if step not in self._begun and step not in self._made:
             self._begin(step)
-        start = time.time()
-        samples = self.supply.source.finish(self._begun[step])
-        waited = time.time() - start
-        samples = with_spread(step, samples, self.supply)  # before the next step's would be in the way
-        del self._begun[step]
+        samples = self._made.pop(step) if step in self._made else self._finished(step)
         self._begin_ahead(step)
         samples, found = checked(step, samples, self.options)
-        return replace(samples, curves={**samples.curves, **found, "rollout_wait_s": waited})
+        return replace(samples, curves={**samples.curves, **found})
 
     def publish(self, weights: Published) -> None:
         """At once, or when what is in flight is finished."""
@@ -52,13 +49,30 @@ class Ahead(Schedule):
         else:
             super().publish(weights)
 
+    def settle(self) -> None:
+        """What is in flight is finished with the weights it began with, as it would be without this."""
+        if self._held_back is None:
+            return
+        for step in list(self._begun):
+            self._made[step] = self._finished(step)
+        super().publish(self._held_back)
+        self._held_back = None
+
+    def _finished(self, step: int) -> Samples:
+        start = time.time()
+        samples = self.supply.source.finish(self._begun[step])
+        waited = time.time() - start
+        samples = with_spread(step, samples, self.supply)  # before the next step's would be in the way
+        del self._begun[step]
+        return replace(samples, curves={**samples.curves, "rollout_wait_s": waited})
+
     def _begin_ahead(self, step: int) -> None:
         """Start what may be generated while `step` trains."""
         if self._held_back is not None:
             super().publish(self._held_back)
             self._held_back = None
         for later in range(step + 1, min(step + self.options.steps_ahead, self.supply.steps - 1) + 1):
-            if later not in self._begun:
+            if later not in self._begun and later not in self._made:
                 self._begin(later)
 
     def _begin(self, step: int) -> None:

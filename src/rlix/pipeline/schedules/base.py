@@ -46,6 +46,9 @@ class Schedule(ABC):
         """New weights are there."""
         self.supply.publish(weights)
 
+    def settle(self) -> None:
+        """Return when rollouts generate with the newest weights."""
+
 
 def with_spread(step: int, samples: Samples, supply: Supply) -> Samples:
     """`samples` with groups without spread replaced by groups of new prompts, in `resample_rounds` rounds at most.

@@ -3,9 +3,10 @@
 from typing import Any
 
 from rlix.pipeline.sources.base import Source, Surroundings
-from rlix.pipeline.sources.data import DataTask, load_rows
+from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.episodes import EpisodeSource
 from rlix.pipeline.sources.prompts import PromptSource
+from rlix.pipeline.sources.tables import load_tables
 from rlix.pipeline.sources.tasks.base import Task
 from rlix.pipeline.spec.named import import_object, parse_options
 from rlix.pipeline.spec.source import TASK_GIVEN, SourceSpec, TaskSpec
@@ -21,7 +22,7 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     if spec.data is not None:
         room = around.context - around.sampling.max_new_tokens
         longest = min(room, spec.data.max_prompt_tokens or room)
-        task = DataTask(spec.data, load_rows(spec.data), spec.rewards, around.tokenizer, longest, around.stop)
+        task = DataTask(spec.data, load_tables(spec.data), spec.rewards, around.tokenizer, longest, around.stop)
         return PromptSource(task, around)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")

@@ -19,8 +19,9 @@ from typing import Any
 from rlix.pipeline.sources.judge import Verdict, attempted, noted
 from rlix.pipeline.sources.rewards import TEXT_REWARDS, Reward, as_reward, token_match
 from rlix.pipeline.sources.tasks.base import Prompt
-from rlix.pipeline.spec.source import REWARDS, RewardSpec
+from rlix.pipeline.spec.source import RewardSpec
 
+_AT_ONCE = ("token_match", *TEXT_REWARDS)  # quick and safe: in this process
 _PROCESSES = 4
 _HUNG_PER_PROCESS = 4
 _START_S = 120.0  # a process imports the user's code, which may import much
@@ -56,7 +57,7 @@ class Panel:
         self._hopeless = _HUNG_PER_PROCESS * processes
         self._threads = ThreadPoolExecutor(processes, "reward")
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
-        own = [spec.target for spec in rewards if spec.name not in REWARDS]
+        own = [spec.target for spec in rewards if spec.name not in _AT_ONCE]
         for _ in range(processes):
             self._idle.put(_Process(own))
 
@@ -82,7 +83,7 @@ class Panel:
     def _ask(self, spec: RewardSpec, asked: Asked) -> Any:
         """A function that brings the verdict; what ships answers there and then."""
         source = f"reward {spec.name} for prompt {asked.prompt.id}"
-        if spec.name in REWARDS:
+        if spec.name in _AT_ONCE:
             return partial(attempted, source, partial(_shipped, spec.name, asked))
         return self._threads.submit(self._in_process, spec, source, asked).result
 

@@ -6,6 +6,8 @@ from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
+from rlix.pipeline.spec.columns import data_fields
+from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.lora import MULTI_LORA
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
@@ -26,6 +28,7 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _model(spec)
     yield from _lengths(spec)
     yield from _batches(spec)
+    yield from _evaluation(spec)
     yield from _lora(spec)
     yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora)
 
@@ -68,16 +71,28 @@ def _source(spec: Sections) -> Iterator[Problem]:
         owner = next((kind for kind in given if kind != "data"), None)
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
     yield from _rewards(source, given)
-    if source.data and source.data.answer is None:
+    yield from _tables(source)
+    without = [] if source.data is None else [at for at, table in data_fields(source.data) if table.answer is None]
+    if without:
         if named := [r.name for r in source.rewards if r.name in REWARDS]:
             yield Problem(
-                "source.data.answer",
+                f"{without[0]}.answer",
                 f"the reward {named[0]} compares with an answer; name the column that holds it",
             )
         if spec.warmup:
             yield Problem(
-                "source.data.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
+                f"{without[0]}.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
             )
+
+
+def _tables(source: SourceSpec) -> Iterator[Problem]:
+    if source.data is None:
+        return
+    if source.data.mix and source.data.path:
+        yield Problem("source.data", "has path and mix; keep one")
+    for where, table in data_fields(source.data):
+        if not table.path:
+            yield Problem(f"{where}.path", "is missing and has no default (a file, a folder, or a hub name); add it")
 
 
 def _rewards(source: SourceSpec, given: list[str]) -> Iterator[Problem]:
@@ -128,6 +143,8 @@ def _shipped_options(spec: Sections) -> Iterator[Problem]:
     if spec.schedule.name in SCHEDULES:
         owner = _Owner(SCHEDULES[spec.schedule.name])
         yield from option_problems("schedule.options", owner, spec.schedule.options)
+    rollout = spec.rollout
+    yield from executor_problems(rollout.executor, rollout.executor_options, rollout.max_new_tokens)
 
 
 def _model(spec: Sections) -> Iterator[Problem]:
@@ -205,6 +222,31 @@ def _batches(spec: Sections) -> Iterator[Problem]:
             f"clusters.reference.{reference.field}",
             f"{total} completions do not divide over {_ranks(reference)} devices",
         )
+
+
+def _evaluation(spec: Sections) -> Iterator[Problem]:
+    """A source of its own is checked as the job's is."""
+    if spec.evaluation is None:
+        return
+    if spec.evaluation.source is None:
+        if spec.source.data is not None:
+            yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
+        elif spec.source.name is not None:
+            yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
+        return
+    if spec.evaluation.source.model_fields_set:
+        held_out = as_evaluated(spec)
+        problems = [*_names(held_out), *_source(held_out), *_lengths(held_out)]
+        yield from (Problem(f"evaluation.{p.field}", p.message) for p in problems if p.field.startswith("source"))
+    else:
+        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+
+
+def as_evaluated(spec: Sections) -> Sections:
+    """The job as if the prompts that it is evaluated on were those that it learns from."""
+    own = spec.evaluation
+    assert own is not None
+    return spec.model_copy(update={"source": own.source or spec.source, "warmup": None})
 
 
 def _ranks(cluster: ClusterSpec) -> int:

@@ -1,48 +1,103 @@
 """What a table of prompts must have, found without reading more of it than its head."""
 
+import csv
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlix.pipeline.spec.file import Problem, nearest
-from rlix.pipeline.spec.source import DataSpec
+from rlix.pipeline.spec.source import DataSpec, TableSpec
 from rlix.protocol.errors import SpecError
 
-_JSON, PARQUET = (".jsonl", ".json"), (".parquet",)
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""What `datasets` calls the kinds of file."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def is_path(given: str) -> bool:
+    """Whether it can be no name on the hub."""
+    return given.startswith((".", "~", "/")) or Path(given).suffix in FORMATS or not _HUB_NAME.fullmatch(given)
+
+
+def data_fields(data: DataSpec) -> list[tuple[str, TableSpec]]:
+    """Each table and where the job's file says it."""
+    if data.mix:
+        return [(f"source.data.mix.{number}", table) for number, table in enumerate(data.mix)]
+    return [("source.data", data)]
 
 
 def column_problems(data: DataSpec) -> Iterator[Problem]:
-    """What is wrong with the file or its columns, found without reading more of it than its head."""
+    """What is wrong with files or their columns, found without reading more of them than their heads.
+
+    Tables on the hub, and folders of files, are looked at when they are loaded.
+    """
     if find_spec("datasets") is None:
         yield Problem("source.data", "needs the package datasets; run 'pip install rlix[data]'")
         return
-    path = Path(data.path)
+    for where, table in data_fields(data):
+        yield from _table_problems(where, table)
+
+
+def _table_problems(where: str, table: TableSpec) -> Iterator[Problem]:
+    path = Path(table.path)
     if not path.exists():
-        beside = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        yield Problem("source.data.path", f"there is no file or folder {path}{nearest(str(path), beside)}")
+        if is_path(table.path):
+            beside = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            yield Problem(f"{where}.path", f"there is no file or folder {path}{nearest(str(path), beside)}")
         return
     try:
-        columns = _columns(path, data.split)
+        columns = _columns(path, table.split)
     except SpecError as error:
-        yield Problem("source.data.path", str(error))
+        yield Problem(f"{where}.path", str(error))
         return
-    for field, column in (("prompt", data.prompt), ("answer", data.answer)):
+    if columns is not None:
+        yield from missing_columns(where, table, columns)
+
+
+def missing_columns(where: str, table: TableSpec, columns: Sequence[str]) -> Iterator[Problem]:
+    """Those that the job names and the table lacks."""
+    for field, column in (("prompt", table.prompt), ("answer", table.answer)):
         if column is not None and column not in columns:
             yield Problem(
-                f"source.data.{field}",
-                f"{path.name} has no column {column!r}; its columns are {', '.join(columns)}{nearest(column, columns)}",
+                f"{where}.{field}",
+                f"{Path(table.path).name} has no column {column!r}; its columns are "
+                f"{', '.join(columns)}{nearest(column, columns)}",
             )
 
 
-def _columns(path: Path, split: str) -> list[str]:
+def is_saved(path: Path) -> bool:
+    """Whether the folder was written by `Dataset.save_to_disk`."""
+    return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
+
+
+def _columns(path: Path, split: str) -> list[str] | None:
+    """None for a folder of files: they are looked at when they are loaded."""
     if path.is_dir():
-        return _saved_columns(path, split)
-    if path.suffix in PARQUET:
-        return _parquet_columns(path)
-    if path.suffix not in _JSON:
-        raise SpecError(f"{path} is of a kind that is not known; use .jsonl, .parquet, or a folder saved by datasets")
-    return _json_columns(path)
+        if is_saved(path):
+            return _saved_columns(path, split)
+        if any(file.suffix in FORMATS for file in path.rglob("*")):
+            return None
+        raise SpecError(f"{path} was not saved by datasets (Dataset.save_to_disk), and holds no {', '.join(FORMATS)}")
+    match FORMATS.get(path.suffix):
+        case "parquet":
+            return _parquet_columns(path)
+        case "csv":
+            return _csv_columns(path)
+        case "json":
+            return _json_columns(path)
+    raise SpecError(
+        f"{path} is of a kind that is not known; use {', '.join(FORMATS)}, or a folder of them or saved by datasets"
+    )
+
+
+def _csv_columns(path: Path) -> list[str]:
+    with path.open(encoding="utf-8", newline="") as file:
+        first = next(csv.reader(file), None)
+    if not first:
+        raise SpecError(f"{path} is empty")
+    return first
 
 
 def _json_columns(path: Path) -> list[str]:
@@ -80,6 +135,4 @@ def _saved_columns(path: Path, split: str) -> list[str]:
             raise SpecError(f"{path} has no split {split!r}; it has {', '.join(names)}; set source.data.split")
         path = path / split
     info = path / "dataset_info.json"
-    if not info.is_file():
-        raise SpecError(f"{path} was not saved by datasets (Dataset.save_to_disk): it holds no dataset_info.json")
     return list(json.loads(info.read_text())["features"])

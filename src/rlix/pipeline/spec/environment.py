@@ -8,9 +8,10 @@ from typing import Any
 
 from rlix.pipeline.spec.columns import column_problems
 from rlix.pipeline.spec.file import Problem
+from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, TASK_GIVEN
+from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, TASK_GIVEN, SourceSpec
 from rlix.protocol.errors import SpecError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -18,26 +19,42 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def environment_problems(spec: Sections) -> Iterator[Problem]:
     """Problems that only this machine can show."""
-    source = spec.source
-    if source.data is not None:
-        yield from column_problems(source.data)
+    yield from _source_problems(spec.source)
+    if spec.evaluation and spec.evaluation.source:
+        for problem in _source_problems(spec.evaluation.source):
+            yield Problem(f"evaluation.{problem.field}", problem.message)
     if spec.model.kind == "pretrained":
         yield from _model_path(spec.model.path)
     for field, named in (("pipeline", spec.pipeline), ("algorithm", spec.algorithm), ("schedule", spec.schedule)):
         if named is not None and is_own(named.name):
             yield from _own(field, named.name, named.options, options_only=True)
+    if spec.rollout.executor == "vllm" and find_spec("vllm") is None:
+        yield Problem(
+            "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
+        )
+    yield from _loggers(spec.logging)
+
+
+def _loggers(logging: LoggingSpec) -> Iterator[Problem]:
+    for name, given in (("wandb", logging.wandb), ("mlflow", logging.mlflow)):
+        if given is not None and find_spec(name) is None:
+            yield Problem(f"logging.{name}", f"the package {name} is not installed; run \"pip install 'rlix[{name}]'\"")
+
+
+def _source_problems(source: SourceSpec) -> Iterator[Problem]:
+    if source.data is not None:
+        yield from column_problems(source.data)
     if source.name:
         yield from _own("source", source.name, source.options, options_only=True)
     if source.task:
         yield from _own("source.task", source.task.target, source.task.options, TASK_GIVEN)
     if source.environment:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
+    if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
+        yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
+        return
     for i, reward in enumerate(source.rewards):
         yield from _own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True)
-    if spec.rollout.executor == "vllm" and find_spec("vllm") is None:
-        yield Problem(
-            "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
-        )
 
 
 def _model_path(given: str) -> Iterator[Problem]:

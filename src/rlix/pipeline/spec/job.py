@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
 from rlix.pipeline.spec.clusters import ClusterSpec, pool_problems
+from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
 from rlix.pipeline.spec.lora import RunSpec
@@ -50,6 +51,10 @@ class JobSpec(Sections):
         """Raise SpecError when a cluster needs devices that a pool with these device ids does not have."""
         if problems := list(pool_problems(self.clusters, pool)):
             raise self._origin.error(problems)
+
+    def described(self, problem: Problem) -> str:
+        """The problem with file and line, where this came from a file."""
+        return self._origin.describe(problem)
 
     @field_validator("pipeline", mode="before")
     @classmethod
@@ -183,8 +188,11 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     if isinstance(lora := data.get("lora"), dict) and isinstance(lora.get("path"), str):
         data["lora"] = {**lora, "path": str(_absolute(base, lora["path"]))}
     source = data.get("source")
-    if isinstance(source, dict) and isinstance(rows := source.get("data"), dict) and isinstance(rows.get("path"), str):
-        data["source"] = {**source, "data": {**rows, "path": str(_absolute(base, rows["path"]))}}
+    if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
+        data["source"] = {**source, "data": _with_path(rows, base)}
+    evaluation = data.get("evaluation")
+    if isinstance(evaluation, dict) and "source" in evaluation:
+        data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}
     return data
 
 
@@ -203,6 +211,18 @@ def _with_files(value: Any, base: Path, *, everywhere: bool = False) -> Any:
             for key, item in value.items()
         }
     return value
+
+
+def _with_path(table: Any, base: Path) -> Any:
+    """What is no file or folder here, and does not look like one, is a name on the hub."""
+    if not isinstance(table, dict):
+        return table
+    if isinstance(mix := table.get("mix"), list):
+        table = {**table, "mix": [_with_path(part, base) for part in mix]}
+    given = table.get("path")
+    if isinstance(given, str) and given and (is_path(given) or _absolute(base, given).exists()):
+        table = {**table, "path": str(_absolute(base, given))}
+    return table
 
 
 def _absolute(base: Path, given: str) -> Path:

@@ -1,11 +1,16 @@
 """The sections of a job."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
+from rlix.pipeline.spec.declared import DeclaredSpeedSpec
+from rlix.pipeline.spec.evaluation import EvaluationSpec
+from rlix.pipeline.spec.executor import ExecutorName, longest_trajectory
+from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, LoraSpec, RunName, RunSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
@@ -30,9 +35,15 @@ class RolloutSpec(Section):
     is generated after another one nothing is kept."""
     stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """Tokens that end an answer, besides the end tokens of the tokenizer and of the model's folder."""
-    executor: Literal["transformers", "vllm"] = "transformers"
+    executor: ExecutorName = "transformers"
+    executor_options: dict[str, Any] = Field(default_factory=dict)
+    """Of the executor; those of vLLM by the names that vLLM gives them."""
     max_num_seqs: Count = 64
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
+
+    def longest(self, context: int) -> int:
+        """Tokens of the longest trajectory that a model with this context can have in this job."""
+        return longest_trajectory(self.executor, self.executor_options, context)
 
 
 class Sections(Section):
@@ -62,6 +73,10 @@ class Sections(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    declared_speed: DeclaredSpeedSpec | None = None
+    """Only on virtual GPUs: how fast the GPUs are that they stand for."""
+    evaluation: EvaluationSpec | None = None
+    logging: LoggingSpec = LoggingSpec()
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 
@@ -73,6 +88,10 @@ class Sections(Section):
     @property
     def trajectories_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def speed(self) -> DeclaredSpeed:
+        return AS_IT_IS if self.declared_speed is None else self.declared_speed.speed
 
     @property
     def updates(self) -> int:

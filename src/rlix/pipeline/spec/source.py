@@ -13,6 +13,7 @@ TASKS = {
 }
 REWARDS = {
     "exact_match": "rlix.pipeline.sources.rewards:exact_match",
+    "math_verify": "rlix.pipeline.sources.math_reward:math_verify",
     "number_match": "rlix.pipeline.sources.rewards:number_match",
     "token_match": "rlix.pipeline.sources.rewards:token_match",
 }
@@ -35,28 +36,56 @@ class TaskSpec(Named):
         return TASKS.get(self.name, self.name)
 
 
-class DataSpec(Section):
-    """Prompts from a JSONL or Parquet file, or a dataset saved by `datasets` (`Dataset.save_to_disk`)."""
-
-    path: str
-    """File or folder, relative to the job's file."""
+class TableSpec(Section):
+    path: str = ""
+    """A file (.jsonl, .json, .parquet, .csv), a folder of such files or one saved by `datasets`
+    (`Dataset.save_to_disk`), relative to the job's file; or a name on the Hugging Face hub."""
+    config: str | None = None
+    """Which of the configurations of a data set on the hub, or of a folder."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer: str | None = "answer"
     """Column with the right answer; null when the rewards need none."""
     split: str = "train"
-    """Which split, when the folder holds several."""
+    """Which split, when there are several."""
+    streaming: bool = False
+    """Read rows as they are needed, in an order that is shuffled 10,000 at a time, for what does not fit on the disk.
+    Rows that cannot be used are then found while the job runs: they are left out, and said in the log."""
+
+
+class MixedTableSpec(TableSpec):
+    """One table of several."""
+
+    weight: Positive = 1.0
+    """Prompts are drawn from each table in proportion to its weight, whatever its size: exactly so in every 1,000 in a
+    row. A table that is at its end begins anew."""
+
+
+class DataSpec(TableSpec):
+    """Prompts from a table, or from several in a `mix`."""
+
+    mix: Annotated[tuple[MixedTableSpec, ...], Field(strict=False)] = ()
+    """Several tables instead of one; each with `path`, `prompt`, `answer` and so on."""
     max_prompt_tokens: Count | None = None
     """Rows with a longer prompt are left out before the start; null: with one that leaves no room for
     `rollout.max_new_tokens` in the model's context."""
+
+    @property
+    def tables(self) -> "tuple[TableSpec, ...]":
+        return self.mix or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(table.weight for table in self.mix) or (1.0,)
 
 
 class RewardSpec(Named):
     """One of the rewards that judge the completions of prompts from `data`."""
 
     name: str
-    """`exact_match`, `number_match`, `token_match`, or your own: `file.py:function`, called with (prompt, completion,
-    answer), the options, and those of the row's other columns that it has parameters for; returns a number."""
+    """`exact_match`, `number_match`, `token_match`, `math_verify` (mathematical equality, by the package of that name),
+    or your own: `file.py:function`, called with (prompt, completion, answer), the options, and those of the row's other
+    columns that it has parameters for; returns a number."""
     weight: float = 1.0
     """The rewards of a completion are added up by weight."""
     timeout_s: Positive = 30.0
@@ -106,6 +135,11 @@ class SourceSpec(Section):
     """Your own source: `file.py:Class`, a `rlix.pipeline.sources.Source`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the source that `name` says."""
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt that is used, where the job says it."""
+        return None if self.data is None else self.data.max_prompt_tokens
 
     @model_validator(mode="before")
     @classmethod

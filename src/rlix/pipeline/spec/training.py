@@ -7,12 +7,23 @@ from pydantic import Field
 from rlix.pipeline.spec.section import Beta, Count, Index, NonNegative, Positive, Section
 
 
+class GroupSpec(Section):
+    """How the parameters learn whose names match a pattern such as `*.lm_head.*`; what is left out is as for all."""
+
+    learning_rate: Positive | None = None
+    weight_decay: NonNegative | None = None
+    """Of all of them, norms and biases too."""
+
+
 class OptimizerSpec(Section):
     """AdamW."""
 
     learning_rate: Positive = 1e-6
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     weight_decay: NonNegative = 0.0
+    """Of all but norms and biases (parameters with fewer than two dimensions)."""
+    groups: dict[str, GroupSpec] = Field(default_factory=dict)
+    """By patterns of parameters' names, as `*` and `?` match them; the first that matches counts."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this L2 norm. A step whose norm is not a finite number is left out, on all devices,
     and counted in the metric `skipped_updates`."""
@@ -57,4 +68,6 @@ class CheckpointSpec(Section):
     every: Count = 50
     """Steps between checkpoints."""
     keep: Count = 2
-    """How many of the newest stay on disk."""
+    """How many of the newest stay on disk; the best one stays besides."""
+    asynchronous: bool = True
+    """Write while the next steps go on, from a second copy of the training state in host memory."""

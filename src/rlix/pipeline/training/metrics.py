@@ -3,18 +3,19 @@
 from collections.abc import Mapping, Sequence
 
 SKIPPED = "skipped_updates"
+LATE = "late_s"  # by how much passes took longer than declared
 TOKENS = "update_tokens"
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates that have it, weighted by their tokens; skipped ones are counted.
+    """The mean of each metric over the updates that have it, weighted by their tokens; of what adds up, the sum.
 
     A loss of 0 when there was nothing to learn from.
     """
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update if name != TOKENS):
         having = [update for update in updates if name in update]
-        if name.endswith(SKIPPED):
+        if name.endswith((SKIPPED, LATE)):
             result[name] = sum(update[name] for update in having)
         else:
             weights = [update.get(TOKENS, 1.0) for update in having]

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlix.engine.declared import AS_IT_IS, Deadlines, DeclaredSpeed
 from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule, configures
 from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
-from rlix.pipeline.training.metrics import SKIPPED, TOKENS
+from rlix.pipeline.training.metrics import LATE, SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
+from rlix.pipeline.training.parameter_groups import parameter_groups
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
@@ -24,9 +26,15 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     """A model with an AdamW that is configured once the weights are there; see `TrainingSpec` for how it computes."""
 
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     training_spec: TrainingSpec = TrainingSpec()
     skipped_updates: int = 0
+    speed: DeclaredSpeed = AS_IT_IS
+
+    @configures
+    def declare_speed(self, speed: DeclaredSpeed) -> None:
+        """How long passes over a batch last at least, on a virtual GPU."""
+        self.speed = speed
 
     @configures
     def configure_optimizer(
@@ -45,20 +53,36 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         if training is not None:
             self.training_spec = training
             self._compute_as(training)
-        self.optimizer = self.new_optimizer(spec.learning_rate, spec.betas, spec.weight_decay)
+        self.optimizer = self.new_optimizer(spec)
         factor = learning_rate_factor(spec, updates or 1)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
-    def new_optimizer(
-        self, learning_rate: float, betas: tuple[float, float], weight_decay: float
-    ) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            [parameter for parameter in self.parameters() if parameter.requires_grad],
-            lr=learning_rate,
-            betas=betas,
-            weight_decay=weight_decay,
-            foreach=False,  # the fused multi-tensor path refuses parameters sharded over different meshes
-        )
+    def adjust_optimizer(self, spec: OptimizerSpec, updates: int) -> None:
+        """After a state was loaded that was saved with other numbers: go on with these."""
+        factor = learning_rate_factor(spec, updates)
+        groups = parameter_groups(self._trained(), spec)
+        for group, wanted in zip(self.optimizer.param_groups, groups, strict=True):
+            rate = wanted.learning_rate * factor(self.scheduler.last_epoch)
+            group |= {"initial_lr": wanted.learning_rate, "lr": rate}
+            group |= {"betas": spec.betas, "weight_decay": wanted.weight_decay}
+        self.scheduler.base_lrs = [group.learning_rate for group in groups]
+        self.scheduler.lr_lambdas = [factor] * len(groups)
+
+    def new_optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
+        trained = self._trained()
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [trained[name] for name in group.names],
+                "lr": group.learning_rate,
+                "weight_decay": group.weight_decay,
+            }
+            for group in parameter_groups(trained, spec)
+        ]
+        # foreach: the fused multi-tensor path refuses parameters sharded over different meshes
+        return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, foreach=False)
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     # ---- a batch in parts --------------------------------------------------------------------------------------
 
@@ -79,10 +103,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         """What `compute` returns for each micro-batch, put together: [rows, length - 1], float32, on the CPU."""
         self.eval()
         result = torch.zeros(batch["mask"].shape)
-        for part in self.micro_batches(batch):
-            values = compute(self.here(part)).float().cpu()
-            if part.rows:
-                result[torch.tensor(part.rows), : values.shape[1]] = values
+        with Deadlines().lasting(_context(batch) * self.speed.scored_token_ms / 1e3):
+            for part in self.micro_batches(batch):
+                values = compute(self.here(part)).float().cpu()
+                if part.rows:
+                    result[torch.tensor(part.rows), : values.shape[1]] = values
         return result
 
     def accumulate(
@@ -96,17 +121,20 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
         tokens = self.dp_sum(batch["mask"].sum()).clamp(min=1)
         parts = self.micro_batches(batch)
         sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
-        for number, part in enumerate(parts, start=1):
-            self.sync_gradients(number == len(parts))
-            tensors = self.here(part)
-            loss, means = loss_of(tensors)
-            loss.backward()
-            sums["loss"] += loss.detach() / self.dp_size
-            share = tensors["mask"].sum() / tokens
-            for name, mean in means.items():
-                sums[name] = sums.get(name, 0.0) + mean.detach() * share
+        deadlines, declared_s = Deadlines(), _context(batch) * self.speed.trained_token_ms / 1e3
+        with deadlines.lasting(declared_s):
+            for number, part in enumerate(parts, start=1):
+                self.sync_gradients(number == len(parts))
+                tensors = self.here(part)
+                loss, means = loss_of(tensors)
+                loss.backward()
+                sums["loss"] += loss.detach() / self.dp_size
+                share = tensors["mask"].sum() / tokens
+                for name, mean in means.items():
+                    sums[name] = sums.get(name, 0.0) + mean.detach() * share
         self.eval()
-        return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size}
+        late = {LATE: deadlines.late_s / self.dp_size} if declared_s else {}
+        return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size} | late
 
     def begin_training(self) -> None:
         """Before passes that gradients come from."""
@@ -162,6 +190,11 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
             for block in self.modules():
                 if type(block).__name__.removeprefix("FSDP") in names:
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _context(batch: Mapping[str, Tensor]) -> int:
+    """Tokens of a batch, up to the last of each row that counts."""
+    return sum(row_lengths(batch["mask"]))
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

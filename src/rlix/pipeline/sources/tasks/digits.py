@@ -1,6 +1,7 @@
 """Tasks on a few digits: small enough to learn in seconds on a CPU, real enough to need learning."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -11,16 +12,28 @@ from rlix.pipeline.sources.tasks.base import Prompt, Task, random_stream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Digits = Annotated[int, Field(ge=1, le=32)]
+MOST_DIGITS = 32
+Digits = Annotated[int, Field(ge=1, le=MOST_DIGITS)]
+Spread = Annotated[float, Field(ge=0, le=2)]
 
 
 class DigitsTask(Task):
-    """The prompt is random digits and ">"; the answer is what `answer` makes of the digits, and the end token."""
+    """The prompt is random digits and ">"; the answer is what `answer` makes of the digits, and the end token.
+
+    Args:
+        digits: of a prompt; with `spread`, their median.
+        spread: sigma of their number's lognormal distribution, cut at 32; 0: always as many. A long tail has 1 or more.
+    """
 
     def __init__(
-        self, name: str, answer: Callable[[str], str], tokenizer: "PreTrainedTokenizerBase", digits: int = 4
+        self,
+        name: str,
+        answer: Callable[[str], str],
+        tokenizer: "PreTrainedTokenizerBase",
+        digits: int = 4,
+        spread: float = 0.0,
     ) -> None:
-        self._name, self._answer, self._tokenizer, self._digits = name, answer, tokenizer, digits
+        self._name, self._answer, self._tokenizer, self._digits, self._spread = name, answer, tokenizer, digits, spread
 
     def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
         return self._draw("prompts", seed, step, n)
@@ -33,8 +46,13 @@ class DigitsTask(Task):
 
     def _draw(self, stream: str, seed: int, step: int, n: int) -> list[Prompt]:
         source = random_stream(self._name, stream, seed, step)
-        drawn = ["".join(source.choices("0123456789", k=self._digits)) for _ in range(n)]
+        drawn = ["".join(source.choices("0123456789", k=self._count(source))) for _ in range(n)]
         return [self._prompt(f"{stream}/{step}/{i}", digits) for i, digits in enumerate(drawn)]
+
+    def _count(self, source: Random) -> int:
+        if not self._spread:
+            return self._digits
+        return min(MOST_DIGITS, max(1, round(self._digits * source.lognormvariate(0.0, self._spread))))
 
     def _prompt(self, id: str, digits: str) -> Prompt:
         text, answer = f"{digits}>", self._answer(digits)
@@ -48,11 +66,11 @@ class DigitsTask(Task):
         )
 
 
-def sort_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4) -> DigitsTask:
+def sort_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4, spread: Spread = 0.0) -> DigitsTask:
     """4172> is answered by 1247."""
-    return DigitsTask("sort_digits", lambda text: "".join(sorted(text)), tokenizer, digits)
+    return DigitsTask("sort_digits", lambda text: "".join(sorted(text)), tokenizer, digits, spread)
 
 
-def copy_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4) -> DigitsTask:
+def copy_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4, spread: Spread = 0.0) -> DigitsTask:
     """4172> is answered by 4172."""
-    return DigitsTask("copy_digits", lambda text: text, tokenizer, digits)
+    return DigitsTask("copy_digits", lambda text: text, tokenizer, digits, spread)

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from rlix.flow.worker import Worker, WorkerContext, prepare_process
+from rlix.flow.workers.worker import Worker, WorkerContext, prepare_process
 from rlix.node.process import this_process
 from rlix.protocol.messages import Process
 

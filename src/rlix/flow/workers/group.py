@@ -18,10 +18,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
-from rlix.flow.actor_class import actor_class
 from rlix.flow.scratch import Scratch
-from rlix.flow.user_errors import worker_error
-from rlix.flow.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
+from rlix.flow.workers.actor_class import actor_class
+from rlix.flow.workers.user_errors import worker_error
+from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.node.process import descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process

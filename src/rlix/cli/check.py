@@ -1,0 +1,81 @@
+"""`rlix check`: what is wrong with jobs, and how much memory they will take."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from rlix.cli.view import make_console
+from rlix.node.devices import device_keys, gpu_memory
+from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import Device, DeviceKind
+
+if TYPE_CHECKING:
+    from rlix.pipeline.memory.job import JobMemory
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+def check_specs(
+    names: Sequence[str], *, memory_gib: float | None, devices: int | None, model_config: Path | None
+) -> None:
+    """Print the memory that each phase of the jobs takes; raises SpecError for what is wrong with them."""
+    from rlix.pipeline.memory.job import job_memory, memory_problems
+    from rlix.pipeline.memory.shape import shape_of
+
+    specs = [load_job(name) for name in names]
+    if devices is not None:
+        check_jobs(specs, range(devices))
+    memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
+    console, problems = make_console(), []
+    for spec in specs:
+        if spec.pipeline is not None:
+            console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
+            continue
+        found = job_memory(spec, shape_of(spec.model, model_config), memory)
+        print_memory(spec, found, memory, console)
+        if memory is not None:
+            problems += [spec.described(problem) for problem in memory_problems(spec, found, memory)]
+    if problems:
+        raise SpecError("\n".join(problems))
+
+
+def print_memory(spec: JobSpec, found: "JobMemory", memory: int | None, console: Console) -> None:
+    """One line for each phase, in GiB per device."""
+    console.width = max(console.width, 120)
+    columns = list(dict.fromkeys(name for need in found.needs for name, count in need.parts.items() if count))
+    of = "" if memory is None else f" of {memory / _GIB:.1f}"
+    table = Table(title=f"{spec.name}: GiB on each device{of}, estimated", title_justify="left", box=None)
+    for name in ("phase", "devices", *columns, "all"):
+        table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True, min_width=len(name))
+    for need in found.needs:
+        parts = [f"{need.parts[name] / _GIB:.2f}" if need.parts.get(name) else "" for name in columns]
+        table.add_row(need.phase, str(need.devices), *parts, f"{need.total / _GIB:.2f}")
+    console.print(table)
+    if found.fitting is None:
+        return
+    text = f"a replica decodes {found.fitting} of max_num_seqs {found.sequences} trajectories at a time"
+    console.print(f"{text}, if each has the greatest length, {found.longest} tokens", highlight=False)
+
+
+def machine_memory() -> int | None:
+    """Bytes of the smallest GPU of this machine; None where there is none."""
+    try:
+        keys = device_keys()
+        return min(total for _, total in gpu_memory(keys)) if keys else None
+    except RlixError as error:
+        logger.info("the machine's GPUs are not known: %s", error)
+        return None
+
+
+def smallest_memory(devices: Sequence[Device]) -> int | None:
+    """Bytes of the smallest GPU among a pool's devices, as far as they are this machine's."""
+    if any(device.kind is not DeviceKind.CUDA for device in devices):
+        return None
+    return machine_memory()

@@ -1,0 +1,162 @@
+"""The parts of a flow, what goes from which to which, and their order once circles are taken as one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rlix.flow.planner.tables import Table
+from rlix.protocol.errors import SpecError
+
+MOST_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One part: what it costs and what it can run on.
+
+    Args:
+        table: of calls, by number of ranks.
+        unit: devices of one rank.
+        most: ranks it can use at most.
+        load_s, offload_s: of bringing its state onto its devices and off them, which all its ranks do at once.
+        chunk: a batch given to it must be a multiple of this.
+        cpu_ranks: it runs on so many ranks that need no device (a simulator); 0: it runs on devices.
+    """
+
+    name: str
+    table: Table
+    unit: int = 1
+    most: int | None = None
+    load_s: float = 0.0
+    offload_s: float = 0.0
+    chunk: int = 1
+    cpu_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.unit < 1 or self.chunk < 1 or self.cpu_ranks < 0 or (self.most is not None and self.most < 1):
+            raise SpecError(f"{self.name}: unit, chunk and most must be at least 1, cpu_ranks at least 0")
+        if self.load_s < 0 or self.offload_s < 0:
+            raise SpecError(f"{self.name}: load_s and offload_s must not be negative")
+
+    @property
+    def switch_s(self) -> float:
+        return 0.0 if self.cpu_ranks else self.load_s + self.offload_s
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Items go from one part to another; between different devices that takes `latency_s` + `item_s` for each item.
+
+    `rounds`: of an edge that closes a circle, how often each item goes round.
+    """
+
+    source: str
+    target: str
+    latency_s: float = 0.0
+    item_s: float = 0.0
+    rounds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part, or a circle of several which are planned as one."""
+
+    parts: tuple[Component, ...]
+    rounds: int = 1
+
+    @property
+    def name(self) -> str:
+        return "⟲".join(part.name for part in self.parts)
+
+
+class Graph:
+    """Parts and edges of one step.
+
+    Raises:
+        SpecError: a name is used twice or not known, or a circle does not say how often items go round.
+    """
+
+    def __init__(self, components: Sequence[Component], edges: Sequence[Edge] = ()) -> None:
+        self.components = {part.name: part for part in components}
+        self.edges = tuple(edges)
+        if not components or len(components) > MOST_PARTS:
+            raise SpecError(f"a flow has 1 to {MOST_PARTS} parts, not {len(components)}")
+        if len(self.components) < len(components):
+            raise SpecError("two parts of the flow have the same name")
+        for edge in edges:
+            for name in (edge.source, edge.target):
+                if name not in self.components:
+                    raise SpecError(f"an edge names {name!r}; the parts are {', '.join(self.components)}")
+        self.nodes  # noqa: B018 (a circle without rounds is refused here)
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """In an order in which whatever is made is made before it is used."""
+        reach = {name: self._reachable(name) for name in self.components}
+        circles: list[tuple[str, ...]] = []
+        for name in self.components:
+            circle = tuple(o for o in self.components if o == name or (o in reach[name] and name in reach[o]))
+            if circle not in circles:
+                circles.append(circle)
+        ordered: list[tuple[str, ...]] = []
+        while left := [circle for circle in circles if circle not in ordered]:
+            ordered.append(next(c for c in left if not any(self._feeds(o, c) for o in left if o != c)))
+        return tuple(self._node(circle) for circle in ordered)
+
+    def feeds(self, source: Node, target: Node) -> bool:
+        return self._feeds([p.name for p in source.parts], [p.name for p in target.parts])
+
+    def transfer_s(self, sources: Sequence[Node], target: Node, items: int) -> float:
+        """What `target` waits for `items` items from these, which are on other devices."""
+        before = {part.name for node in sources for part in node.parts}
+        mine = {part.name for part in target.parts}
+        costs = [e.latency_s + e.item_s * items for e in self.edges if e.source in before and e.target in mine]
+        return sum(costs)
+
+    def _node(self, circle: tuple[str, ...]) -> Node:
+        parts = tuple(self.components[name] for name in circle)
+        inside = [e for e in self.edges if e.source in circle and e.target in circle]
+        if not inside:
+            return Node(parts)
+        rounds = max(edge.rounds for edge in inside)
+        if rounds < 1:
+            raise SpecError(f"{' → '.join(circle)} is a circle: say `rounds` on the edge that closes it")
+        return Node(parts, rounds)
+
+    def _feeds(self, sources: Sequence[str], targets: Sequence[str]) -> bool:
+        return any(e.source in sources and e.target in targets for e in self.edges)
+
+    def _reachable(self, start: str) -> set[str]:
+        found: set[str] = set()
+        edge = [start]
+        while edge:
+            name = edge.pop()
+            new = {e.target for e in self.edges if e.source == name} - found
+            found |= new
+            edge += new
+        return found
+
+
+def ordered_partitions(graph: Graph, nodes: tuple[Node, ...]) -> Iterator[tuple[tuple[Node, ...], ...]]:
+    """Every way to cut `nodes` into groups, one after the other, of which none needs what a later one makes.
+
+    Groups that do not depend on each other come in one order only.
+    """
+    seen = set()
+    for cut in _cuts(graph, nodes):
+        key = frozenset(frozenset(node.name for node in group) for group in cut)
+        if key not in seen:
+            seen.add(key)
+            yield cut
+
+
+def _cuts(graph: Graph, nodes: tuple[Node, ...]) -> Iterator[tuple[tuple[Node, ...], ...]]:
+    if not nodes:
+        yield ()
+        return
+    for chosen in range(1, 2 ** len(nodes)):
+        first = tuple(node for i, node in enumerate(nodes) if chosen >> i & 1)
+        rest = tuple(node for i, node in enumerate(nodes) if not chosen >> i & 1)
+        if not any(graph.feeds(later, node) for later in rest for node in first):
+            for others in _cuts(graph, rest):
+                yield (first, *others)

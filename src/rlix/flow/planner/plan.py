@@ -1,0 +1,152 @@
+"""A plan: which parts run where, in turn or beside each other, on batches of which size, and why."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Mode(StrEnum):
+    """Everything in turn on the same devices, every part on devices of its own, or some of both."""
+
+    COLLOCATED = "collocated"
+    DISAGGREGATED = "disaggregated"
+    HYBRID = "hybrid"
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """One part: its ranks, on `devices` devices from number `first` of the flow's; `seconds` of one call."""
+
+    name: str
+    ranks: int
+    first: int
+    devices: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """A circle of parts: how often items go round, in how many slices, on the same devices or beside each other."""
+
+    parts: tuple[str, ...]
+    rounds: int
+    slices: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Parts that take turns on the same devices, once for every chunk; `switch_s` of its seconds are for switching."""
+
+    parts: tuple[PartPlan, ...]
+    first: int
+    devices: int
+    seconds: float
+    switch_s: float = 0.0
+    loops: tuple[LoopPlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """Stages that work at the same time on different chunks of `chunk` items; `seconds` for all of a step's items."""
+
+    stages: tuple[StagePlan, ...]
+    chunk: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Segments, one after the other on all devices. `resident`: all states stay there; else each segment's is loaded.
+
+    `seconds` of a step of `items` items, `switch_s` of them between segments.
+    """
+
+    segments: tuple[SegmentPlan, ...]
+    items: int
+    devices: int
+    seconds: float
+    switch_s: float
+    resident: bool
+
+    @property
+    def mode(self) -> Mode:
+        if all(len(segment.stages) == 1 for segment in self.segments):
+            return Mode.COLLOCATED
+        own = all(len(stage.parts) == 1 or stage.loops for stage in self.segments[0].stages)
+        return Mode.DISAGGREGATED if len(self.segments) == 1 and own else Mode.HYBRID
+
+    @property
+    def parts(self) -> Iterator[PartPlan]:
+        return (part for segment in self.segments for stage in segment.stages for part in stage.parts)
+
+    @property
+    def shape(self) -> str:
+        """`a → b` in turn, `a | b` beside each other, `a+b` in turn within a stage; with chunk size and devices."""
+        return " → ".join(_segment(segment, self.items) for segment in self.segments)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mode": str(self.mode), **asdict(self)}
+
+    def explain(self) -> str:
+        """Where the time of a step goes, line by line."""
+        lines = [f"{self.mode}: {self.shape}", f"  {self.seconds:.3f} s a step of {self.items} items"]
+        for segment in self.segments:
+            chunks = self.items // segment.chunk
+            slowest = max(segment.stages, key=lambda stage: stage.seconds)
+            many = f"{chunks} chunks of {segment.chunk}: " if len(segment.stages) > 1 else ""
+            lines.append(f"  {segment.seconds:.3f} s  {many}{_stages(segment)}")
+            if len(segment.stages) > 1:
+                lines.append(f"           the slowest is {_names(slowest)}: {slowest.seconds * chunks:.3f} s of work")
+        if self.switch_s:
+            lines.append(f"  {self.switch_s:.3f} s  loading and offloading: not all states fit on the devices at once")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The fastest plan, the next ones of other shapes, fastest first, and what the tables could only guess."""
+
+    best: Plan
+    others: tuple[Plan, ...]
+    guesses: tuple[str, ...] = ()
+
+    @property
+    def runner_up(self) -> Plan | None:
+        return self.others[0] if self.others else None
+
+    def of(self, mode: Mode) -> Plan | None:
+        """The fastest plan of this mode."""
+        return next((plan for plan in (self.best, *self.others) if plan.mode is mode), None)
+
+    def explain(self) -> str:
+        parts = [self.best.explain()]
+        if self.runner_up is not None:
+            factor = self.runner_up.seconds / self.best.seconds
+            parts.append(f"runner-up, {factor:.2f} times as long:\n{self.runner_up.explain()}")
+        modes = [(mode, self.of(mode)) for mode in Mode]
+        parts.append("fastest of each mode: " + ", ".join(f"{m} {p.seconds:.3f} s" for m, p in modes if p))
+        parts += [f"not measured: {guess}" for guess in self.guesses]
+        return "\n".join(parts)
+
+
+def _segment(segment: SegmentPlan, items: int) -> str:
+    stages = " | ".join(f"{_names(stage)} on {stage.devices or 'the CPU'}" for stage in segment.stages)
+    if len(segment.stages) == 1:
+        return stages
+    return f"({stages}, by {segment.chunk} of {items})"
+
+
+def _names(stage: StagePlan) -> str:
+    return "+".join(part.name for part in stage.parts)
+
+
+def _stages(segment: SegmentPlan) -> str:
+    return ", ".join(_stage(stage) for stage in segment.stages)
+
+
+def _stage(stage: StagePlan) -> str:
+    switching = f" ({stage.switch_s:.3f} s of it switching)" if stage.switch_s else ""
+    where = f"devices {stage.first}–{stage.first + stage.devices - 1}" if stage.devices else "the CPU"
+    return f"{_names(stage)} {stage.seconds:.3f} s on {where}{switching}"

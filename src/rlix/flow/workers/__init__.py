@@ -1,0 +1,1 @@
+"""Worker groups: ranks of one class, each an actor on its devices."""

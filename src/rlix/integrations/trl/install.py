@@ -1,0 +1,240 @@
+"""Makes this process a job of the pool, and every trainer that it builds one that takes leases."""
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from rlix.control.program import Program, attach
+from rlix.integrations.leases import Gate, ProgramGate, RankGate, Stages
+from rlix.integrations.run_record import Kind, RunRecord
+from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
+from rlix.integrations.trl.parts import parts_of
+from rlix.node.process import start_time
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.messages import DeviceKind, Process
+from rlix.protocol.types import ClusterName
+
+logger = logging.getLogger(__name__)
+
+_CLUSTER = ClusterName.ACTOR_TRAIN.value
+_KIND = Kind("TRL", {"reward": "reward", "tokens_total": "num_tokens", "grad_norm": "grad_norm", "loss": "loss"})
+_RANKS_TIMEOUT_S = 300.0  # for all ranks to have started
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which of a script's processes this is."""
+
+    rank: int
+    world_size: int
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> "Ranks":
+        """As torchrun and accelerate say it.
+
+        Raises:
+            SpecError: the ranks are spread over several nodes.
+        """
+        world = int(env.get("WORLD_SIZE") or 1)
+        if int(env.get("LOCAL_WORLD_SIZE") or world) != world:
+            raise SpecError(f"rlix.trl: the {world} ranks must be on one node; several nodes are not supported yet")
+        return Ranks(int(env.get("RANK") or 0), world)
+
+
+class Session:
+    """The job that this process, or this group of ranks, is."""
+
+    def __init__(
+        self,
+        name: str,
+        stages: Stages,
+        record: RunRecord | None = None,
+        dismiss: Callable[[], None] | None = None,
+    ) -> None:
+        """`record` and `dismiss`, which says that the other ranks keep no bytes any more, are rank 0's."""
+        self._name = name
+        self._record = record
+        self._dismiss = dismiss
+        self.stages = stages
+        self.error: str | None = None
+
+    def start(self) -> None:
+        """Something is about to be put on the device: not without a lease."""
+        if self.stages.stage is None:
+            self.stages.begin(INITIALIZATION)
+
+    def attached(self, trainer: Any) -> Attachment:
+        """The trainer's attachment; its bytes have to be on the device, under a lease, when it gets one."""
+        if not hasattr(trainer, "_rlix"):
+            on_log = None if self._record is None else self._record.step
+            trainer._rlix = Attachment(trainer, parts_of(trainer, self._name), self.stages, on_log)
+        found: Attachment = trainer._rlix
+        return found
+
+    def close(self) -> None:
+        if self._record is not None:
+            self._record.close(self.error)
+        if self._dismiss is not None and self.stages.stage is None:
+            with contextlib.suppress(RlixError):
+                self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
+
+
+def install(name: str | None = None) -> Session:
+    """Joins the pool and has every trainer of this process take leases. Calling it again changes nothing.
+
+    Args:
+        name: what people see; default: RLIX_JOB, else the script's name.
+
+    Raises:
+        SpecError: the pool is too small.
+        RlixError: there is no control plane and none could be started, or its devices are on another machine.
+    """
+    return _install(name or os.environ.get("RLIX_JOB") or Path(sys.argv[0]).stem or "trl")
+
+
+@functools.cache
+def _install(name: str) -> Session:
+    ranks = Ranks.from_env(os.environ)
+    store: Any = dist.FileStore(str(_meeting_place()), ranks.world_size) if ranks.world_size > 1 else None  # type: ignore[attr-defined]
+    session = _first(name, ranks, store) if ranks.rank == 0 else _other(name, ranks, store)
+    hook(session)
+    return session
+
+
+def _first(name: str, ranks: Ranks, store: Any) -> Session:
+    program = attach(name, gangs={_CLUSTER: ranks.world_size}, stay=True)
+    visible = _visible(program)
+    _show(visible)
+    gate: Gate = ProgramGate(program)
+    if store is not None:
+        store.set("devices", json.dumps(visible))
+        program.name_holders(_CLUSTER, _holders(program, ranks, store))
+        gate = RankGate(0, ranks.world_size, store, gate)
+    record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
+    mine = dict.fromkeys(range(ranks.world_size), program.client.process)
+    session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
+    atexit.register(session.close)
+    sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
+    logger.info("%s is a job of the pool; run folder: %s", name, record.path)
+    return session
+
+
+def _other(name: str, ranks: Ranks, store: Any) -> Session:
+    pid = os.getpid()
+    store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
+    _await(store, "devices", "rank 0 to join the pool")
+    _show(json.loads(store.get("devices").decode()))
+    return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None)))
+
+
+def _holders(program: Program, ranks: Ranks, store: Any) -> dict[int, Process]:
+    """Who keeps bytes on the devices: is ended when it does not give them back."""
+    mine = program.client.process
+    found = {0: mine}
+    for rank in range(1, ranks.world_size):
+        _await(store, f"process/{rank}", f"rank {rank} to start")
+        pid, started = json.loads(store.get(f"process/{rank}").decode())
+        found[rank] = Process(mine.node_id, pid, started, f"{program.name}, rank {rank}")
+    return found
+
+
+def _await(store: Any, key: str, what: str) -> None:
+    deadline = time.monotonic() + _RANKS_TIMEOUT_S
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"rlix.trl: waited {_RANKS_TIMEOUT_S:.0f} s for {what}")
+        time.sleep(0.05)
+
+
+def _meeting_place() -> Path:
+    """A file that the ranks of one launch share: those with the same parent, of the same try."""
+    parent = os.getppid()
+    launch = f"{parent}-{start_time(parent)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Path(tempfile.gettempdir()) / f"rlix-ranks-{os.getuid()}-{launch}"
+
+
+def _visible(program: Program) -> list[str]:
+    """What the ranks may see of the node's GPUs; empty: their devices are virtual."""
+    devices = program.client.devices()
+    mine = [devices[id] for id in program.registration.cluster(_CLUSTER).devices]
+    if away := sorted({d.node_ip for d in mine if d.node_id != program.client.process.node_id}):
+        program.close()
+        raise RlixError(f"{program.name} was placed on {', '.join(away)}, and a TRL script runs where it was started")
+    return [device.key for device in mine if device.kind is DeviceKind.CUDA]
+
+
+def _show(visible: Sequence[str]) -> None:
+    """Before CUDA starts, which from then on takes a lease first."""
+    if not visible:
+        return
+    if torch.cuda.is_initialized():
+        raise RlixError("import rlix.trl before anything uses CUDA: as the script's first line")
+    os.environ[_VISIBLE] = ",".join(visible)
+
+
+def hook(session: Session) -> None:
+    """From now on trainers take leases of `session`: wraps methods of transformers' `Trainer`, for this process."""
+    torch.cuda._lazy_call(session.start)  # when CUDA starts, which is before the first byte
+    init, train = Trainer.__init__, Trainer.train
+
+    @functools.wraps(init)
+    def leased_init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        session.start()
+        init(self, *args, **kwargs)
+
+    @functools.wraps(train)
+    def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        return session.attached(self).train(functools.partial(train, self), *args, **kwargs)
+
+    Trainer.__init__, Trainer.train = leased_init, leased_train
+    for method in ("evaluate", "predict"):
+        setattr(Trainer, method, _after_start(session, getattr(Trainer, method)))
+
+
+def _after_start(session: Session, inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def outer(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        session.attached(self)
+        if session.stages.stage == INITIALIZATION and not self.is_in_train:
+            session.stages.end()
+        return inner(self, *args, **kwargs)
+
+    return outer
+
+
+def _note_failure(
+    session: Session,
+    before: Callable[..., None],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    session.error = f"{kind.__name__}: {error}"
+    before(kind, error, trace)
+
+
+def main(argv: Sequence[str]) -> None:
+    """`python -m rlix.trl SCRIPT [ARGS]`: runs the script, unchanged, as a job of the pool."""
+    if not argv:
+        raise SystemExit("usage: python -m rlix.trl SCRIPT [ARGS...]")
+    sys.argv = list(argv)
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    install()
+    runpy.run_path(argv[0], run_name="__main__")

@@ -1,0 +1,97 @@
+"""What the policy does on held-out prompts, on the same elastic rollout and without a trace in what is learnt."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.samples import Samples, mean
+from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.sources.base import Generator, Surroundings
+from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.spec.evaluation import EvaluationSpec
+from rlix.pipeline.spec.source import SourceSpec
+from rlix.protocol.messages import Demand
+
+
+class Evaluation:
+    """The same prompts every time, from random streams that nothing else draws from: whether, when and how often a job
+    is evaluated changes nothing of what it samples and learns.
+
+    Args:
+        source: the job's own, for an evaluation that names none.
+        around: what the job's own source knows.
+
+    Raises:
+        SpecError: as `build_source`.
+    """
+
+    def __init__(self, spec: EvaluationSpec, source: SourceSpec, around: Surroundings) -> None:
+        self._generator = _Aside(around.generator)
+        sampling = replace(
+            around.sampling,
+            max_new_tokens=spec.max_new_tokens or around.sampling.max_new_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+        )
+        held_out = replace(
+            around,
+            seed=stream_seed(around.seed, "evaluation"),
+            groups=spec.prompts,
+            group_size=spec.samples_per_prompt,
+            sampling=sampling,
+            generator=lambda: self._generator,
+        )
+        self._source = build_source(spec.source or source, held_out)
+
+    def run(self, step: int) -> Samples:
+        """With the weights that rollouts have after `step` steps.
+
+        Raises:
+            WaitTimeoutError, InterruptedError: as `Source.finish`.
+        """
+        self._generator.step = step
+        return self._source.finish(self._source.begin(0))
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def evaluation_metrics(samples: Samples) -> dict[str, float]:
+    """The curves of the samples, and, of several per prompt, means over the prompts of the best one."""
+    found = dict(samples.metrics())
+    size = samples.group_size
+    if size > 1:
+        kept = [[s for s in samples.samples[i : i + size] if s.counts] for i in range(0, len(samples), size)]
+        found["reward_best"] = mean([max(s.reward for s in group) for group in kept if group])
+        found["exact_any"] = mean([float(any(s.exact for s in group)) for group in kept if group])
+    return {f"eval/{name}": value for name, value in found.items()}
+
+
+class _Aside:
+    """The job's generator under names of its own: the next step's trajectories may be in flight beside these."""
+
+    def __init__(self, generator: Callable[[], Generator]) -> None:
+        self._generator = generator
+        self.step = 0
+
+    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        return self._generator().submit(self.step, _renamed(trajectory))
+
+    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+        return self._generator().submit_all(self.step, [_renamed(t) for t in trajectories])
+
+    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+        return self._generator().wait(done, timeout_s, stop)
+
+    def expect(self, demand: Demand) -> None:
+        self._generator().expect(demand)
+
+    def abandon(self) -> None:
+        self._generator().abandon()
+
+
+def _renamed(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, id=f"evaluation/{trajectory.id}")

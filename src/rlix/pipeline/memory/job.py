@@ -1,0 +1,189 @@
+"""What a job takes of each device, phase by phase, and what to change when that is more than there is."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlix.pipeline.memory import estimate
+from rlix.pipeline.memory.estimate import PREFILL_TOKENS, Generation, Need, Training
+from rlix.pipeline.memory.shape import ModelShape, shape_of
+from rlix.pipeline.spec.algorithm import critic_of, needs_reference
+from rlix.pipeline.spec.clusters import ClusterSpec
+from rlix.pipeline.spec.executor import VllmOptions, parsed_options
+from rlix.pipeline.spec.file import Problem
+from rlix.protocol.errors import SpecError
+from rlix.protocol.types import ClusterName
+
+if TYPE_CHECKING:
+    from rlix.pipeline.spec.job import JobSpec
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_CONTEXT = 2 * _GIB
+
+
+@dataclass(frozen=True, slots=True)
+class JobMemory:
+    """`fitting`: trajectories of the greatest length that a replica decodes at a time; None without a known memory."""
+
+    needs: tuple[Need, ...]
+    longest: int
+    sequences: int
+    fitting: int | None = None
+
+
+def job_memory(spec: "JobSpec", model: ModelShape, memory: int | None = None) -> JobMemory:
+    """What each phase of the job takes on each of its devices.
+
+    Args:
+        memory: bytes of a device, where it is known.
+    """
+    algorithm, options = spec.algorithm.parse(), spec.algorithm
+    clusters = spec.clusters_in_use
+    policy, reference = needs_reference(algorithm), clusters.get(ClusterName.REFERENCE)
+    train = _training(spec, clusters[ClusterName.ACTOR_TRAIN], model)
+    needs = [estimate.training(model, train)]
+    off_policy = spec.schedule.name == "ahead"
+    if options.epochs * options.minibatches > 1 or options.cap(off_policy) is not None or critic_of(algorithm):
+        needs.append(estimate.scoring(model, train, "old_log_probs", "actor_train"))
+    if policy and reference is not None:
+        how = _training(spec, reference, model)
+        dtype = how.compute
+        needs.append(estimate.scoring(model, how, "reference_log_probs", "reference", stored=dtype, moments=False))
+    if critic_of(algorithm) is not None:
+        how = _training(spec, clusters[ClusterName.CRITIC], model)
+        needs.append(estimate.training(model, how, "critic", has_logits=False))
+    needs.append(estimate.sync(model, train))
+    replica = _generation(spec, model)
+    infer = clusters[ClusterName.ACTOR_INFER]
+    needs.append(estimate.generation(model, replica, infer.count or infer.tensor_parallel))
+    fits = None if memory is None else estimate.sequences_that_fit(model, replica, usable(memory))
+    return JobMemory(tuple(needs), replica.longest, replica.sequences, fits)
+
+
+def memory_problems(spec: "JobSpec", found: JobMemory, memory: int) -> Iterator[Problem]:
+    """What cannot fit on devices with `memory` bytes: with numbers, and what to change."""
+    for need in found.needs:
+        if need.cluster == ClusterName.ACTOR_INFER:
+            share = parsed_options(spec.rollout.executor, spec.rollout.executor_options).gpu_memory_utilization
+            room = int((share or 0.9) * (usable(memory)))
+        else:
+            room = usable(memory)
+        if need.total > room:
+            yield Problem(
+                f"clusters.{need.cluster}",
+                f"{need.phase} needs about {gib(need.total)} on each device, and {gib(room)} of {gib(memory)} are "
+                f"there for it: {described(need)}; {_advice(spec, need)}",
+            )
+
+
+def check_memory(specs: Sequence["JobSpec"], memory: int) -> None:
+    """Raise SpecError when a job cannot fit on devices with `memory` bytes.
+
+    A job whose model's configuration cannot be had, or that has a pipeline of its own, is not looked at.
+    """
+    lines: list[str] = []
+    for spec in specs:
+        if spec.pipeline is not None:
+            continue
+        try:
+            found = job_memory(spec, shape_of(spec.model), memory)
+        except SpecError as error:
+            logger.warning("%s: the memory that it needs is not known: %s", spec.name, error)
+            continue
+        lines += [spec.described(problem) for problem in memory_problems(spec, found, memory)]
+    if lines:
+        raise SpecError("\n".join(lines))
+
+
+def usable(memory: int) -> int:
+    """Of a GPU's memory: without what CUDA, NCCL and fragmentation take."""
+    return memory - min(_CONTEXT, memory // 10)
+
+
+def gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"
+
+
+def described(need: Need) -> str:
+    """The parts, the largest first."""
+    parts = sorted(need.parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {count / _GIB:.1f}" for name, count in parts if count)
+
+
+def _training(spec: "JobSpec", cluster: ClusterSpec, model: ModelShape) -> Training:
+    longest, own = _longest(spec, model), spec.training
+    devices = cluster.count or cluster.tensor_parallel
+    rows = -(-spec.trajectories_per_step // (spec.algorithm.minibatches * devices))  # of a minibatch, on a device
+    return Training(
+        devices=devices,
+        width=cluster.tensor_parallel,
+        compute=_bytes(spec),
+        tokens=min(max(own.micro_batch_tokens, longest), rows * longest),
+        checkpointing=own.activation_checkpointing,
+        offload=own.offload_optimizer,
+    )
+
+
+def _generation(spec: "JobSpec", model: ModelShape) -> Generation:
+    rollout, tensor_parallel = spec.rollout, spec.clusters.actor_infer.tensor_parallel
+    options = parsed_options(rollout.executor, rollout.executor_options)
+    vllm = options if isinstance(options, VllmOptions) else None
+    return Generation(
+        width=1 if vllm is None else tensor_parallel,  # the other one has the whole model on a bundle's first device
+        dtype=_bytes(spec),
+        sequences=rollout.max_num_seqs,
+        longest=_longest(spec, model),
+        share=options.gpu_memory_utilization or 0.9,
+        cache_bytes=options.kv_cache_memory_bytes,
+        graphs=vllm is not None and not vllm.enforce_eager,
+        prefill_tokens=(vllm and vllm.max_num_batched_tokens) or PREFILL_TOKENS,
+    )
+
+
+def _longest(spec: "JobSpec", model: ModelShape) -> int:
+    """Tokens of the longest trajectory, prompt included."""
+    most = spec.rollout.longest(model.context)
+    source = spec.source
+    if source.environment is not None:
+        return min(most, source.environment.max_tokens or most)
+    prompts = source.longest_prompt
+    return most if prompts is None else min(most, prompts + spec.rollout.max_new_tokens)
+
+
+def _bytes(spec: "JobSpec") -> int:
+    return 2 if spec.model.dtype == "bfloat16" else 4
+
+
+def _advice(spec: "JobSpec", need: Need) -> str:
+    """What helps with the largest parts."""
+    ways = _ways_of_rollout(spec) if need.cluster == ClusterName.ACTOR_INFER else _ways_of_training(spec, need)
+    largest = sorted(need.parts, key=lambda name: -need.parts[name])
+    return " or ".join(list(dict.fromkeys(ways[name] for name in largest if name in ways))[:2])
+
+
+def _ways_of_rollout(spec: "JobSpec") -> dict[str, str]:
+    return {
+        "weights": f"raise clusters.actor_infer.tensor_parallel above {spec.clusters.actor_infer.tensor_parallel}",
+        "cache": "lower rollout.executor_options.max_model_len",
+        "logits": f"lower rollout.max_num_seqs ({spec.rollout.max_num_seqs})",
+        "activations": "lower rollout.executor_options.max_num_batched_tokens",
+    }
+
+
+def _ways_of_training(spec: "JobSpec", need: Need) -> dict[str, str]:
+    own, cluster = spec.training, spec.clusters_in_use[need.cluster]
+    width, count = cluster.tensor_parallel, cluster.count or 1
+    wider = f"set clusters.{need.cluster}.tensor_parallel: {count if count > width else 2 * width}"
+    offload = count == width and not own.offload_optimizer
+    fewer = f"lower training.micro_batch_tokens ({own.micro_batch_tokens}), and the longest trajectory with it"
+    keeps = need.phase.endswith("training") and not own.activation_checkpointing
+    return {
+        "weights": wider,
+        "gradients": wider,
+        "optimizer": "set training.offload_optimizer: true" if offload else wider,
+        "gathered": "use a smaller model" if spec.model.dtype == "bfloat16" else "use model.dtype: bfloat16",
+        "activations": "set training.activation_checkpointing: true" if keeps else fewer,
+    }

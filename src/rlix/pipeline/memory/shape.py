@@ -1,0 +1,106 @@
+"""What of a model decides how much memory it takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlix.protocol.errors import SpecError
+
+if TYPE_CHECKING:
+    from rlix.pipeline.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder-only language model.
+
+    Attributes:
+        parameters: in all; tied ones once.
+        block: of the largest transformer block, the unit that FSDP gathers.
+        layers: transformer blocks.
+        intermediate: width of the feed-forward part that a token goes through; of its experts together.
+        query: width of all attention heads together; `keys`: of all key heads.
+        context: tokens that the model can see at once.
+    """
+
+    parameters: int
+    block: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    query: int
+    keys: int
+    context: int
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside the blocks: embeddings, head, last norm."""
+        return max(0, self.parameters - self.layers * self.block)
+
+    @property
+    def head(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def cache(self) -> int:
+        """Numbers that the KV cache holds for each token."""
+        return 2 * self.layers * self.keys
+
+
+def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShape:
+    """The sizes of a job's model, of which its configuration is needed and no weights.
+
+    Args:
+        config_folder: holds the configuration; default: where the job's model is, or the hub.
+
+    Raises:
+        SpecError: the configuration cannot be had, or is of no causal LM.
+    """
+    from transformers import AutoConfig
+
+    if model.kind == "tiny" and config_folder is None:
+        from rlix.pipeline.models import tiny_config
+
+        return counted(tiny_config(model))
+    where = str(config_folder) if config_folder is not None else getattr(model, "path", "")
+    try:
+        return counted(AutoConfig.from_pretrained(where))
+    except (OSError, ValueError, KeyError) as error:
+        raise SpecError(
+            f"model.path: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
+            "with its config.json, e.g. with --model-config"
+        ) from error
+
+
+def counted(config: Any) -> ModelShape:
+    """The sizes that a transformers configuration says, with the parameters counted on a model without bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    blocks = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return ModelShape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        block=max((sum(p.numel() for p in b.parameters()) for b in blocks), default=0),
+        layers=int(config.num_hidden_layers),
+        hidden=int(config.hidden_size),
+        intermediate=_intermediate(config.to_dict()),
+        vocabulary=int(config.vocab_size),
+        query=heads * width,
+        keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
+        context=int(config.max_position_embeddings),
+    )
+
+
+def _intermediate(config: Mapping[str, Any]) -> int:
+    """Of the feed-forward part, or of as many experts as a token is sent to."""
+    experts = config.get("num_experts_per_tok")
+    if not experts:
+        return int(config.get("intermediate_size") or 4 * config["hidden_size"])
+    each = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return int(experts * each + (config.get("shared_expert_intermediate_size") or 0))

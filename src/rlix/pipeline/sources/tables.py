@@ -1,0 +1,182 @@
+"""Tables of rows in an order that depends on the job's seed alone: read whole, or as a stream, alone or mixed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlix.pipeline.sources.tasks.base import random_stream
+from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, missing_columns
+from rlix.pipeline.spec.source import DataSpec, TableSpec
+from rlix.protocol.errors import SpecError
+
+Row = Mapping[str, Any]
+
+_BLOCK = 1000
+_BUFFER = 10_000  # rows of a stream that are shuffled together
+_CURSORS = 4  # of a stream; replaced groups are read far ahead of the others
+_FAR = 10_000
+
+
+class Rows(Protocol):
+    """Rows by number; a `datasets.Dataset`, or a list of dicts."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+
+class Table(Protocol):
+    """Rows that can be used, one after the other, for ever."""
+
+    def row(self, stream: str, seed: int, position: int) -> tuple[str, Row]:
+        """The row at `position` of the order of (`stream`, `seed`), and what to call it."""
+        ...
+
+
+class Shuffled:
+    """Rows that are at hand: every epoch is a new shuffle of those that are used.
+
+    Args:
+        used: their numbers.
+        number: of the table among those of a mix.
+    """
+
+    def __init__(self, rows: Rows, used: Sequence[int], number: int = 0) -> None:
+        self._rows, self._used, self._number = rows, used, number
+        self._order = lru_cache(maxsize=4)(self._shuffle)
+
+    def row(self, stream: str, seed: int, position: int) -> tuple[str, Row]:
+        epoch, at = divmod(position, len(self._used))
+        row = self._order(stream, seed, epoch)[at]
+        return f"row {row}", self._rows[row]
+
+    def _shuffle(self, stream: str, seed: int, epoch: int) -> list[int]:
+        order = list(self._used)
+        random_stream("data", stream, seed, epoch, *([self._number] if self._number else [])).shuffle(order)
+        return order
+
+
+@dataclass(slots=True)
+class _Cursor:
+    rows: Iterator[tuple[str, Row]]
+    position: int = 0  # of the next row
+
+
+@dataclass(slots=True)
+class Streamed:
+    """Rows that are read as they are asked for, which is nearly in order; what came before is read again when it must.
+
+    Args:
+        data: a `datasets.IterableDataset`.
+        usable: whether a row can be used.
+    """
+
+    data: Any
+    usable: Callable[[str, Row], bool]
+    number: int = 0
+    _cursors: dict[tuple[str, int], list[_Cursor]] = field(default_factory=dict)
+
+    def row(self, stream: str, seed: int, position: int) -> tuple[str, Row]:
+        cursors = self._cursors.setdefault((stream, seed), [])
+        behind = [c for c in cursors if position - _FAR <= c.position <= position]
+        cursor = max(behind, key=lambda c: c.position, default=None)
+        if cursor is None:
+            cursor = _Cursor(self._endless(stream, seed))
+        else:
+            cursors.remove(cursor)
+        cursors.insert(0, cursor)
+        del cursors[_CURSORS:]
+        while True:
+            found = next(cursor.rows)
+            cursor.position += 1
+            if cursor.position > position:
+                return found
+
+    def _endless(self, stream: str, seed: int) -> Iterator[tuple[str, Row]]:
+        key = random_stream("data", stream, seed, self.number).getrandbits(32)
+        shuffled = self.data.shuffle(seed=key, buffer_size=_BUFFER)
+        epoch = 0
+        while True:
+            shuffled.set_epoch(epoch)
+            some = False
+            for at, row in enumerate(shuffled):
+                name = f"row {at} of epoch {epoch} of the stream"
+                if self.usable(name, row):
+                    some = True
+                    yield name, row
+            if not some:
+                raise SpecError("no row of the stream can be used; the log says why of the first")
+            epoch += 1
+
+
+class Mixture:
+    """Which table each prompt comes from: in every block of 1,000 each has its share, in an order of the seed's."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._counts = _shares(weights, _BLOCK)
+        self._block = lru_cache(maxsize=8)(self._drawn)
+
+    def place(self, stream: str, seed: int, position: int) -> tuple[int, int]:
+        """The number of the table, and how many prompts came from it before."""
+        if len(self._counts) == 1:
+            return 0, position
+        block, at = divmod(position, _BLOCK)
+        tables = self._block(stream, seed, block)
+        table = tables[at]
+        return table, block * self._counts[table] + tables[:at].count(table)
+
+    def _drawn(self, stream: str, seed: int, block: int) -> list[int]:
+        tables = [table for table, count in enumerate(self._counts) for _ in range(count)]
+        random_stream("mixture", stream, seed, block).shuffle(tables)
+        return tables
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """`total` divided in proportion, the largest remainders rounded up."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def load_tables(data: DataSpec) -> list[Any]:
+    """Each table of the job, as `datasets` has it. Raises SpecError when one cannot be read or lacks what is named."""
+    return [_load(where, table) for where, table in data_fields(data)]
+
+
+def _load(where: str, table: TableSpec) -> Any:
+    import datasets
+
+    known = (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetNotFoundError)
+    try:
+        loaded = _read(table)
+    except (*known, OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()
+        raise SpecError(
+            f"{where}.path: {table.path} cannot be read as a table: {reason[0] if reason else type(error).__name__}"
+        ) from error
+    columns = loaded.column_names
+    if columns is not None and (problems := list(missing_columns(where, table, columns))):
+        raise SpecError("\n".join(f"{p.field}: {p.message}" for p in problems))
+    if not table.streaming and len(loaded) == 0:
+        raise SpecError(f"{where}.path: {table.path} holds no rows")
+    return loaded
+
+
+def _read(table: TableSpec) -> Any:
+    import datasets
+
+    path = Path(table.path)
+    if path.is_dir() and is_saved(path):
+        loaded = datasets.load_from_disk(str(path))
+        rows = loaded[table.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return rows.to_iterable_dataset() if table.streaming else rows
+    if path.is_file():
+        return datasets.load_dataset(
+            FORMATS[path.suffix], data_files=str(path), split="train", streaming=table.streaming
+        )
+    return datasets.load_dataset(table.path, table.config, split=table.split, streaming=table.streaming)

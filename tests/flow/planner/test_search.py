@@ -1,0 +1,164 @@
+"""Plans: hand-computed ones, all of small flows against an exhaustive oracle, and what large ones promise."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Point, Table, make_plan
+from rlix.flow.planner.split import split
+from rlix.protocol.errors import SpecError
+from tests.flow.planner.oracle import fastest
+
+
+def part(name: str, fixed: float, each: float, *, held: float = 0.0, scales: bool = True, **kwargs: float) -> Component:
+    """Seconds: `fixed` and `each` an item of the fullest rank; one that does not scale is as slow on any width."""
+    loads = (1, 2, 4, 8, 64)
+    points = [Point(1, n, fixed + each * n, held, held) for n in loads]
+    if not scales:
+        points += [Point(w, n * w, fixed + each * n * w, held, held) for w in (2, 4, 8) for n in loads]
+    return Component(name, Table(points), **kwargs)  # type: ignore[arg-type]
+
+
+def chain(*parts: Component, **edge: float) -> Graph:
+    edges = [Edge(a.name, b.name, **edge) for a, b in pairwise(parts)]  # type: ignore[arg-type]
+    return Graph(parts, edges)
+
+
+def test_parts_that_scale_and_fit_take_turns() -> None:
+    planned = make_plan(chain(part("a", 0, 1), part("b", 0, 1)), 8, 4)
+    assert planned.best.mode is Mode.COLLOCATED
+    assert planned.best.seconds == pytest.approx(4.0)  # 8 items on 4 ranks, twice
+    assert planned.best.shape == "a on 4 → b on 4"
+    assert planned.best.resident
+
+
+def test_switching_that_costs_more_than_filling_a_pipeline_puts_them_apart() -> None:
+    a, b = (part(n, 0, 1, held=10, load_s=2, offload_s=2) for n in "ab")
+    planned = make_plan(chain(a, b), 8, 4, device_bytes=15)
+    assert planned.best.mode is Mode.DISAGGREGATED
+    assert planned.best.shape == "(a on 2 | b on 2, by 2 of 8)"
+    assert planned.best.seconds == pytest.approx(1 + 4 * 1)  # chunks of 2 on 2 ranks take 1 s; 4 of them, and to fill
+    collocated = planned.of(Mode.COLLOCATED)
+    assert collocated is not None
+    assert (collocated.seconds, collocated.switch_s) == (pytest.approx(4 + 8), 8)
+    assert "runner-up" in planned.explain()
+    assert "8.000 s  loading and offloading" in collocated.explain()
+
+
+def test_a_part_that_does_not_scale_gets_few_devices_beside_the_others() -> None:
+    slow, wide, last = part("slow", 0, 0.2, scales=False), part("wide", 0, 1.4), part("last", 4, 0.5)
+    planned = make_plan(chain(slow, wide, last), 64, 8)
+    assert planned.best.mode is Mode.HYBRID  # slow beside wide, in chunks; then last, which is bad at chunks
+    assert [len(segment.stages) for segment in planned.best.segments] == [2, 1]
+    for mode in (Mode.COLLOCATED, Mode.DISAGGREGATED):
+        fixed = planned.of(mode)
+        assert fixed is not None
+        assert fixed.seconds > planned.best.seconds * 1.1
+    collocated = make_plan(chain(slow, wide, last), 64, 8, mode=Mode.COLLOCATED).best
+    assert collocated.seconds == pytest.approx(12.8 + 11.2 + 8)
+
+
+def test_a_simulator_on_the_cpu_takes_no_devices() -> None:
+    sim = part("sim", 1, 0, cpu_ranks=1)
+    planned = make_plan(chain(sim, part("b", 0, 1)), 8, 2)
+    assert [(p.name, p.devices) for p in planned.best.parts] == [("sim", 0), ("b", 2)]
+    assert planned.best.seconds == pytest.approx(1 + 4)
+    assert make_plan(Graph([sim]), 8, 2).best.seconds == pytest.approx(1)
+
+
+def test_a_circle_is_planned_as_one_part() -> None:
+    sim, policy = part("sim", 0, 1, cpu_ranks=1), part("policy", 0, 1)
+    edges = [Edge("sim", "policy"), Edge("policy", "sim", rounds=10)]
+    planned = make_plan(Graph([sim, policy], edges), 8, 1)
+    (stage,) = planned.best.segments[0].stages
+    (loop,) = stage.loops
+    assert (loop.rounds, loop.slices, loop.shared) == (10, 2, False)
+    assert planned.best.seconds == pytest.approx(10 * 8)  # both busy all the time, on half the batch each
+    both = Graph([part("a", 0, 1, held=6, load_s=1), part("b", 0, 1, held=6, load_s=1)], edges=[
+        Edge("a", "b"), Edge("b", "a", rounds=2)])  # fmt: skip
+    assert make_plan(both, 4, 1, device_bytes=20).best.seconds == pytest.approx(2 * 8)
+    assert make_plan(both, 4, 1, device_bytes=10).best.seconds == pytest.approx(2 * (8 + 2))
+    assert make_plan(both, 4, 2, device_bytes=10).best.seconds == pytest.approx(2 * 4)
+    with pytest.raises(SpecError, match="say `rounds`"):
+        Graph([sim, policy], [Edge("sim", "policy"), Edge("policy", "sim")])
+
+
+def test_what_cannot_be_planned_says_why() -> None:
+    with pytest.raises(SpecError, match=r"b needs 20 bytes a device even on all of 2 device\(s\) with 10 bytes"):
+        make_plan(chain(part("a", 0, 1), part("b", 0, 1, held=20)), 8, 2, device_bytes=10)
+    with pytest.raises(SpecError, match="b needs 4 for one rank"):
+        make_plan(chain(part("a", 0, 1), part("b", 0, 1, unit=4)), 8, 2)
+    with pytest.raises(SpecError, match="not a multiple of 3"):
+        make_plan(chain(part("a", 0, 1, chunk=3), part("b", 0, 1)), 8, 2)
+    with pytest.raises(SpecError, match="an edge names 'c'"):
+        Graph([part("a", 0, 1)], [Edge("a", "c")])
+    assert make_plan(chain(part("a", 0, 1)), 200, 2).guesses == ("a: width 2 is outside the measured 1–1",)
+
+
+@st.composite
+def flows(draw: st.DrawFn) -> tuple[list[Component], list[Edge], int, int, float]:
+    names = "abc"[: draw(st.integers(1, 3))]
+    tenths = st.integers(0, 30).map(lambda n: n / 10)
+    parts = [
+        part(
+            name,
+            draw(tenths) + 0.1,
+            draw(tenths),
+            held=draw(st.sampled_from([0.0, 3.0, 6.0])),
+            scales=draw(st.booleans()),
+            unit=draw(st.sampled_from([1, 1, 2])),
+            load_s=draw(tenths),
+        )
+        for name in names
+    ]
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    used = [pair for pair in pairs if draw(st.booleans()) or pair[0] == chr(ord(pair[1]) - 1)]
+    edges = [Edge(a, b, draw(tenths) / 10, draw(tenths) / 10) for a, b in used]
+    return parts, edges, draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(2, 4)), draw(st.sampled_from([6.0, 9.0]))
+
+
+@settings(max_examples=40)
+@given(flows())
+def test_no_plan_of_a_small_flow_is_faster(flow: tuple[list[Component], list[Edge], int, int, float]) -> None:
+    parts, edges, items, devices, room = flow
+    planned = make_plan(Graph(parts, edges), items, devices, device_bytes=room)
+    assert planned.best.seconds == pytest.approx(fastest(parts, edges, items, devices, room))
+    for plan in (planned.best, *planned.others):
+        check(plan)
+
+
+def check(plan: Plan) -> None:
+    for segment in plan.segments:
+        assert plan.items % segment.chunk == 0
+        used: set[int] = set()
+        for stage in segment.stages:
+            devices = set(range(stage.first, stage.first + stage.devices))
+            assert not used & devices
+            used |= devices
+            for p in stage.parts:
+                assert set(range(p.first, p.first + p.devices)) <= devices
+        assert max(used) < plan.devices
+
+
+@given(st.lists(st.lists(st.floats(0.01, 10), min_size=12, max_size=12), min_size=1, max_size=3))
+def test_a_split_of_few_devices_is_the_cheapest(rows: list[list[float]]) -> None:
+    times = [np.minimum.accumulate(np.array([np.inf, *row])) for row in rows]
+    shares, least = split(times, 12, lambda stages: sum(stages) + 3 * np.max(np.stack(stages), axis=0))
+    splits = (s for s in product(range(1, 13), repeat=len(rows)) if sum(s) == 12)
+    costs = [
+        sum(t[n] for t, n in zip(times, s, strict=True)) + 3 * max(t[n] for t, n in zip(times, s, strict=True))
+        for s in splits
+    ]
+    assert least == pytest.approx(min(costs))
+    assert sum(shares) == 12
+
+
+def test_a_split_of_many_devices_is_close_to_the_ideal() -> None:
+    planned = make_plan(
+        chain(part("a", 0, 1), part("b", 0, 2), part("c", 0, 5)), 1 << 20, 4096, mode=Mode.DISAGGREGATED
+    )
+    ideal = (1 << 20) * 8 / 4096
+    assert planned.best.seconds < ideal * 1.08

@@ -1,0 +1,164 @@
+"""Real TRL trainers, plain and attached: the same losses and weights to the bit, and no byte outside a lease."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlix.engine.movers import SwapMover
+from rlix.integrations.leases import Stages
+from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
+from rlix.integrations.trl.parts import parts_of
+from rlix.pipeline.models import write_tiny_model
+from rlix.pipeline.spec.model import TinyModel
+from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.protocol.errors import NotResidentError
+from rlix.protocol.types import Phase
+
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, "vllm", None)  # which TRL would import, for seconds and for nothing
+    trl = pytest.importorskip("trl")
+    from trl.experimental import online_dpo
+
+    TRAINERS = {
+        "GRPO": (trl.GRPOTrainer, trl.GRPOConfig),
+        "RLOO": (trl.RLOOTrainer, trl.RLOOConfig),
+        "online DPO": (online_dpo.OnlineDPOTrainer, online_dpo.OnlineDPOConfig),
+    }
+
+CPU = torch.device("cpu")
+INIT, TRAIN, LOGPS, REF, GENERATE = (
+    Phase.INITIALIZATION, Phase.ACTOR_TRAINING, Phase.OLD_LOG_PROBS, Phase.REFERENCE_LOG_PROBS, Phase.VALUE_COMPUTE
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(TinyModel(hidden_size=32), tmp_path_factory.mktemp("model"), seed=0)
+
+
+def share_of_ones(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("1") / max(1, len(text)) for text in completions]
+
+
+def make(kind: str, model: Path, out: Path, *, adapter: bool = False, **options: Any) -> Any:
+    trainer, config = TRAINERS[kind]
+    lengths = {"max_new_tokens": 6} if kind == "online DPO" else {"max_completion_length": 6, "num_generations": 4}
+    settings = {"max_steps": 2, "save_strategy": "no", "gradient_checkpointing": False} | lengths | options
+    args = config(
+        output_dir=str(out), per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=5e-3,
+        logging_steps=1, report_to=[], use_cpu=True, bf16=False, seed=7, disable_tqdm=True, **settings,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"prompt": [f"{i % 10}{i % 7}>" for i in range(32)]})
+    evaluation = {"eval_dataset": data.select(range(1))} if "eval_strategy" in options else {}
+    return trainer(
+        model=str(model), reward_funcs=share_of_ones, args=args, train_dataset=data,
+        processing_class=load_tokenizer(model), peft_config=peft.LoraConfig(r=4) if adapter else None, **evaluation,
+    )  # fmt: skip
+
+
+class Watched:
+    """A gate that lets in at once and looks that nothing is left behind."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.attachment: Attachment
+
+    def enter(self, phase: Phase) -> tuple[int, ...]:
+        self.phases.append(phase)
+        return (0,)
+
+    def leave(self) -> None:
+        tensors = [self.attachment.trainer.model, getattr(self.attachment.trainer, "ref_model", None)]
+        assert [each.device_bytes for each in self.attachment.parts.all] == [0] * 5
+        with torch._C.DisableTorchFunctionSubclass():
+            left = [p for each in tensors if each for p in each.parameters() if p.untyped_storage().nbytes()]
+        assert not left
+
+
+def attach(trainer: Any) -> tuple[Watched, Attachment]:
+    gate = Watched()
+    stages = Stages(gate)
+    stages.begin(INITIALIZATION)
+    gate.attachment = Attachment(trainer, parts_of(trainer, "a job", lambda: SwapMover(CPU)), stages)
+    return gate, gate.attachment
+
+
+def run(trainer: Any, attachment: Attachment | None = None, **how: Any) -> tuple[Any, list[Any]]:
+    """What the log says of every step, and the weights."""
+    if attachment is None:
+        trainer.train(**how)
+        weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    else:
+        attachment.train(trainer.train, **how)
+        with attachment.stages.readable():
+            weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    timing = ("time", "per_second")
+    log = [{k: v for k, v in row.items() if not any(t in k for t in timing)} for row in trainer.state.log_history]
+    return log, weights
+
+
+def assert_equal(found: tuple[Any, list[Any]], expected: tuple[Any, list[Any]]) -> None:
+    assert found[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+CASES: dict[str, tuple[str, dict[str, Any], list[Phase]]] = {
+    "GRPO with a reference, accumulation and several iterations": (
+        "GRPO",
+        {"beta": 0.04, "num_iterations": 2, "gradient_accumulation_steps": 2, "sync_ref_model": True,
+         "ref_model_sync_steps": 2, "max_steps": 3},
+        [INIT, GENERATE, LOGPS, REF, TRAIN, TRAIN, GENERATE, LOGPS, REF, TRAIN],
+    ),
+    "GRPO with an adapter, recomputed activations and evaluation": (
+        "GRPO",
+        {"beta": 0.04, "gradient_checkpointing": True, "adapter": True, "eval_strategy": "steps", "eval_steps": 2},
+        [INIT, *[GENERATE, LOGPS, TRAIN] * 2, GENERATE, LOGPS, LOGPS],
+    ),
+    "RLOO": ("RLOO", {}, [INIT, *[GENERATE, LOGPS, REF, TRAIN] * 2]),
+    "online DPO": ("online DPO", {"gradient_accumulation_steps": 2}, [INIT, *[GENERATE, TRAIN] * 4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attached_learns_the_same_and_leaves_nothing(case: str, model: Path, tmp_path: Path) -> None:
+    kind, options, phases = CASES[case]
+    plain = run(make(kind, model, tmp_path / "plain", **options))
+    gate, attachment = attach(trainer := make(kind, model, tmp_path / "attached", **options))
+    assert_equal(run(trainer, attachment), plain)
+    assert gate.phases == phases
+
+
+def test_a_checkpoint_is_whole_and_resumes_to_the_same_end(model: Path, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1}
+    plain = run(make("GRPO", model, tmp_path / "plain", **options))
+    trainer = make("GRPO", model, tmp_path / "attached", **options)
+    assert_equal(run(trainer, attach(trainer)[1]), plain)
+    trainer.save_model(str(tmp_path / "saved"))
+    for file in ("model.safetensors", "optimizer.pt"):
+        expected, found = (tmp_path / kind / "checkpoint-2" / file for kind in ("plain", "attached"))
+        assert found.stat().st_size == expected.stat().st_size
+    saved = (tmp_path / "saved" / "model.safetensors").read_bytes()
+    assert saved == (tmp_path / "plain" / "checkpoint-2" / "model.safetensors").read_bytes()
+    again = make("GRPO", model, tmp_path / "again", **options)
+    log, weights = run(again, attach(again)[1], resume_from_checkpoint=str(tmp_path / "attached" / "checkpoint-1"))
+    assert_equal((log[:-1], weights), (plain[0][:-1], plain[1]))  # the last line is a mean over this session's steps
+
+
+def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) -> None:
+    _, attachment = attach(trainer := make("GRPO", model, tmp_path, max_steps=1))
+    run(trainer, attachment)
+    where = "of the policy of a job was touched"
+    with pytest.raises(NotResidentError, match=rf"parameter 'model.embed_tokens.weight' {where} \(embedding\)"):
+        trainer.model(torch.ones(1, 2, dtype=torch.long))
+    with pytest.raises(NotResidentError, match=f"parameter 'model.embed_tokens.weight' {where}"):
+        trainer.model.state_dict()
+    with pytest.raises(NotResidentError, match=f"parameter 'lm_head.weight' {where}"):
+        trainer.model.lm_head.weight.sum()
+    with pytest.raises(NotResidentError, match="optimizer state 'step' of the policy's training of a job"):
+        torch.save(trainer.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert trainer.model.lm_head.weight.shape == (trainer.model.config.vocab_size, 32)

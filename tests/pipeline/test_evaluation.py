@@ -1,0 +1,149 @@
+"""Evaluation on held-out prompts: it is asked when it is due, and training does not notice it."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from rlix.pipeline import base
+from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.spec.job import JobSpec, load_job
+from rlix.protocol.errors import SpecError
+from tests.pipeline.in_process import InProcess
+from tests.pipeline.test_composition import job
+from tests.pipeline.training_jobs import learnt_of, rows
+
+pytest.importorskip("datasets")
+
+HELD_OUT = {"every": 2, "prompts": 3, "samples_per_prompt": 2, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("source", ["task", "environment"])
+@pytest.mark.parametrize("schedule", ["on_policy", "ahead", "one_version"])
+def test_training_is_the_same_with_and_without(source: str, schedule: str, tmp_path: Path) -> None:
+    algorithm = {"name": "dapo", "minibatches": 2}
+    made = [
+        InProcess(job(source, schedule, algorithm, tmp_path, steps=5, evaluation=given), tmp_path)
+        for given in (None, HELD_OUT)
+    ]
+    plain, evaluated = (pipeline.run_steps() for pipeline in made)
+    assert [learnt_of(row) for row in evaluated] == [learnt_of(row) for row in plain]
+    assert [("eval/reward" in row, "evaluation_s" in row) for row in evaluated] == [
+        (due, due) for due in (False, True, False, True, True)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["on_policy", "ahead", "one_version"])
+def test_the_same_prompts_every_time_greedily_and_with_the_newest_weights(schedule: str, tmp_path: Path) -> None:
+    pipeline = InProcess(job("task", schedule, "grpo", tmp_path, evaluation=HELD_OUT | {"max_new_tokens": 3}), tmp_path)
+    metrics = pipeline.run_steps()
+    asked = [(t, version) for t, version in pipeline.rollouts.answered if t.id.startswith("evaluation/")]
+    first, second = asked[:6], asked[6:]
+    assert [version for _, version in asked] == [2] * 6 + [4] * 6
+    assert [(t.id, t.prompt_ids, t.seed) for t, _ in first] == [(t.id, t.prompt_ids, t.seed) for t, _ in second]
+    assert all(t.sampling.temperature == 0 and t.sampling.max_new_tokens == 3 for t, _ in asked)
+    trained = {t.prompt_ids for t, _ in pipeline.rollouts.answered if not t.id.startswith("evaluation/")}
+    assert not {t.prompt_ids for t, _ in first} & trained
+    for row in metrics[1::2]:
+        assert row["eval/reward_best"] >= row["eval/reward"]
+        assert row["eval/exact_any"] >= row["eval/exact"]
+        assert row["eval/trajectories"] == 6
+
+
+def test_held_out_data_have_a_source_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "77>", "answer": "77"}\n')
+    held_out = {"data": {"path": str(tmp_path / "held.jsonl")}, "rewards": ["exact_match"]}
+    spec = job("data", "on_policy", "grpo", tmp_path, evaluation={**HELD_OUT, "prompts": 1, "source": held_out})
+    pipeline = InProcess(spec, tmp_path)
+    pipeline.run_steps()
+    asked = {t.prompt_ids for t, _ in pipeline.rollouts.answered if t.id.startswith("evaluation/")}
+    trained = {t.prompt_ids for t, _ in pipeline.rollouts.answered if not t.id.startswith("evaluation/")}
+    assert len(asked) == 1
+    assert not asked & trained
+
+
+def test_what_is_wrong_with_the_section_is_said_by_field(tmp_path: Path) -> None:
+    def problem(trained_on: str, **evaluation: Any) -> str:
+        with pytest.raises(ValueError, match="evaluation") as caught:
+            job(trained_on, "on_policy", "grpo", tmp_path, evaluation={**HELD_OUT, **evaluation})
+        return str(caught.value)
+
+    assert "evaluation.source: is missing: data that are trained on" in problem("data")
+    assert "evaluation.source: is empty" in problem("task", source={})
+    assert "evaluation.source.task.name: must be sort_digits" in problem("task", source={"task": "sort_digit"})
+    assert "evaluation.source.rewards" in problem("data", source={"data": {"path": "x.jsonl"}})
+    assert "best" in problem("task", best="reward")
+
+
+def test_paths_are_those_of_the_file_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    text = """
+name: job
+steps: 1
+source: {task: sort_digits}
+rollout: {max_new_tokens: 5}
+clusters: {actor_train: {gpus: 1}}
+evaluation: {every: 1, source: {data: {path: held.jsonl}, rewards: exact_match}}
+"""
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(SpecError, match=r"job\.yaml:7: evaluation\.source\.data\.path: there is no file"):
+        load_job(tmp_path / "job.yaml")
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1>", "answer": "1"}\n')
+    spec = load_job(tmp_path / "job.yaml")
+    assert spec.evaluation is not None
+    assert spec.evaluation.source is not None
+    assert spec.evaluation.source.data is not None
+    assert spec.evaluation.source.data.path == str(tmp_path / "held.jsonl")
+    (tmp_path / "again.yaml").write_text(spec.to_yaml())
+    assert load_job(tmp_path / "again.yaml") == spec
+
+
+class Toy(Pipeline):
+    """Its evaluations get better, then worse; the last one is interrupted."""
+
+    def setup(self) -> None:
+        self.done = 0
+
+    def step(self, step: int) -> dict[str, float]:
+        self.done = step + 1
+        return {"reward": 0.0}
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        if done == 7:
+            self.request_stop()
+            raise InterruptedError("the job was asked to stop")
+        return {"eval/reward": {2: 0.1, 4: 0.8, 6: 0.3}[done]}
+
+    def save(self, path: Path) -> None:
+        (path / "done").write_text(str(self.done))
+
+
+class Unevaluated(Pipeline):
+    def setup(self) -> None: ...
+
+    def step(self, step: int) -> dict[str, float]:
+        return {"reward": 0.0}
+
+
+def spec_of(**changes: Any) -> JobSpec:
+    values = load_job("copy_digits").model_dump() | {"steps": 7, "evaluation": {"every": 2}, "checkpoint": {"every": 5}}
+    return JobSpec.model_validate(values | changes)
+
+
+def test_the_frame_evaluates_when_it_is_due_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "JobClient", MagicMock())
+    pipeline = Toy("ft_1", JobConfig(spec_of(), tmp_path / "job"))
+    assert pipeline.run().state == "finished"
+    found = {row["step"]: row.get("eval/reward") for row in rows(tmp_path / "job" / "metrics.jsonl")}
+    assert found == {0: None, 1: 0.1, 2: None, 3: 0.8, 4: None, 5: 0.3, 6: None}
+    assert pipeline.status().evaluation == 0.3
+    checkpoints = tmp_path / "job" / "checkpoints"
+    assert (checkpoints / "best" / "done").read_text() == "4"
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_4", "step_5", "step_7"}
+    assert (checkpoints / "step_7" / "done").read_text() == "7"  # the interrupted evaluation took nothing back
+
+
+def test_a_pipeline_that_cannot_be_evaluated_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "JobClient", MagicMock())
+    with pytest.raises(SpecError, match="Unevaluated has no method 'evaluate'"):
+        Unevaluated("ft_1", JobConfig(spec_of(), tmp_path / "job")).run()

@@ -1,0 +1,172 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlix.pipeline.memory import estimate
+from rlix.pipeline.memory.estimate import Generation, Training
+from rlix.pipeline.memory.job import job_memory, memory_problems
+from rlix.pipeline.memory.shape import ModelShape, counted, shape_of
+from rlix.pipeline.spec.job import JobSpec
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+QWEN_7B = ModelShape(
+    parameters=7_615_616_512,
+    block=233_057_792,
+    layers=28,
+    hidden=3584,
+    intermediate=18944,
+    vocabulary=152_064,
+    query=3584,
+    keys=512,
+    context=32768,
+)
+SMALL = Qwen2Config(
+    vocab_size=4096,
+    hidden_size=384,
+    intermediate_size=1536,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+
+
+def job(**changes: Any) -> JobSpec:
+    values: dict[str, Any] = {
+        "name": "job",
+        "steps": 1,
+        "source": {"data": {"path": "rows.jsonl", "max_prompt_tokens": 1024}, "rewards": ["exact_match"]},
+        "model": {"path": "/qwen", "dtype": "bfloat16"},
+        "rollout": {"max_new_tokens": 7168, "executor": "vllm", "max_num_seqs": 256},
+        "training": {"micro_batch_tokens": 16384, "activation_checkpointing": True},
+        "clusters": {"actor_train": {"gpus": 8, "tensor_parallel": 8}, "actor_infer": {"gpus": 8}},
+    }
+    return JobSpec.model_validate(values | changes)
+
+
+class TestShape:
+    def test_of_a_7b_model(self) -> None:
+        config = Qwen2Config(
+            vocab_size=152_064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        )
+        assert counted(config) == QWEN_7B
+        assert QWEN_7B.rest == 2 * 152_064 * 3584 + 3584  # embeddings, head, last norm
+        assert QWEN_7B.cache == 28 * 2 * 4 * 128
+
+    def test_of_the_built_in_model(self) -> None:
+        model = JobSpec.model_validate(
+            {"name": "a", "steps": 1, "source": {"task": "sort_digits"}, "rollout": {"max_new_tokens": 5}}
+            | {"clusters": {"actor_train": {"gpus": 1}}}
+        ).model
+        assert shape_of(model).context == 64
+
+
+class TestFormulas:
+    """By hand, for 7.6 billion parameters on 8 devices that hold one copy."""
+
+    def test_of_what_is_trained(self) -> None:
+        parts = estimate.training(QWEN_7B, Training(8, 8, 2, 16384, checkpointing=True)).parts
+        own = 7_615_616_512 // 8
+        assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (4 * own, 4 * own, 8 * own)
+
+    def test_offload_is_at_its_highest_in_one_of_two_places(self) -> None:
+        how = Training(8, 8, 2, 16384, checkpointing=True, offload=True)
+        assert "optimizer" not in estimate.training(QWEN_7B, how).parts
+        small = estimate.training(QWEN_7B, Training(1, 1, 4, 16, offload=True)).parts
+        assert small == {"weights": 4 * 7_615_616_512, "gradients": 4 * 7_615_616_512, "optimizer": 8 * 7_615_616_512}
+
+    def test_of_generation(self) -> None:
+        how = Generation(width=2, dtype=2, sequences=256, longest=8192)
+        need = estimate.generation(QWEN_7B, how, 8)
+        assert need.parts["weights"] == 7_615_616_512
+        assert need.parts["cache"] == estimate.sequence_bytes(QWEN_7B, how) == 2 * 28 * 2 * 512 * 8192 // 2
+        room = int(0.9 * 40 * GIB) - need.total + need.parts["cache"]
+        assert estimate.sequences_that_fit(QWEN_7B, how, 40 * GIB) == room // need.parts["cache"]
+        assert estimate.sequences_that_fit(QWEN_7B, replace(how, cache_bytes=GIB), 40 * GIB) == 4
+
+    def test_memory_does_not_grow_with_anything_but_what_goes_through_at_once(self) -> None:
+        one, two = (estimate.activations(QWEN_7B, Training(8, 8, 2, tokens)) for tokens in (1000, 2000))
+        assert two == 2 * one
+
+
+class TestJob:
+    def test_every_phase_of_a_job_is_there(self) -> None:
+        found = job_memory(job(), QWEN_7B, 80 * GIB)
+        assert [need.phase for need in found.needs] == ["actor_training", "weight_sync", "rollout"]
+        assert found.longest == 8192
+        assert 100 < (found.fitting or 0) < 256
+        assert not list(memory_problems(job(), found, 80 * GIB))
+        ppo = job(algorithm={"name": "ppo", "options": {"kl_coefficient": 0.1}})
+        assert [need.phase for need in job_memory(ppo, QWEN_7B).needs] == [
+            "actor_training",
+            "old_log_probs",
+            "reference_log_probs",
+            "critic_training",
+            "weight_sync",
+            "rollout",
+        ]
+
+    @pytest.mark.parametrize(
+        ("changes", "cluster", "advice"),
+        [
+            (
+                {"clusters": {"actor_train": {"gpus": 8}}},
+                "actor_train",
+                "set clusters.actor_train.tensor_parallel: 8",
+            ),
+            ({"training": {}}, "actor_train", "set training.activation_checkpointing: true"),
+            (
+                {"training": {"micro_batch_tokens": 262144, "activation_checkpointing": True}},
+                "actor_train",
+                "lower training.micro_batch_tokens (262144)",
+            ),
+            (
+                {"clusters": {"actor_train": {"gpus": 1}}, "training": {"activation_checkpointing": True}},
+                "actor_train",
+                "set training.offload_optimizer: true or set clusters.actor_train.tensor_parallel: 2",
+            ),
+            (
+                {"rollout": {"max_new_tokens": 7168, "executor": "vllm", "max_num_seqs": 65536}},
+                "actor_infer",
+                "lower rollout.max_num_seqs (65536)",
+            ),
+        ],
+    )
+    def test_what_cannot_fit_is_said_with_numbers_and_a_way_out(
+        self, changes: dict[str, Any], cluster: str, advice: str
+    ) -> None:
+        spec = job(**changes)
+        problems = list(memory_problems(spec, job_memory(spec, QWEN_7B, 80 * GIB), 80 * GIB))
+        about = [problem.message for problem in problems if problem.field == f"clusters.{cluster}"]
+        assert about
+        assert "GiB on each device, and " in about[0]
+        assert advice in about[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "checkpointing"), [("micro-batches", False), ("micro-batches, checkpointing", True)])
+def test_the_estimate_against_a_real_update(tmp_path: Path, case: str, checkpointing: bool) -> None:
+    """Of a process that trains on one device in float32: how far its memory rises above weights, gradients, moments."""
+    Qwen2ForCausalLM(SMALL).save_pretrained(tmp_path)
+    command = [sys.executable, str(ROOT / "benchmarks/training_memory.py"), "--case", case, "--folder", str(tmp_path)]
+    sizes = ["--rows", "32", "--length", "256", "--budget", "4096", "--vocabulary", "4096"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True, env=environment, timeout=110)
+    measured = json.loads(done.stdout.splitlines()[-1])["step"]["mib"] * 2**20
+    need = estimate.training(counted(SMALL), Training(1, 1, 4, 4096, checkpointing=checkpointing))
+    rising = sum(need.parts[name] for name in ("gathered", "activations", "logits"))
+    assert rising == pytest.approx(measured, rel=0.25)
