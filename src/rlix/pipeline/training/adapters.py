@@ -70,7 +70,7 @@ class AdaptedModule(OptimizedModule):
         self.adapter_schedulers[name] = torch.optim.lr_scheduler.LambdaLR(self.adapter_optimizers[name], factor)
         if folder is not None:
             try:
-                self._load_adapter(name, folder)
+                self._load_adapter(name, folder, optimizer.learning_rate, factor)
             except BaseException:  # raised again: half an adapter is none
                 self.remove_adapter(name)
                 raise
@@ -172,12 +172,12 @@ class AdaptedModule(OptimizedModule):
         save_file(_contiguous(state), folder / STATE_FILE)
         progress = {
             "seed": self._adapter_seeds[name],
-            "learning_rates": [group["lr"] for group in optimizer.param_groups],
             "scheduler": self.adapter_schedulers[name].state_dict(),
         }
         (folder / PROGRESS_FILE).write_text(json.dumps(progress))
 
-    def _load_adapter(self, name: str, folder: Path) -> None:
+    def _load_adapter(self, name: str, folder: Path, rate: float, factor: Callable[[int], float]) -> None:
+        """The learning rate is what it would be by now, had it always been this one."""
         own, optimizer = lora.parameters(self, name), self.adapter_optimizers[name]
         lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
         if not (folder / PROGRESS_FILE).is_file():
@@ -188,9 +188,10 @@ class AdaptedModule(OptimizedModule):
             parameter = own[owner]
             kept = value if part == "step" else value.to(parameter.device)
             optimizer.state[parameter][part] = kept
-        for group, rate in zip(optimizer.param_groups, progress["learning_rates"], strict=True):
-            group["lr"] = rate
-        self.adapter_schedulers[name].load_state_dict(progress["scheduler"])
+        scheduler = self.adapter_schedulers[name]
+        scheduler.load_state_dict(progress["scheduler"])
+        scheduler.base_lrs = [rate]
+        optimizer.param_groups[0] |= {"initial_lr": rate, "lr": rate * factor(scheduler.last_epoch)}
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
