@@ -26,6 +26,13 @@ class Count(Task):
         return min(len(completion_ids), self._up_to) / self._up_to
 
 
+class RefusesStepOne(Count):
+    def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
+        if step == 1:
+            raise ValueError("no prompts today")
+        return super().prompts(seed, step, n)
+
+
 @dataclass(frozen=True)
 class BestOptions:
     sharpness: float

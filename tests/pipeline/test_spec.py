@@ -168,7 +168,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"context": 8}}, "model.context", "need 11; raise it"),
     ({"model": {"path": "./nowhere"}}, "model.path", "there is no folder"),
     ({"model": {"path": "a b c"}}, "model.path", "neither a folder nor a hub name"),
-    ({"pipeline": "mine"}, "pipeline", "must be file.py:name or package.module:name, not 'mine'"),
+    ({"pipeline": "mine"}, "pipeline", "must be multi_lora, file.py:name or package.module:name, not 'mine'"),
     ({"pipeline": "no_such_package:Thing"}, "pipeline.name", "module 'no_such_package' cannot be imported"),
     ({"pipeline": "math:Thing"}, "pipeline.name", "module 'math' has no 'Thing'"),
     ({"pipeline": "mine.py:Thing"}, "pipeline.name", "there is no file"),

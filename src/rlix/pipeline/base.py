@@ -60,6 +60,7 @@ class JobStatus:
     tokens_per_s: float | None = None
     evaluation: float | None = None  # the metric that checkpoints are chosen by, when it was last measured
     error: str | None = None
+    runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
 
 
@@ -96,13 +97,13 @@ class Pipeline(ABC):
     """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
     rollout_timeout_s = 3600.0  # longest that a step's trajectories may take, once there are devices for them
 
-    def __init__(self, pipeline_id: str, config: JobConfig) -> None:
+    def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
         self.pipeline_id = pipeline_id
         self.config = config
         self.spec = config.spec
         given = self.spec.pipeline.options if self.spec.pipeline is not None else {}
         self.options = parse_options(type(self), given) if self.Options is not None else given
-        self.client = JobClient(pipeline_id)
+        self.client = JobClient(pipeline_id) if client is None else client
         self.registration = self.client.registration()
         self.devices = self.client.devices()
         self.folder = RunFolder(config.run_dir)
@@ -248,11 +249,11 @@ class Pipeline(ABC):
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
+        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
+            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         if self.spec.evaluation is not None and type(self).evaluate is Pipeline.evaluate:
             raise SpecError(f"evaluation: {type(self).__name__} has no method 'evaluate': write it, or drop this")
         changes = resumption(self.spec, self.config.run_dir).changes if self.config.resume else ()
-        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
-            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint

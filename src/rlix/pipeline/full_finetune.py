@@ -1,11 +1,10 @@
 """The pipeline that ships: samples from a source, made on a schedule, and what an algorithm learns from them."""
 
-import itertools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig
@@ -14,12 +13,12 @@ from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import Published
 from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_importance_weights
 from rlix.pipeline.algorithms.base import Estimate, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate
+from rlix.pipeline.batch import PolicyBatch, TokenBatch, align, collate, stale_tokens
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -40,13 +39,15 @@ from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
-from rlix.pipeline.training.parameter_groups import unmatched
-from rlix.protocol.errors import SpecError
+from rlix.pipeline.training.parameter_groups import check_patterns
 from rlix.protocol.types import ClusterName, Phase
 
 
 class FullFinetunePipeline(Pipeline):
     """Source × schedule × algorithm, as the job's spec has them; every weight of one policy is trained."""
+
+    adapter: str | None = None  # of the policy, where not every weight of it is trained
+    rollouts: Any  # a `RolloutManager`, or what an adapter sees of one
 
     # ---- the algorithm ---------------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ class FullFinetunePipeline(Pipeline):
         """Put in the batch what the algorithm compares with, as far as it asks for it."""
         if self.needs_old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
-        if self.reference is not None:
+        if self.algorithm.needs_reference:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
         if self.critic is not None:
             batch["values"] = self.values(batch)
@@ -119,11 +120,16 @@ class FullFinetunePipeline(Pipeline):
                     total = self.algorithm.denominator(part["mask"])
                     metrics.append(
                         self.actor.policy_step(
-                            NeedParallel(part), total, self.algorithm, rollout.temperature, optimizer.max_grad_norm
+                            NeedParallel(part),
+                            total,
+                            self.algorithm,
+                            rollout.temperature,
+                            optimizer.max_grad_norm,
+                            self.adapter,
                         )
                     )
             seconds = time.time() - start
-            self.publish(self.actor.publish(step + 1))
+            self.publish(self.weights(step + 1))
         return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
@@ -161,7 +167,8 @@ class FullFinetunePipeline(Pipeline):
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.OLD_LOG_PROBS, self.actor):
-            return cast(torch.Tensor, self.actor.log_probs(_tokens(batch), self.spec.rollout.temperature))
+            found = self.actor.log_probs(_tokens(batch), self.spec.rollout.temperature, self.adapter)
+        return cast(torch.Tensor, found)
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy as it was before reinforcement learning: [samples, length - 1]."""
@@ -179,7 +186,11 @@ class FullFinetunePipeline(Pipeline):
         """By how much decoding took longer than declared, in all so far, where a speed was declared."""
         return {} if self.spec.declared_speed is None else {"decode_late_s": self.rollouts.late_s}
 
-    def publish(self, weights: PublishedWeights) -> None:
+    def weights(self, version: int) -> Published:
+        """What the replicas need of the policy as it is now."""
+        return self.actor.publish(version)
+
+    def publish(self, weights: Published) -> None:
         """Rollouts generate with `weights` as soon as the schedule lets them."""
         self.schedule.publish(weights)
 
@@ -208,10 +219,21 @@ class FullFinetunePipeline(Pipeline):
     # ---- its life --------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        spec = self.spec
         self.reference: TrainEngine | None = None
         self.critic: TrainEngine | None = None
-        self.model_path = prepare_model(spec.model, self.folder.path / "model", spec.seed)
+        self.model_path = self.local_model()
+        self.build_source()
+        self._start_engines()
+        supply = Supply(self.source, self.rollouts.publish, self.spec.steps, self.spec.algorithm.rounds)
+        self.schedule = build_schedule(self.spec.schedule, supply)
+
+    def local_model(self) -> Path:
+        """The folder of the model that is trained."""
+        return prepare_model(self.spec.model, self.folder.path / "model", self.spec.seed)
+
+    def build_source(self) -> None:
+        """Where samples come from and what is learnt from them."""
+        spec = self.spec
         tokenizer = load_tokenizer(self.model_path)
         self.pad_id = int(tokenizer.pad_token_id)
         ends = Ends(tokenizer, self.model_path, spec.rollout.stop, spec.rollout.stop_token_ids)
@@ -239,16 +261,13 @@ class FullFinetunePipeline(Pipeline):
         self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
         if spec.evaluation is not None:
             self.evaluation = Evaluation(spec.evaluation, spec.source, around)
-        self._start_engines()
-        supply = Supply(self.source, self.rollouts.publish, spec.steps, spec.algorithm.rounds)
-        self.schedule = build_schedule(spec.schedule, supply)
 
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             if self.algorithm.needs_reference or self.algorithm.critic is not None:
                 self.actor.save(self.reference_path)
-            self.publish(self.actor.publish(0))
+            self.publish(self.weights(0))
         self._build_others()
 
     def save(self, path: Path) -> list[SaveHandle]:
@@ -266,7 +285,7 @@ class FullFinetunePipeline(Pipeline):
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
             self.actor.adjust_optimizer(optimizer, self.spec.updates)
-            self.publish(self.actor.publish(step))
+            self.publish(self.weights(step))
         self._build_others()
         if self.critic is not None:
             with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
@@ -339,9 +358,7 @@ class FullFinetunePipeline(Pipeline):
 
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
         module = policy_on_meta(path)
-        if missing := unmatched((n for n, _ in module.named_parameters()), self.spec.optimizer):
-            some = ", ".join(n for n, _ in itertools.islice(module.named_parameters(), 3))
-            raise SpecError(f"optimizer.groups: no parameter is called {missing[0]!r}; names are like {some}")
+        check_patterns([name for name, _ in module.named_parameters()], self.spec.optimizer)
         return self.build_train_engine(name, module, path, self.spec.optimizer)
 
     def build_train_engine(
@@ -349,6 +366,7 @@ class FullFinetunePipeline(Pipeline):
     ) -> TrainEngine:
         """Build on the cluster's devices, under a lease, and leave the bytes in host memory."""
         cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
+        frozen = name is ClusterName.REFERENCE or (self.adapter is not None and self.spec.warmup is None)
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
@@ -356,7 +374,7 @@ class FullFinetunePipeline(Pipeline):
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,
-                dtype=dtype if name is ClusterName.REFERENCE else "float32",
+                dtype=dtype if frozen and name is not ClusterName.CRITIC else "float32",
                 compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
@@ -366,13 +384,6 @@ class FullFinetunePipeline(Pipeline):
             engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
-
-
-def stale_tokens(samples: Samples, mask: torch.Tensor) -> torch.Tensor:
-    """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
-    marks = zip(samples.samples, mask, strict=True)
-    learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
-    return align(learnt, mask).bool()
 
 
 def _tokens(batch: PolicyBatch) -> NeedParallel:

@@ -40,15 +40,22 @@ class PolicyModule(CausalLmModule):
         del self._warmup
 
     @torch.no_grad()
-    def log_probs(self, batch: TokenBatch, temperature: float) -> Tensor:
+    def log_probs(self, batch: TokenBatch, temperature: float, adapter: str | None = None) -> Tensor:
         """Log-probability of each next token that the mask counts, 0 elsewhere: [batch, length - 1], on the CPU."""
-        return self.gathered(_tensors(batch), lambda part: self.scores(part, temperature).log_probs)
+        with self.using(adapter):
+            return self.gathered(_tensors(batch), lambda part: self.scores(part, temperature).log_probs)
 
     @returns("sum")
     def policy_step(
-        self, batch: PolicyBatch, denominator: float, algorithm: Algorithm, temperature: float, max_grad_norm: float
+        self,
+        batch: PolicyBatch,
+        denominator: float,
+        algorithm: Algorithm,
+        temperature: float,
+        max_grad_norm: float,
+        adapter: str | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`.
+        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`; of `adapter` alone.
 
         Returns this rank's part of each metric's global value.
         """
@@ -58,7 +65,8 @@ class PolicyModule(CausalLmModule):
             loss, metrics = algorithm.loss(scores.log_probs, cast(PolicyBatch, part), denominator / self.dp_size)
             return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
 
-        return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
+        with self.using(adapter):
+            return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
 
     def _warmup_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         if not hasattr(self, "_warmup"):

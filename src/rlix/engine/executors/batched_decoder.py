@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlix.engine import lora
 from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Ints
 from rlix.engine.executors.slot_cache import SlotCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
@@ -41,19 +42,20 @@ class BatchedDecoder(Decoder):
         positions = self._put(last)
         self._cache.decode(positions, int(last.max()) + 1)
         mask = torch.arange(self._cache.window, device=self._device) <= positions[:, None]
-        logits: Tensor = self._model(
-            input_ids=self._put(state.tokens[rows, last])[:, None],
-            position_ids=positions[:, None],
-            attention_mask=mask[:, None, None, :],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits
+        with lora.row_by_row(self._model, state.adapter[rows].tolist()):
+            logits: Tensor = self._model(
+                input_ids=self._put(state.tokens[rows, last])[:, None],
+                position_ids=positions[:, None],
+                attention_mask=mask[:, None, None, :],
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits
         state.fed[rows] += 1
         return self._append([self._sample(rows, logits[:, 0])], version)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        self._feed(np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64))
+        self._feed(np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64), [""])
 
     def forget_prompts(self) -> None:
         """Prompts are shared only by rows that start in one step, between which weights do not change."""
@@ -65,10 +67,11 @@ class BatchedDecoder(Decoder):
         """
         state = self._rows
         slots = {row: slot for slot, row in enumerate(self._row_at)}
-        groups: dict[bytes, list[int]] = {}  # samples of one prompt, computed once
+        groups: dict[tuple[str, bytes], list[int]] = {}  # samples of one prompt, computed once
         for row in self._row_at:
             if state.fed[row] < state.length[row] - 1:
-                groups.setdefault(state.tokens[row, : state.length[row] - 1].tobytes(), []).append(row)
+                known = state.tokens[row, : state.length[row] - 1].tobytes()
+                groups.setdefault((state.adapter[row], known), []).append(row)
         if not groups:
             return False
         waiting = sorted(groups.values(), key=lambda rows: int(state.length[rows[0]]))
@@ -76,7 +79,7 @@ class BatchedDecoder(Decoder):
         leaders = np.asarray([rows[0] for rows in batch])
         length = int(state.length[leaders].max()) - 1
         ids = np.where(np.arange(length) < state.length[leaders, None] - 1, state.tokens[leaders, :length], 0)
-        self._feed(ids, np.asarray([slots[row] for row in leaders.tolist()]))
+        self._feed(ids, np.asarray([slots[row] for row in leaders.tolist()]), state.adapter[leaders].tolist())
         copies = [(slots[rows[0]], slots[row]) for rows in batch for row in rows[1:]]
         if copies:
             source, target = np.asarray(copies).T
@@ -94,18 +97,19 @@ class BatchedDecoder(Decoder):
             count += 1
         return waiting[:count]
 
-    def _feed(self, ids: Ints, slots: Ints) -> None:
+    def _feed(self, ids: Ints, slots: Ints, adapters: list[str]) -> None:
         """Compute keys and values of (n, length) tokens. Padding is on the right, where no token attends to it."""
         length = ids.shape[1]
         where = self._arange[:length]
         self._cache.prefill(self._put(slots))
-        self._model.base_model(
-            input_ids=self._put(ids),
-            position_ids=where.expand(len(ids), -1),
-            attention_mask=(where <= where[:, None])[None, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        with lora.row_by_row(self._model, adapters):
+            self._model.base_model(
+                input_ids=self._put(ids),
+                position_ids=where.expand(len(ids), -1),
+                attention_mask=(where <= where[:, None])[None, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
 
     # ---- the cache -------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Continuous batching: what every decoder of the transformers executor keeps of the trajectories it works on."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Rows:
     """The trajectories being decoded, one array element each."""
 
     def __init__(self, count: int) -> None:
+        self.adapter = np.zeros(count, dtype=object)  # its name; "": none
         self.active = np.zeros(count, dtype=bool)
         self.prompt, self.start, self.limit = (np.zeros(count, dtype=np.int64) for _ in range(3))
         self.length = np.zeros(count, dtype=np.int64)  # tokens known
@@ -61,6 +62,7 @@ class Rows:
         self.limit[row], self.fed[row] = len(request.prompt_ids) + request.max_new_tokens, 0
         self.seed[row], self.temperature[row] = request.seed, request.temperature
         self.top_p[row], self.top_k[row] = request.top_p, request.top_k
+        self.adapter[row] = request.adapter
         self.stops[row] = -1
         self.stops[row, : len(request.stop_token_ids)] = request.stop_token_ids
         self.active[row] = True
@@ -88,6 +90,8 @@ class Decoder(ABC):
         self._rows = Rows(limits.max_rows)
         self._requests: dict[int, GenerationRequest] = {}
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self.adapter_versions: Mapping[str, int] = {}
+        """Of the adapters that there are: label the tokens of their requests."""
 
     # ---- what a decoder does ---------------------------------------------------------------------------------
 
@@ -97,7 +101,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self, version: int) -> dict[int, GenerationResult]:
-        """Feed what was not fed, draw next tokens; the results of rows that ended. `version` labels the tokens."""
+        """Feed what was not fed, draw next tokens; the results of rows that ended. `version` labels the tokens of
+        requests without an adapter."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -127,6 +132,11 @@ class Decoder(ABC):
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError when the request could never be decoded."""
+        if request.adapter and request.adapter not in self.adapter_versions:
+            raise ValueError(
+                f"request {request.id!r}: there is no adapter {request.adapter!r}; there are "
+                f"{sorted(self.adapter_versions)}"
+            )
         known = request.prompt_ids + request.generated_ids
         for token in (min(known), max(known)):
             if not 0 <= token < self._vocabulary:
@@ -200,7 +210,7 @@ class Decoder(ABC):
         end = rows.length[chosen]
         rows.tokens[chosen, end] = tokens
         rows.logprobs[chosen, end] = torch.cat([piece.logprobs for piece in drawn]).cpu().numpy()
-        rows.versions[chosen, end] = version
+        rows.versions[chosen, end] = [self.adapter_versions.get(name, version) for name in rows.adapter[chosen]]
         rows.length[chosen] += 1
         stopped = (rows.stops[chosen] == tokens[:, None]).any(axis=1)
         ended = stopped | (rows.length[chosen] >= rows.limit[chosen])

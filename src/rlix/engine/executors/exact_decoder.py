@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlix.engine import lora
 from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Drawn, Ints
 from rlix.engine.executors.paged_cache import BLOCK, SCRATCH, PagedCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
@@ -37,7 +38,7 @@ class ExactDecoder(Decoder):
         self._leader = np.full(
             limits.max_rows, -1, dtype=np.int64
         )  # the row that computes this row's prompt, until it has
-        self._prompts: dict[tuple[int, ...], int] = {}
+        self._prompts: dict[tuple[str, tuple[int, ...]], int] = {}
         self._cache = PagedCache(_FIRST_BLOCKS, device)
         self._free_blocks = list(range(_FIRST_BLOCKS - 1, SCRATCH, -1))
         self._arange = torch.arange(longest, device=device)
@@ -56,12 +57,15 @@ class ExactDecoder(Decoder):
         windows = _windows(positions)
         drawn: list[Drawn] = []
         # Ascending windows: a token's keys are in the cache before a later token of its trajectory attends to them.
-        for window in np.unique(windows):
-            (chosen,) = np.nonzero(windows == window)
-            size = self._tile_size(int(window))
+        # A tile is one adapter's: what is computed beside a token has no part in it, whatever the others' adapters are.
+        adapters = rows.adapter[token_rows]
+        for window, adapter in sorted(set(zip(windows.tolist(), adapters.tolist(), strict=True))):
+            (chosen,) = np.nonzero((windows == window) & (adapters == adapter))
+            self._use(adapter)
+            size = self._tile_size(window)
             for first in range(0, len(chosen), size):
                 tile = chosen[first : first + size]
-                drawn += self._tile(token_rows[tile], positions[tile], int(window))
+                drawn += self._tile(token_rows[tile], positions[tile], window)
         rows.fed[fed_rows] += counts
         self._share_prompts()
         return self._append(drawn, version)
@@ -74,6 +78,10 @@ class ExactDecoder(Decoder):
     def warm_up(self) -> None:
         none = np.zeros(0, dtype=np.int64)
         self._tile(none, none, BLOCK)
+
+    def _use(self, adapter: str) -> None:
+        if self.adapter_versions:
+            lora.use(self._model, adapter or None)
 
     def _plan(self) -> tuple[Ints, Ints]:
         """Which rows are fed how many tokens: those with one to feed first, then prompts, up to a bound per step."""
@@ -146,13 +154,13 @@ class ExactDecoder(Decoder):
         self._blocks[row] = SCRATCH
         self._blocks[row, :count] = [self._free_blocks.pop() for _ in range(count)]
         # Samples of one prompt share its computation: the first row feeds it, the others copy the blocks.
-        leader = self._prompts.setdefault(request.prompt_ids, row)
+        leader = self._prompts.setdefault((request.adapter, request.prompt_ids), row)
         self._leader[row] = leader if leader != row and len(request.prompt_ids) > 1 else -1
 
     def _vacate(self, row: int, request: GenerationRequest) -> None:
         self._leader[self._leader == row] = -1  # they feed the prompt themselves
-        if self._prompts.get(request.prompt_ids) == row:
-            del self._prompts[request.prompt_ids]
+        if self._prompts.get((request.adapter, request.prompt_ids)) == row:
+            del self._prompts[request.adapter, request.prompt_ids]
         self._free_blocks += self._blocks[row, : _count(int(self._rows.limit[row]))].tolist()
 
     def _max_blocks(self) -> int:

@@ -8,12 +8,13 @@ from typing import TypeVar
 
 import torch
 
-from rlix.engine.executors.base import InferenceExecutor
-from rlix.engine.life_cycle import SOURCE, Part
+from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
+from rlix.engine.life_cycle import SOURCE, Part, WeightsId
+from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import channel
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.engine.weights.shards import everything
 from rlix.protocol.errors import NotResidentError, RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
@@ -25,6 +26,13 @@ T = TypeVar("T")
 
 class MovingExecutor(InferenceExecutor):
     """Keeps the life cycle. Subclasses say how bytes move, and run what moves them while nothing is decoded."""
+
+    def __init__(self, source: ModelSource, options: ExecutorOptions, site: Site) -> None:
+        super().__init__(source, options, site)
+        self._adapters: dict[str, WeightsId] = {}  # on top of the weights, by name
+
+    def _adapter_versions(self) -> dict[str, int]:
+        return {name: weights.version for name, weights in self._adapters.items()}
 
     # ---- what a backend does: bytes --------------------------------------------------------------------------
 
@@ -58,6 +66,13 @@ class MovingExecutor(InferenceExecutor):
     @abstractmethod
     def _drop(self) -> None:
         """Release everything, whatever state it is in."""
+
+    def _put_adapter(self, adapter: PublishedAdapter) -> int:
+        """Bring an adapter, or another version of it in place, beside weights that are on the devices; the bytes."""
+        raise WeightSyncError(f"{type(self).__name__} serves no LoRA adapters, so {adapter.name!r} has no place")
+
+    def _remove_adapter(self, name: str) -> None:
+        """Take an adapter off again."""
 
     # ---- what runs it ----------------------------------------------------------------------------------------
 
@@ -137,6 +152,7 @@ class MovingExecutor(InferenceExecutor):
     def _load_from_nothing(self, published: PublishedWeights | None) -> int:
         try:
             moved = self._fill(published)
+            moved += self._serve(() if published is None else published.adapters)
         except Exception as error:  # whatever a backend raises, the life says what is lost
             refused = isinstance(error, WeightSyncError)
             self._break(error, f"loading weights failed: {error}", *Part)
@@ -146,11 +162,27 @@ class MovingExecutor(InferenceExecutor):
         self.change(lambda life: life.brought(Part.WEIGHTS).filled(SOURCE if published is None else published.id))
         return moved
 
+    def _serve(self, wanted: Sequence[PublishedAdapter]) -> int:
+        """Have these adapters and no others; what is there already stays."""
+        for name in self._adapters.keys() - {adapter.name for adapter in wanted}:
+            self._forget_adapter(name)
+        moved = 0
+        for adapter in wanted:
+            if self._adapters.get(adapter.name) != adapter.weights.id:
+                moved += self._put_adapter(adapter)
+                self._adapters[adapter.name] = adapter.weights.id
+        return moved
+
+    def _forget_adapter(self, name: str) -> None:
+        self._remove_adapter(name)
+        del self._adapters[name]
+
     def _overwrite(self, published: PublishedWeights) -> int:
         before = self.life.weights
         self.change(lambda life: life.overwriting())
         try:
-            moved = self._write(published)
+            moved = 0 if before is not None and before.publication == published.publication else self._write(published)
+            moved += self._serve(published.adapters)
         except WeightSyncError:
             if before is not None:
                 self.change(lambda life: life.filled(before))
@@ -167,6 +199,8 @@ class MovingExecutor(InferenceExecutor):
         freed = self.device_bytes
         keep = keep_host and self.life.weights is not None
         with self._failing("releasing the devices' memory failed", Part.KV_CACHE):
+            if not keep:
+                self._serve(())
             self._leave(keep)
         self.change(lambda life: life.released(keep_host=keep))
         return freed

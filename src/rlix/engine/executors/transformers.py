@@ -5,6 +5,7 @@ from collections import deque
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rlix.engine import lora
 from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
 from rlix.engine.executors.batched_decoder import BatchedDecoder
 from rlix.engine.executors.decoder import Decoder, DecoderLimits
@@ -15,7 +16,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
 from rlix.engine.weights.layout import Layout
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.engine.weights.shards import whole_layout
 from rlix.protocol.messages import DeviceKind
 
@@ -61,6 +62,7 @@ class TransformersExecutor(LoopExecutor):
 
     def _check(self, request: GenerationRequest) -> None:
         assert self._decoder is not None
+        self._decoder.adapter_versions = self._adapter_versions()
         self._decoder.check(request)
 
     def _start(self, key: int, request: GenerationRequest) -> None:
@@ -75,6 +77,7 @@ class TransformersExecutor(LoopExecutor):
                 break
             self._rows[row] = key
             self._waiting.popleft()
+        self._decoder.adapter_versions = self._adapter_versions()
         return {self._rows.pop(row): result for row, result in self._decoder.step(self.life.version).items()}
 
     def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
@@ -137,6 +140,21 @@ class TransformersExecutor(LoopExecutor):
             self._decoder.forget_prompts()
         return report.bytes
 
+    def _put_adapter(self, adapter: PublishedAdapter) -> int:
+        assert self._model is not None
+        tensors = adapter.tensors()
+        if adapter.name not in self._adapters:
+            lora.add(self._model, adapter.name, adapter.config)
+            self._model.eval()
+        lora.fill(self._model, adapter.name, tensors)
+        if self._decoder is not None:
+            self._decoder.forget_prompts()
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _remove_adapter(self, name: str) -> None:
+        assert self._model is not None
+        lora.remove(self._model, name)
+
     def _open_cache(self) -> None:
         self._decoder = self._new_decoder()
 
@@ -150,6 +168,7 @@ class TransformersExecutor(LoopExecutor):
 
     def _drop(self) -> None:
         self._forget()
+        self._serve(())
         if self._resident is not None:
             self._resident.to_meta()
 

@@ -59,6 +59,7 @@ class GenerationRequest:
     Attributes:
         generated_ids: tokens it already has (kept when it was preempted); they count towards `max_new_tokens`.
         seed: key of the trajectory's random stream; with the token's position it fixes every draw.
+        adapter: name of the LoRA adapter that answers; "": the model itself.
     """
 
     id: str
@@ -70,6 +71,7 @@ class GenerationRequest:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

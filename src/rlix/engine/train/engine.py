@@ -220,6 +220,14 @@ class TrainEngine(StateCalls):
         results = [answers[of_rank.index(part)] for part in range(parts)]
         return combine(results, chosen, scattered.sizes, scattered.length)
 
+    def read(self, name: str, /, *args: Any) -> Any:
+        """Call a method of the module that only reads its own tensors, without collectives; what rank 0 returns.
+
+        Unlike other methods it can be called while the bytes wait in host memory.
+        """
+        self._check_readable()
+        return self._run("read", name, args, self._epoch, timeout_s=self._timeout_s)[0]
+
     def _check_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise TypeError here for arguments that the method does not take, before any rank is asked."""
         method = getattr_static(self._class, name, None)

@@ -132,6 +132,12 @@ class TrainWorker(Worker):
         finally:
             self._executor.settle(self._module)
 
+    def read(self, method: str, args: tuple[Any, ...], epoch: int | None) -> Any:
+        """Run a method of the module that reads, wherever its bytes are; the result of rank 0."""
+        with self._reading(epoch):
+            result = getattr(self._module, method)(*args)
+            return None if self.ctx.rank else result
+
     def publish(
         self, version: int, bucket_bytes: int, share: Share, epoch: int | None, as_trained: bool
     ) -> publication.PublishedWeights:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rlix.engine.life_cycle import WeightsId
+from rlix.engine.lora import AdapterConfig, without_adapters
 from rlix.engine.residency import local_tensor
 from rlix.engine.weights import streams
 from rlix.engine.weights.buckets import (
@@ -43,6 +44,9 @@ class PublishedWeights:
     """One version of a model's weights. Cheap to send: `buckets` are references, not bytes.
 
     With a `delivery` there are no buckets: the trainer is about to send the weights, once, to all who take part.
+
+    `adapters` come on top of them. Weights that differ from those that are there in `version` and adapters alone, not
+    in `publication`, move only the adapters that are new.
     """
 
     version: int
@@ -50,6 +54,7 @@ class PublishedWeights:
     buckets: tuple[Any, ...] = ()
     delivery: Delivery | None = None
     publication: str = field(default_factory=lambda: uuid.uuid4().hex)
+    adapters: tuple["PublishedAdapter", ...] = ()
 
     @property
     def id(self) -> WeightsId:
@@ -68,6 +73,22 @@ class PublishedWeights:
                 f"only some tensors of weight version {self.version} were to be sent, onto this trainer's version "
                 f"{base.version if base else None}, but other weights are here; nothing was changed: sync all names"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedAdapter:
+    """One version of a LoRA adapter: what it is, and its tensors by the names that PEFT's folders have."""
+
+    name: str
+    config: AdapterConfig
+    weights: PublishedWeights
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Pulled from where they are stored; never to be written to."""
+        return {entry.name: tensor for entry, tensor in stream(self.weights)}
+
+
+Published = PublishedWeights | PublishedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +287,7 @@ def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fet
 
 def targets_of(model: torch.nn.Module, published: PublishedWeights) -> dict[str, torch.Tensor]:
     """Where each published tensor goes in the model, by its first name; every disagreement in one error."""
-    named = named_weights(model)
+    named = without_adapters(named_weights(model))
     known: set[str] = set()
     problems: list[str] = []
     taken: dict[int, str] = {}

@@ -13,13 +13,16 @@ from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
 from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import pipeline_namespace
 
 logger = logging.getLogger(__name__)
 
-_SHIPPED = "rlix.pipeline.full_finetune:FullFinetunePipeline"
+_FULL = "rlix.pipeline.full_finetune:FullFinetunePipeline"
+_LORA = "rlix.pipeline.lora_finetune:LoraFinetunePipeline"
+_SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLoraPipeline"}
 _PIPELINE_FORMS = "write file.py:Class or package.module:Class"
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
@@ -69,6 +72,12 @@ class PipelineCoordinator:
         if self._pipeline is not None:
             await self._pipeline.request_stop.remote()
 
+    async def change_run(self, verb: str, name: str, run: RunSpec | None = None) -> None:
+        """Of a multi_lora job: "add" a run, or "pause", "resume" or "remove" one. Raises SpecError when it cannot."""
+        if self._pipeline is None:
+            raise SpecError("the job has not started yet; try again in a moment")
+        await self._pipeline.change_run.remote(verb, name, run)
+
     async def closed(self) -> None:
         """Return when the job has ended, however it ended."""
         await self._closed.wait()
@@ -110,10 +119,18 @@ class PipelineActor:
     def status(self) -> JobStatus:
         return self._pipeline.status()
 
+    def change_run(self, verb: str, name: str, run: RunSpec | None) -> None:
+        change = getattr(self._pipeline, verb, None) if self._pipeline.spec.multi_lora else None
+        if change is None or not hasattr(self._pipeline, "turns"):
+            raise SpecError(
+                f"{self._pipeline.spec.name} has no run to {verb}: it is no multi_lora job that has started"
+            )
+        change(name) if run is None else change(name, run)
+
 
 def check_importable(spec: JobSpec) -> None:
     """Raise SpecError when the file or module of a pipeline of the user's does not exist; nothing is loaded."""
-    if spec.pipeline is None:
+    if spec.pipeline is None or spec.pipeline.name in _SHIPPED:
         return
     name = spec.pipeline.name
     module = name.rpartition(":")[0]
@@ -131,8 +148,8 @@ def resolve_pipeline(spec: JobSpec) -> type[Pipeline]:
     Raises:
         SpecError: it cannot be imported, or is no `Pipeline`.
     """
-    name = _SHIPPED if spec.pipeline is None else spec.pipeline.name
-    found = import_object(name)
+    name = (_FULL if spec.lora is None else _LORA) if spec.pipeline is None else spec.pipeline.name
+    found = import_object(_SHIPPED.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Pipeline)):
         raise SpecError(f"pipeline: {name!r} is not a subclass of rlix.pipeline.Pipeline")
     return found

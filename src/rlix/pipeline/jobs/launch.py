@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
+from rlix.control.rpc import root_cause
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.base import JobConfig, JobStatus
@@ -21,6 +22,7 @@ from rlix.pipeline.jobs.resume import resumption
 from rlix.pipeline.jobs.run_folder import check_free
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
+from rlix.pipeline.spec.lora import RunSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus
 from rlix.protocol.types import (
@@ -77,6 +79,19 @@ class JobHandle:
         """Ask for a clean stop: the job writes a checkpoint and ends."""
         with contextlib.suppress(RayActorError):
             self._coordinator.stop.remote()
+
+    def change_run(
+        self, verb: Literal["add", "pause", "resume", "remove"], name: str, run: RunSpec | None = None
+    ) -> None:
+        """Of a multi_lora job: add a run, or pause, resume or remove one.
+
+        Raises:
+            SpecError: there is no such run, or already one, or the job has none.
+        """
+        try:
+            ray.get(self._coordinator.change_run.remote(verb, name, run), timeout=_CALL_TIMEOUT_S)
+        except RayTaskError as error:
+            raise root_cause(error) from error
 
     def wait(self, timeout_s: float) -> JobStatus:
         """Wait for the end.

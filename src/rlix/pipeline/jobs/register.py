@@ -19,7 +19,8 @@ def register(spec: JobSpec, orchestrator: Any) -> str:
     clusters = spec.clusters_in_use
     # The engines of pipelines stay where they are built, unless a pipeline says by a range that its own can move.
     stay = [name for name, c in clusters.items() if isinstance(c.gpus, int) and name != ClusterName.ACTOR_INFER]
-    pipeline_id = str(ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=_CALL_TIMEOUT_S))
+    prefix = "lora" if spec.multi_lora else "ft"
+    pipeline_id = str(ray.get(orchestrator.allocate_pipeline_id.remote(prefix), timeout=_CALL_TIMEOUT_S))
     ray.get(
         orchestrator.register_pipeline.remote(
             pipeline_id=pipeline_id,

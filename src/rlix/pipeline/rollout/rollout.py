@@ -19,7 +19,7 @@ from rlix.engine.inference.requests import Collected
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
-from rlix.pipeline.rollout.router import ReplicaState, Router, Trajectory
+from rlix.pipeline.rollout.router import Router, Trajectory
 from rlix.protocol.errors import PipelineGoneError, RlixError, WaitTimeoutError
 from rlix.protocol.messages import Cluster, Demand, Lease
 
@@ -74,7 +74,7 @@ class RolloutManager:
         self._posting = threading.Lock()
         self._closed = False
         self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
-        self._expected = Demand(0)
+        self._expected: dict[str, Demand] = {}  # by owner
         self._left_gpu_s = 0.0
         self._slots_seen = (0, 0)
         self._reported = 0  # trajectories
@@ -131,27 +131,34 @@ class RolloutManager:
         self.submit_all(step, [trajectory]).add_done_callback(partial(_hand_over_first, done))
         return done
 
-    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
-        """The trajectories of `submit_all`; raises what `generate` raises."""
+    def wait(
+        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, owner: str = ""
+    ) -> list[Trajectory]:
+        """The trajectories of `submit_all`; raises what `generate` raises, after `owner`'s were abandoned."""
         deadline = self._clock() + timeout_s
         while not futures.wait([done], timeout=_LOOK_S).done:
             if stop.is_set():
-                self.abandon()
+                self.abandon(owner)
                 raise InterruptedError("the job was asked to stop")
             if self._clock() > deadline:
                 message = self._describe(timeout_s)
-                self.abandon()
+                self.abandon(owner)
                 raise WaitTimeoutError(message)
         return done.result()
 
-    def expect(self, demand: Demand) -> None:
-        """All that is open, submitted now or later (it waits for something else); heartbeats tell the larger of this
-        and what is submitted."""
-        self._post(partial(setattr, self, "_expected", demand))
+    def expect(self, demand: Demand, owner: str = "") -> None:
+        """All that is open, submitted now or later (it waits for something else); heartbeats tell the larger of this,
+        of all adapters together, and what is submitted."""
+        self._post(partial(self._expected.__setitem__, owner, demand))
 
     def expect_gpu_s(self, left: float) -> None:
         """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
         self._post(partial(setattr, self, "_left_gpu_s", left))
+
+    @property
+    def late_s(self) -> float:
+        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
+        return self._router.late_s
 
     def slot_use(self) -> dict[str, float]:
         """Metric `slot_use`: the share of decoding slots in use since this was last asked; nothing where none was."""
@@ -159,14 +166,9 @@ class RolloutManager:
         self._slots_seen = (tokens, room)
         return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
 
-    @property
-    def late_s(self) -> float:
-        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
-        return self._router.late_s
-
-    def abandon(self) -> None:
-        """Drop every open trajectory and expect none."""
-        self._post(self._abandon)
+    def abandon(self, owner: str = "") -> None:
+        """Drop the open trajectories of an adapter ("": of all) and expect none."""
+        self._post(partial(self._abandon, owner))
 
     def close(self) -> None:
         """Stop; the replicas are left as they are. From now on shrinks fail at once, so that nobody waits for them."""
@@ -258,19 +260,28 @@ class RolloutManager:
         self._pool.step = step
         self._batches |= dict.fromkeys([t.id for t in batch.trajectories], batch)
 
-    def _abandon(self) -> None:
-        self._drop_all(InterruptedError("the rollout was abandoned"))
-        for bundle in self._router.bundles(ReplicaState.READY, ReplicaState.LOADING, ReplicaState.DRAINING):
-            if self._router.in_flight(bundle):
-                self._pool.abort(bundle)
+    def _abandon(self, owner: str) -> None:
+        self._expected = {name: demand for name, demand in self._expected.items() if owner not in ("", name)}
+        owned = {id for id, b in self._batches.items() if owner in ("", *(t.adapter for t in b.trajectories))}
+        for bundle, flying in self._drop(owned, InterruptedError("the rollout was abandoned")).items():
+            self._pool.abort(bundle, flying)
 
     def _drop_all(self, reason: Exception) -> None:
-        self._router.drop_all()
-        self._expected = Demand(0)
-        batches, self._batches = self._batches, {}
-        for batch in {id(batch): batch for batch in batches.values()}.values():
+        self._expected = {}
+        self._drop(set(self._batches), reason)
+
+    def _drop(self, ids: set[str], reason: Exception) -> dict[int, list[str]]:
+        """Forget these trajectories and those submitted with them; whoever waits for them is told why.
+
+        Returns which of them are still in flight, by replica."""
+        batches = {id(batch): batch for name in ids if (batch := self._batches.get(name)) is not None}
+        dropped = {name for name, batch in self._batches.items() if id(batch) in batches}
+        for name in dropped:
+            del self._batches[name]
+        for batch in batches.values():
             if batch.done.set_running_or_notify_cancel():  # whoever asked may have given up already
                 batch.done.set_exception(reason)
+        return self._router.drop(dropped)
 
     def _dispatch(self) -> None:
         now = self._clock()
@@ -291,19 +302,21 @@ class RolloutManager:
                 batch.done.set_result(list(batch.trajectories))
         for ids, reason in collected.refused:  # the requests' fault: another replica would say the same
             self._router.give_up(bundle, ids)
-            raise RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {reason}")
+            refusal = RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {reason}")
+            self._drop(set(ids), refusal)
 
     # ---- reports ---------------------------------------------------------------------------------------------
 
     def _outstanding(self) -> int:
         """How many trajectories are open or expected."""
-        return max(self._router.outstanding, self._expected.trajectories)
+        return max(self._router.outstanding, sum(demand.trajectories for demand in self._expected.values()))
 
     def _demand(self, trajectories: int, now: float) -> Demand:
         demand = replace(self._router.demand(now), left_gpu_s=self._left_gpu_s, load_s=self._pool.load_s or 0.0)
-        if not self._expected.trajectories:
+        if not any(expected.trajectories for expected in self._expected.values()):
             return demand
-        tokens = max(demand.tokens, self._expected.tokens)  # when they end depends on more than decoding
+        # When they end depends on more than decoding.
+        tokens = max(demand.tokens, sum(expected.tokens for expected in self._expected.values()))
         return replace(demand, trajectories=trajectories, tokens=tokens, work_s=0.0, floor_s=0.0)
 
     def _report(self) -> None:

@@ -5,13 +5,14 @@ trajectories back with the tokens they have; they continue elsewhere from that p
 """
 
 import heapq
-from collections import deque
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlix.engine.inference.requests import Collected, DecodingCounters, GenerationRequest
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, rollout_s, to_move
+from rlix.pipeline.rollout.shares import FairQueue
 from rlix.protocol.messages import Demand
 
 
@@ -32,6 +33,7 @@ class Trajectory:
 
     `cached_on` names the replica, and which of its lives, that may still have these tokens in its prefix cache; a later
     turn of the same conversation is submitted with the earlier one's, so that it goes there when that is worth it.
+    `adapter` answers; "": the model itself.
     """
 
     id: str
@@ -43,6 +45,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     cached_on: tuple[int, int] | None = None
+    adapter: str = ""
 
     @property
     def tokens_held(self) -> int:
@@ -59,6 +62,7 @@ class Trajectory:
             top_k=self.sampling.top_k,
             stop_token_ids=self.sampling.stop_token_ids,
             seed=self.seed,
+            adapter=self.adapter,
         )
 
 
@@ -100,7 +104,7 @@ class Router:
         self._replicas = [_Replica(limit=slots + self._spare) for _ in range(replicas)]
         self.late_s = 0.0  # by how much decoding took longer than declared, in all
         self._prefix_cache = prefix_cache
-        self._queue: deque[str] = deque()
+        self._queue = FairQueue()
         self._open: dict[str, Trajectory] = {}
         self._estimates = Estimates(slots)
         self.decoded = (0, 0)
@@ -115,12 +119,19 @@ class Router:
             if trajectory.id in self._open or trajectory.id in busy:
                 raise ValueError(f"trajectory {trajectory.id!r} was submitted twice")
             self._open[trajectory.id] = trajectory
-            self._queue.append(trajectory.id)
+            self._queue.append(trajectory.adapter, trajectory.id)
 
-    def drop_all(self) -> None:
-        """Forget every open trajectory. What is in flight still ends through `take`, which ignores what it brings."""
-        self._open.clear()
-        self._queue.clear()
+    def drop(self, ids: Collection[str]) -> dict[int, list[str]]:
+        """Forget these open trajectories; by replica, which of them are in flight. Those still end through `take`,
+        which ignores what it brings."""
+        for id in ids:
+            self._open.pop(id, None)
+        self._queue.discard(ids)
+        return {
+            number: found
+            for number, replica in enumerate(self._replicas)
+            if (found := sorted(id for id in replica.in_flight if id in ids))
+        }
 
     def take(self, bundle: int, collected: Collected, now: float = 0.0) -> list[Trajectory]:
         """Take in what a replica reports: the finished trajectories; the aborted ones are queued again, first."""
@@ -145,7 +156,7 @@ class Router:
                 trajectory.finish_reason = chunk.finish_reason
                 self._estimates.saw_end(len(trajectory.token_ids))
                 finished.append(self._open.pop(chunk.id))
-        self._queue.extendleft(reversed(aborted))
+        self._requeue(reversed(aborted))
         return finished
 
     def give_up(self, bundle: int, ids: Collection[str]) -> None:
@@ -211,6 +222,7 @@ class Router:
         loads = [(len(r.in_flight), i) for i, r in enumerate(self._replicas) if r.state is ReplicaState.READY]
         heapq.heapify(loads)
         given: dict[int, list[GenerationRequest]] = {}
+        flying = Counter(self._open[id].adapter for r in self._replicas for id in r.in_flight if id in self._open)
         while self._queue and loads:
             load, least = loads[0]
             if load != len(self._replicas[least].in_flight):  # it was given one
@@ -219,7 +231,8 @@ class Router:
             if load >= self._replicas[least].limit:
                 heapq.heappop(loads)
                 continue
-            trajectory = self._open[self._queue.popleft()]
+            trajectory = self._open[self._queue.popleft(flying)]
+            flying[trajectory.adapter] += 1
             bundle = self._choose(trajectory, least)
             replica = self._replicas[bundle]
             replica.in_flight[trajectory.id] = now
@@ -290,9 +303,14 @@ class Router:
 
     def _end(self, bundle: int, state: ReplicaState) -> None:
         replica = self._replicas[bundle]
-        self._queue.extendleft(sorted(replica.in_flight.keys() & self._open.keys(), reverse=True))
+        self._requeue(sorted(replica.in_flight.keys() & self._open.keys(), reverse=True))
         replica.in_flight.clear()
         replica.state = state
+
+    def _requeue(self, ids: Iterable[str]) -> None:
+        """Before everything else of their adapters, the last one first."""
+        for id in ids:
+            self._queue.appendleft(self._open[id].adapter, id)
 
     def _move(self, bundle: int, to: ReplicaState, *allowed: ReplicaState) -> None:
         replica = self._replicas[bundle]

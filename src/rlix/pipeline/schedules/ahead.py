@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import Published
 from rlix.pipeline.samples import Samples, mean
 from rlix.pipeline.schedules.base import Schedule, Supply, with_spread
 from rlix.pipeline.spec.schedule import AheadOptions
@@ -31,7 +31,7 @@ class Ahead(Schedule):
         super().__init__(options, supply)
         self._begun: dict[int, Any] = {}
         self._made: dict[int, Samples] = {}
-        self._held_back: PublishedWeights | None = None
+        self._held_back: Published | None = None
 
     def samples(self, step: int) -> Samples:
         """What an earlier step has usually begun; begins the next."""
@@ -42,7 +42,7 @@ class Ahead(Schedule):
         samples, found = checked(step, samples, self.options)
         return replace(samples, curves={**samples.curves, **found})
 
-    def publish(self, weights: PublishedWeights) -> None:
+    def publish(self, weights: Published) -> None:
         """At once, or when what is in flight is finished."""
         if self.options.in_flight == "finish" and self._begun:
             self._held_back = weights

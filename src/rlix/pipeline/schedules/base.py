@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import Published
 from rlix.pipeline.algorithms.advantages import groups_with_spread
 from rlix.pipeline.samples import Sample, Samples
 from rlix.pipeline.sources.base import Source
@@ -22,7 +22,7 @@ class Supply:
     """
 
     source: Source
-    publish: Callable[[PublishedWeights], None]
+    publish: Callable[[Published], None]
     steps: int
     resample_rounds: int = 0
 
@@ -42,7 +42,7 @@ class Schedule(ABC):
     def samples(self, step: int) -> Samples:
         """What step `step` learns from."""
 
-    def publish(self, weights: PublishedWeights) -> None:
+    def publish(self, weights: Published) -> None:
         """New weights are there."""
         self.supply.publish(weights)
 

@@ -9,6 +9,7 @@ from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
+from rlix.pipeline.spec.lora import MULTI_LORA
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
@@ -28,7 +29,8 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _lengths(spec)
     yield from _batches(spec)
     yield from _evaluation(spec)
-    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None)
+    yield from _lora(spec)
+    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -41,9 +43,23 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.environment.name", source.environment.name, ENVIRONMENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
-    for field, name in (("source.name", source.name), ("pipeline", spec.pipeline and spec.pipeline.name)):
-        if name:
-            yield from unknown_name(field, name, ())
+    if source.name:
+        yield from unknown_name("source.name", source.name, ())
+    if spec.pipeline:
+        yield from unknown_name("pipeline", spec.pipeline.name, (MULTI_LORA,))
+
+
+def _lora(spec: Sections) -> Iterator[Problem]:
+    if spec.runs and not spec.multi_lora:
+        yield Problem("runs", "are of a job with many adapters; add 'pipeline: multi_lora'")
+    if spec.multi_lora and not spec.runs:
+        yield Problem("runs", "is missing: multi_lora trains an adapter for each of them; add e.g. 'runs: {a: {}}'")
+    if (spec.lora or spec.runs) and spec.clusters.reference:
+        yield Problem("clusters.reference", "is not used: with LoRA it is the model without its adapter; remove this")
+    if (spec.lora or spec.multi_lora) and spec.optimizer.groups:
+        yield Problem("optimizer.groups", "has no effect on an adapter, whose parameters all learn alike; remove it")
+    if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
+        yield Problem(f"lora.{given[0]}", f"is what the adapter in {path} has; remove this, or the path")
 
 
 def _source(spec: Sections) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
 from rlix.pipeline.spec.old_keys import old_pipeline
+from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
 from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
@@ -35,7 +36,7 @@ class JobSpec(Sections):
         """All worker sets; a reference model or critic that is needed but not mentioned is like `actor_train`."""
         options = self.algorithm.parse()
         needed = {
-            ClusterName.REFERENCE: needs_reference(options),
+            ClusterName.REFERENCE: needs_reference(options) and self.lora is None and not self.runs,
             ClusterName.CRITIC: critic_of(options) is not None,
         }
         left_out = {name.value: self.clusters.actor_train for name, is_needed in needed.items() if is_needed}
@@ -61,9 +62,15 @@ class JobSpec(Sections):
             raise ValueError(fix)
         return value
 
+    @property
+    def run_specs(self) -> dict[str, "JobSpec"]:
+        """Of a multi_lora job: each run as the job that it would be alone."""
+        return {name: run_of(self, name, run) for name, run in self.runs.items()}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if problems := list(inconsistencies(self)):
+        problems = list(inconsistencies(self)) or list(run_problems(self))
+        if problems:
             text = "\n".join(f"{p.field}: {p.message}" for p in problems)
             raise PydanticCustomError("inconsistent", "{text}", {"text": text, "problems": problems})
         return self
@@ -74,6 +81,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         empty = [name for name, f in type(value).model_fields.items() if _is_empty(getattr(value, name), f.default)]
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields if name not in empty}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
@@ -161,6 +170,10 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     for section in ("source", "schedule", "algorithm", "pipeline"):
         if section in data:
             data[section] = _with_files(data[section], base)
+    if isinstance(runs := data.get("runs"), dict):
+        data["runs"] = {name: _anchored(run, base) if isinstance(run, dict) else run for name, run in runs.items()}
+    if isinstance(lora := data.get("lora"), dict) and isinstance(lora.get("path"), str):
+        data["lora"] = {**lora, "path": str(_absolute(base, lora["path"]))}
     source = data.get("source")
     if isinstance(source, dict) and isinstance(rows := source.get("data"), dict):
         data["source"] = {**source, "data": _with_path(rows, base)}

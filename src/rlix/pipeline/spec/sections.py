@@ -11,6 +11,7 @@ from rlix.pipeline.spec.declared import DeclaredSpeedSpec
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.executor import ExecutorName, longest_trajectory
 from rlix.pipeline.spec.logging import LoggingSpec
+from rlix.pipeline.spec.lora import MULTI_LORA, LoraSpec, RunName, RunSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -60,19 +61,29 @@ class Sections(Section):
     algorithm: AlgorithmSpec = AlgorithmSpec()
     """What is learnt from them."""
     pipeline: Named | None = None
-    """Only for a pipeline of your own: `file.py:Class` or `package.module:Class`."""
+    """`multi_lora`, for many adapters on one model (see `runs`), or a pipeline of your own: `file.py:Class` or
+    `package.module:Class`."""
     model: ModelSpec = TinyModel()
+    lora: LoraSpec | None = None
+    """Train an adapter instead of the model; `lora: {}` for one as most are."""
+    runs: dict[RunName, RunSpec] = Field(default_factory=dict)
+    """Of `multi_lora`, by name: each an adapter of its own, which says what of it differs from the job."""
     warmup: WarmupSpec | None = None
     rollout: RolloutSpec
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    evaluation: EvaluationSpec | None = None
-    logging: LoggingSpec = LoggingSpec()
     declared_speed: DeclaredSpeedSpec | None = None
     """Only on virtual GPUs: how fast the GPUs are that they stand for."""
+    evaluation: EvaluationSpec | None = None
+    logging: LoggingSpec = LoggingSpec()
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
+
+    @property
+    def multi_lora(self) -> bool:
+        """Whether it trains many adapters on one model."""
+        return self.pipeline is not None and self.pipeline.name == MULTI_LORA
 
     @property
     def trajectories_per_step(self) -> int:

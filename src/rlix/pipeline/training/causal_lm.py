@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rlix.pipeline.algorithms.tensors import entropy, token_log_probs
+from rlix.pipeline.training.adapters import AdaptedModule
 from rlix.pipeline.training.micro_batches import in_place
-from rlix.pipeline.training.module import OptimizedModule
 from rlix.pipeline.training.token_scores import chosen_scores
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Scores:
     entropies: Tensor
 
 
-class CausalLmModule(OptimizedModule):
+class CausalLmModule(AdaptedModule):
     """Mixed in before a transformers causal LM class."""
 
     def scores(self, part: Mapping[str, Tensor], temperature: float = 1.0) -> Scores:
@@ -73,7 +73,8 @@ class CausalLmModule(OptimizedModule):
         hook = head.register_forward_hook(lambda _module, _args, output: given.append(output))
         ids = torch.arange(_PROBE_TOKENS, device=self.device).unsqueeze(0) % head.out_features
         try:
-            logits = self._model(input_ids=ids, use_cache=False).logits
+            with self.own_random_numbers():  # or the first step of all would draw others than it does later
+                logits = self._model(input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
         return len(given) == 1 and torch.equal(given[0].float(), logits.float())

@@ -1,0 +1,262 @@
+"""Many adapters that learn at once on one model: each run is a job of its own but for what it shares."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlix.engine.train.saving import SaveHandle
+from rlix.pipeline.base import JobConfig, JobStatus, Resident
+from rlix.pipeline.lora_finetune import LoraFinetunePipeline
+from rlix.pipeline.rollout.adapters import AdapterRollouts
+from rlix.pipeline.samples import mean
+from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.spec.runs import run_of
+from rlix.pipeline.turns import Turns
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.messages import Fence
+from rlix.protocol.types import ClusterName, Phase
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+class AdapterRun(LoraFinetunePipeline):
+    """One run: its own source, schedule, algorithm, adapter, optimizer, steps and run folder; the job's engines."""
+
+    def __init__(self, job: "MultiLoraPipeline", name: str, spec: JobSpec, *, resume: bool) -> None:
+        config = JobConfig(spec, job.runs_dir / name, resume)
+        super().__init__(job.pipeline_id, config, job.client)
+        self.job, self.adapter, self.paused = job, name, False
+
+    @contextmanager
+    def phase(self, cluster: str, phase: Phase, engine: Resident | None = None) -> Iterator[Any]:
+        """A turn on the job's gang."""
+        self.note_phase(f"waiting for {phase.name.lower()}")
+        with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
+            self.note_phase(phase.name.lower())
+            yield None
+
+    def local_model(self) -> Path:
+        return self.job.base_path
+
+    def _start_engines(self) -> None:
+        self.actor, self.served = self.job.actor, self.job.served
+        self.rollouts = AdapterRollouts(self.served, self.adapter)
+
+    def initialize(self) -> None:
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
+            self.attach(self.outside)
+
+    def load(self, path: Path, step: int) -> None:
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
+            self.attach(path / "adapter", step)
+
+    def save(self, path: Path) -> list[SaveHandle]:
+        with self.job.engine_lock:
+            return super().save(path)
+
+    def teardown(self) -> None:
+        """Leave nothing on the devices; what was learnt is in the run folder."""
+        if (source := getattr(self, "source", None)) is not None:
+            source.close()
+        if (rollouts := getattr(self, "rollouts", None)) is not None:
+            rollouts.leave()
+            with (
+                suppress(InterruptedError, RlixError),
+                self.job.turns.turn(self.adapter, Phase.ACTOR_TRAINING, threading.Event()),
+                self.job.engine_lock,
+            ):
+                if self.adapter in self.actor.adapters():
+                    self.actor.remove_adapter(self.adapter)
+
+    def _one_step(self, step: int) -> dict[str, float]:
+        metrics = super()._one_step(step)
+        self.job.stepped(self)
+        return metrics
+
+    def _note_checkpoint(self, done: int, path: Path) -> None:
+        super()._note_checkpoint(done, path)
+        self.job.checkpointed()
+
+    def expect_gpu_s(self, left: float) -> None: ...
+
+    def _write_lease_events(self) -> None: ...
+
+
+class MultiLoraPipeline(LoraFinetunePipeline):
+    """Owns the model, its engines and the lease; gives the runs their turns and outlives what becomes of each."""
+
+    # ---- what can be asked for while it runs -----------------------------------------------------------------
+
+    def add(self, name: str, run: RunSpec) -> None:
+        """Begin a further run. Raises SpecError when there is one of that name."""
+        with self._runs_lock:
+            if name in self.runs and self.runs[name].status().state not in ("failed", "finished", "removed"):
+                raise SpecError(f"{self.spec.name}: there is a run {name!r} already")
+            self.spec = self.spec.model_copy(update={"runs": {**self.spec.runs, name: run}})
+            self.folder.write_spec(self.spec.to_yaml())
+            self._start(name, run_of(self.spec, name, run), resume=False)
+
+    def pause(self, name: str) -> None:
+        """Have a run write a checkpoint and leave the devices, until `resume`."""
+        run = self._run(name)
+        run.paused = True
+        run.request_stop()
+
+    def resume(self, name: str) -> None:
+        """Go on with a paused run. Raises SpecError when it is not paused, or not yet."""
+        run = self._run(name)
+        with self._runs_lock:
+            if not run.paused or self._threads[name].is_alive():
+                raise SpecError(f"{self.spec.name}: run {name!r} is not paused: {run.status().phase}")
+            self._start(name, run.spec, resume=True)
+
+    def remove(self, name: str) -> None:
+        """End a run; its folder stays."""
+        run = self._run(name)
+        run.paused = False
+        run.request_stop()
+        with self._runs_lock:
+            left = {other: spec for other, spec in self.spec.runs.items() if other != name}
+            self.spec = self.spec.model_copy(update={"runs": left})
+            self.folder.write_spec(self.spec.to_yaml())
+
+    def status(self) -> JobStatus:
+        """Of all runs together, and of each."""
+        runs = tuple(run.status() for run in list(self.runs.values()))
+        rewards = [run.reward for run in runs if run.reward is not None]
+        return replace(
+            self._status,
+            runs=runs,
+            step=sum(run.step for run in runs),
+            steps=sum(run.steps for run in runs) or self.spec.steps,
+            reward=mean(rewards) if rewards else None,
+        )
+
+    # ---- its life --------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        self.reference = self.critic = None
+        self.runs: dict[str, AdapterRun] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
+        self._steps = 0
+        self.model_path = self.local_model()
+        if self.spec.warmup is not None:
+            self.build_source()
+        self._start_engines()
+        self.turns = Turns(self._held)
+
+    def initialize(self) -> None:
+        self.warm_up()
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
+            if self.spec.warmup is not None:
+                self.actor.save(self.reference_path)
+            self.serve_base()
+        self.checkpoints.begin(0, self.save)
+
+    def load(self, path: Path, step: int) -> None:
+        self._steps = step
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
+            self.serve_base()
+
+    def save(self, path: Path) -> list[SaveHandle]:
+        """The runs keep what they have learnt in folders of their own."""
+        (path / "base.txt").write_text(f"{self.base_path}\n")
+        return []
+
+    def teardown(self) -> None:
+        for run in getattr(self, "runs", {}).values():
+            run.request_stop()
+        for thread in getattr(self, "_threads", {}).values():
+            thread.join(timeout=60)
+        if (turns := getattr(self, "turns", None)) is not None:
+            turns.close()
+        super().teardown()
+
+    def _train(self, first: int) -> str:
+        self._update(state="running", phase="runs")
+        self._event("job", event="first_step", detail=None)
+        for name, spec in self.spec.run_specs.items():
+            self._start(name, spec, resume=self.config.resume)
+        while any(thread.is_alive() for thread in self._threads.values()) or self._paused():
+            if self.stop_requested.wait(_LOOK_S):
+                for run in self.runs.values():
+                    run.request_stop()
+                if not any(thread.is_alive() for thread in self._threads.values()):
+                    break
+            self._write_lease_events()
+        failed = {name: status.error for name, r in self.runs.items() if (status := r.status()).state == "failed"}
+        if failed:
+            text = "; ".join(f"{name}: {error}" for name, error in failed.items())
+            raise RlixError(f"{len(failed)} of {len(self.runs)} runs failed, the others have ended: {text}")
+        return "stopped" if self.stop_requested.is_set() else "finished"
+
+    def _paused(self) -> bool:
+        return any(run.paused for run in self.runs.values())
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.folder.path / "runs"
+
+    # ---- runs ------------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, spec: JobSpec, *, resume: bool) -> None:
+        run = AdapterRun(self, name, spec, resume=resume)
+        thread = threading.Thread(target=self._live, args=(run,), name=f"run-{name}", daemon=True)
+        self.runs[name], self._threads[name] = run, thread
+        thread.start()
+
+    def _live(self, run: AdapterRun) -> None:
+        try:
+            run.run()
+        except Exception:  # whatever a run raises, the others go on; its status says what it was
+            logger.exception("%s: run %s failed", self.spec.name, run.adapter)
+
+    def _run(self, name: str) -> AdapterRun:
+        if name not in self.runs:
+            raise SpecError(f"{self.spec.name}: there is no run {name!r}; there are {sorted(self.runs)}")
+        return self.runs[name]
+
+    def stepped(self, run: AdapterRun) -> None:
+        """A run has taken a step: a row in the job's own metrics."""
+        with self._runs_lock:
+            now, status = time.time(), run.status()
+            row = {"step": self._steps, "time": now, "run": run.adapter, "run_step": status.step - 1}
+            self.folder.metrics({**row, "reward": status.reward, "tokens_per_s": status.tokens_per_s})
+            self._steps += 1
+
+    def checkpointed(self) -> None:
+        """A run has written a checkpoint: what resumes the job knows how far all are."""
+        with self._runs_lock:
+            if not (self.folder.checkpoints / f"step_{self._steps}").exists():
+                self.checkpoints.begin(self._steps, self.save)
+
+    # ---- the gang --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _held(self, phase: Phase) -> Iterator[None]:
+        with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.actor, self.engine_lock)):
+            yield
+
+
+class _OneAtATime:
+    """An engine whose bytes do not move while a run reads them."""
+
+    def __init__(self, engine: Resident, lock: threading.RLock) -> None:
+        self._engine, self._lock = engine, lock
+
+    def acquire(self, lease: Fence) -> object:
+        with self._lock:
+            return self._engine.acquire(lease)
+
+    def release(self, epoch: int) -> object:
+        with self._lock:
+            return self._engine.release(epoch)

@@ -1,0 +1,94 @@
+"""Rollouts of one adapter among others: the same replicas serve all of them from one model."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
+from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.protocol.messages import Demand
+
+
+class Served:
+    """What the replicas of a job serve: a model, and adapters that come, step and go. For any thread."""
+
+    def __init__(self, rollouts: RolloutManager) -> None:
+        self.rollouts = rollouts
+        self._base: PublishedWeights | None = None
+        self._adapters: dict[str, PublishedAdapter] = {}
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def serve(self, base: PublishedWeights) -> None:
+        """Have this model, from the next adapter on."""
+        with self._lock:
+            self._base = base
+
+    def put(self, adapter: PublishedAdapter) -> None:
+        """Generate with this version of the adapter from now on; nothing but the adapter moves."""
+        with self._lock:
+            self._adapters[adapter.name] = adapter
+            self._publish()
+
+    def drop(self, name: str) -> None:
+        """Serve it no longer."""
+        with self._lock:
+            if self._adapters.pop(name, None) is not None:
+                self._publish()
+
+    def _publish(self) -> None:
+        if self._base is None:
+            raise RuntimeError("an adapter was published before the model it belongs on")
+        self._count += 1
+        served = replace(self._base, version=self._count, adapters=tuple(self._adapters.values()))
+        self.rollouts.publish(served)
+
+
+class AdapterRollouts:
+    """What a source and a schedule see of a job's rollouts: their own adapter's."""
+
+    def __init__(self, served: Served, name: str) -> None:
+        self._served, self._name = served, name
+        self._rollouts = served.rollouts
+
+    def publish(self, adapter: PublishedAdapter) -> None:
+        self._served.put(adapter)
+
+    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+        return self._rollouts.submit_all(step, [self._own(trajectory) for trajectory in trajectories])
+
+    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        return self._rollouts.submit(step, self._own(trajectory))
+
+    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+        return self._rollouts.wait(done, timeout_s, stop, owner=self._name)
+
+    def expect(self, demand: Demand) -> None:
+        self._rollouts.expect(demand, owner=self._name)
+
+    def expect_gpu_s(self, left: float) -> None:
+        self._rollouts.expect_gpu_s(left)
+
+    def slot_use(self) -> dict[str, float]:
+        """Of all adapters together, since any of them asked."""
+        return self._rollouts.slot_use()
+
+    @property
+    def late_s(self) -> float:
+        return self._rollouts.late_s
+
+    def abandon(self) -> None:
+        self._rollouts.abandon(self._name)
+
+    def close(self) -> None:
+        self._rollouts.close()
+
+    def leave(self) -> None:
+        """Nothing of the adapter is generated any more, and no replica has it."""
+        self.abandon()
+        self._served.drop(self._name)
+
+    def _own(self, trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, id=f"{self._name}:{trajectory.id}", adapter=self._name)

@@ -1,0 +1,45 @@
+"""What a job says of LoRA: the adapter that it trains, or several of them as runs on one model."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.schedule import ScheduleSpec
+from rlix.pipeline.spec.section import Beta, Count, Index, Positive, Section, one_or_many
+from rlix.pipeline.spec.source import SourceSpec
+
+MULTI_LORA = "multi_lora"
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=48)]
+
+
+class LoraSpec(Section):
+    """Train a LoRA adapter and leave the model as it is. A warm-up trains the model itself, before there is an
+    adapter. What an algorithm compares with is the model without its adapter, on the devices of `actor_train`."""
+
+    rank: Count = 16
+    alpha: Positive | None = None
+    """The adapter's part is scaled by alpha / rank; left out: twice the rank."""
+    dropout: Beta = 0.0
+    """Of what goes into the adapter, in training steps."""
+    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False, min_length=1)] = (
+        "all-linear",
+    )
+    """Last names of the linear layers that get one, such as `[q_proj, v_proj]`; `all-linear`: all but the head."""
+    path: str | None = None
+    """Folder of a PEFT adapter to go on from; its rank, alpha, dropout and targets are taken."""
+
+
+class RunSpec(Section):
+    """One adapter of a `multi_lora` job. `source`, `schedule` and `algorithm` replace the job's, of the other sections
+    only the keys that are given."""
+
+    steps: Count | None = None
+    seed: Index | None = None
+    source: SourceSpec | None = None
+    schedule: ScheduleSpec | None = None
+    algorithm: AlgorithmSpec | None = None
+    lora: dict[str, Any] = Field(default_factory=dict)
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    checkpoint: dict[str, Any] = Field(default_factory=dict)

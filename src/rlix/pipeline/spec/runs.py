@@ -1,0 +1,46 @@
+"""The runs of a multi_lora job, each as the job that it would be alone."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of
+from rlix.pipeline.spec.file import Problem, problems_of
+from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.spec.sections import Sections
+
+Job = TypeVar("Job", bound=Sections)
+
+
+def run_data(job: Sections, run: RunSpec) -> dict[str, Any]:
+    """What a run says, and the job where it says nothing; as a job's file has it."""
+    data = job.model_dump(mode="json", exclude={"runs", "pipeline", "warmup"}, exclude_unset=True)
+    for key, value in run.model_dump(mode="json", exclude_unset=True).items():
+        merged = key in ("lora", "rollout", "optimizer", "checkpoint")
+        data[key] = {**(data.get(key) or {}), **value} if merged else value
+    data.setdefault("lora", {})
+    return data
+
+
+def run_of(job: Job, name: str, run: RunSpec) -> Job:
+    """A run of a multi_lora job as the job that it would be alone, but for the model's warm-up.
+
+    Raises:
+        pydantic.ValidationError: it does not fit together; with the fields of a job.
+    """
+    return type(job).model_validate_json(json.dumps({**run_data(job, run), "name": name}))
+
+
+def run_problems(job: Sections) -> Iterator[Problem]:
+    """What is wrong with each run."""
+    for name, run in job.runs.items():
+        try:
+            algorithm = run_of(job, name, run).algorithm
+        except ValidationError as error:
+            for problem in problems_of(error.errors(), type(job), run_data(job, run)):
+                yield Problem(f"runs.{name}.{problem.field}", problem.message)
+        else:
+            if algorithm.name in ALGORITHMS and critic_of(algorithm.parse()) is not None:
+                yield Problem(f"runs.{name}.algorithm", "has a critic, which multi_lora has no place for")

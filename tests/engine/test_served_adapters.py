@@ -1,0 +1,100 @@
+"""One replica serves many adapters from one model; a sync moves only those that are new, in place."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlix.engine import lora
+from rlix.engine.executors.base import ALL_PARTS
+from rlix.engine.executors.transformers import TransformersExecutor
+from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.lora import AdapterConfig
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights, publish
+from tests.engine.models import logprobs, model, published
+from tests.engine.test_executor import make, prompts, run
+
+CONFIGS = {"a": AdapterConfig(2, 8.0, targets=("q_proj", "v_proj")), "b": AdapterConfig(8, 8.0)}
+BASE = published(model(0), version=1)
+
+
+def adapted(name: str, version: int) -> Any:
+    """The plain model with what version `version` of an adapter has learnt."""
+    made = model(0)
+    lora.add(made, name, CONFIGS[name])
+    torch.manual_seed(10 * version + len(name))
+    with torch.no_grad():
+        for parameter in lora.parameters(made, name).values():
+            parameter.normal_(std=0.2)
+    lora.use(made, name)
+    return made.eval()
+
+
+def adapter(name: str, version: int) -> PublishedAdapter:
+    named = ((key, value.detach()) for key, value in lora.parameters(adapted(name, version), name).items())
+    return PublishedAdapter(name, CONFIGS[name], publish(named, version, put=lambda data: data))
+
+
+A1, A2, B3 = adapter("a", 1), adapter("a", 2), adapter("b", 3)
+
+
+def serving(version: int, *adapters: PublishedAdapter) -> PublishedWeights:
+    return replace(BASE, version=version, adapters=adapters)
+
+
+def requests(*adapters: str) -> list[GenerationRequest]:
+    """Each prompt once for each adapter."""
+    return [
+        GenerationRequest(f"{i}/{name}", prompt, 12, seed=i, adapter=name)
+        for i, prompt in enumerate(prompts(6))
+        for name in adapters
+    ]
+
+
+def check(results: list[GenerationResult], batch: list[GenerationRequest], **versions: int) -> None:
+    for request, result in zip(batch, results, strict=True):
+        name = request.adapter
+        reference = adapted(name, versions[name]) if name else model(0)
+        recomputed = logprobs(reference, request.prompt_ids, result.token_ids)
+        assert torch.allclose(torch.tensor(result.logprobs), recomputed, atol=1e-4)
+        assert set(result.versions) == {versions.get(name, 5)}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["exact", "batched"])
+def executor(request: pytest.FixtureRequest) -> Iterator[TransformersExecutor]:
+    made = make(seed=None, exact=request.param)
+    made.load(serving(5, A1, B3), ALL_PARTS)
+    yield made
+    made.close()
+
+
+def test_every_request_is_answered_by_its_adapter_and_by_its_version(executor: TransformersExecutor) -> None:
+    batch = requests("a", "", "b")
+    check(run(executor, batch), batch, a=1, b=3)
+    moved = executor.update(serving(5, A2, B3))
+    assert moved == sum(tensor.nbytes for tensor in A2.tensors().values())
+    check(run(executor, batch), batch, a=2, b=3)
+    executor.offload(keep_host=True)
+    executor.load(serving(5, A2, B3), ALL_PARTS)
+    executor.offload(keep_host=False)
+    executor.load(serving(5, A2, B3), ALL_PARTS)
+    check(run(executor, batch), batch, a=2, b=3)
+    executor.update(serving(5, B3))
+    with pytest.raises(ValueError, match=r"there is no adapter 'a'; there are \['b'\]"):
+        run(executor, batch)
+    executor.update(serving(5, A1, B3))
+
+
+def test_what_is_beside_a_request_changes_nothing_to_the_bit() -> None:
+    executor = make(seed=None)
+    try:
+        executor.load(serving(5, A1, B3), ALL_PARTS)
+        batch = requests("a", "", "b")
+        together = run(executor, batch)
+        for name in ("a", "", "b"):
+            alone = [request for request in batch if request.adapter == name]
+            assert run(executor, alone) == [r for r, q in zip(together, batch, strict=True) if q.adapter == name]
+    finally:
+        executor.close()

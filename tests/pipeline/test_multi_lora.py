@@ -1,0 +1,292 @@
+"""Many adapters in one job: each learns what it would learn alone, whatever becomes of the others."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from rlix.engine.lora import AdapterConfig
+from rlix.engine.weights.buckets import Manifest
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.lora_finetune import LoraFinetunePipeline
+from rlix.pipeline.multi_lora import MultiLoraPipeline
+from rlix.pipeline.policy import policy_on_meta
+from rlix.pipeline.rollout.adapters import AdapterRollouts, Served
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.rollout.shares import FairQueue
+from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.turns import Ticket, next_turn
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.types import Phase
+from tests.pipeline.in_process import Engine, Generator, InProcess
+
+WAIT_S = 120.0
+ROLLOUT = {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 5}
+BASE: dict[str, Any] = {
+    "name": "many",
+    "pipeline": "multi_lora",
+    "seed": 5,
+    "steps": 2,
+    "source": {"task": {"name": "sort_digits", "options": {"digits": 4}}},
+    "model": {"kind": "tiny", "hidden_size": 32, "layers": 1, "heads": 2},
+    "rollout": ROLLOUT,
+    "optimizer": {"learning_rate": 1e-2},
+    "clusters": {"actor_train": {"gpus": 1}},
+}
+RUNS: dict[str, Any] = {
+    "small": {"lora": {"rank": 2, "targets": ["q_proj"]}, "steps": 3},
+    "dropped": {"lora": {"rank": 8, "dropout": 0.3}, "seed": 9, "algorithm": {"name": "rloo"}},
+    "ahead": {
+        "schedule": {"name": "ahead", "options": {"max_staleness": 1}},
+        "source": {"task": {"name": "copy_digits", "options": {"digits": 3}}},
+        "lora": {"rank": 4, "targets": ["up_proj", "v_proj"]},
+        "algorithm": {"name": "grpo", "minibatches": 2, "options": {"kl_coefficient": 0.1}},
+        "rollout": {"prompts_per_step": 4},
+    },
+}
+NO_TIMES = ("time", "step_s", "rollout_s", "rollout_wait_s", "reward_s", "train_s", "tokens_per_s")
+
+
+def job(runs: Mapping[str, Any], **more: Any) -> JobSpec:
+    return JobSpec.model_validate({**BASE, **more, "runs": dict(runs)})
+
+
+class AdapterGenerator(Generator):
+    """As its parent, with the versions of each adapter."""
+
+    versions: dict[str, int]
+
+    def publish(self, weights: Any) -> None:
+        self.versions = {adapter.name: adapter.weights.version for adapter in weights.adapters}
+
+    def wait(
+        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, owner: str = ""
+    ) -> list[Trajectory]:
+        return done.result(timeout=timeout_s)
+
+    def expect(self, demand: object, owner: str = "") -> None: ...
+
+    def expect_gpu_s(self, left: float) -> None: ...
+
+    def abandon(self, owner: str = "") -> None: ...
+
+    def _answered(self, trajectory: Trajectory) -> Trajectory:
+        answered = super()._answered(trajectory)
+        answered.versions = [self.versions[trajectory.adapter]] * len(answered.token_ids)
+        return answered
+
+
+class AdapterEngine(Engine):
+    def read(self, name: str, *args: Any) -> Any:
+        more = (lambda data: data,) if name == "publish_adapter" else ()
+        return getattr(self.module, name)(*args, *more)
+
+    def publish(self, version: int) -> Any:
+        return PublishedWeights(version, Manifest(()))
+
+    def acquire(self, lease: object) -> None: ...
+
+    def release(self, epoch: int) -> None: ...
+
+
+class Client:
+    """Grants everything at once."""
+
+    def __init__(self) -> None:
+        self.leases = 0
+
+    def registration(self) -> None: ...
+
+    def devices(self) -> dict[int, Any]:
+        return {}
+
+    def fence(self, lease: object) -> None: ...
+
+    def lease_log(self, after: int) -> tuple[()]:
+        return ()
+
+    @contextmanager
+    def phase(self, cluster: str, phase: Phase, *, stop: threading.Event) -> Iterator[Any]:
+        if stop.is_set():
+            raise InterruptedError("stopped")
+        self.leases += 1
+        yield SimpleNamespace(devices=(0,), epoch=self.leases, cluster=cluster)
+
+
+class Here:
+    """In place of engines in other processes."""
+
+    def _start_engines(self: Any) -> None:
+        module = policy_on_meta(self.model_path)
+        built = InProcess.build_train_engine(self, "actor_train", module, self.model_path, self.spec.optimizer)
+        self.actor = AdapterEngine(built.module, self.model_path)
+        config = built.module.config
+        self.served = Served(AdapterGenerator(int(config.vocab_size), int(config.eos_token_id)))  # type: ignore[arg-type]
+        self.rollouts = AdapterRollouts(self.served, self.adapter)
+
+    def _write_lease_events(self) -> None: ...
+
+
+class Many(Here, MultiLoraPipeline):
+    """What its runs have on their first steps is `on_step`'s business."""
+
+    def __init__(self, spec: JobSpec, folder: Path, *, resume: bool = False) -> None:
+        client: Any = Client()
+        super().__init__("lora_1", JobConfig(spec, folder, resume), client)
+        self.on_step: dict[tuple[str, int], Any] = {}
+
+    def stepped(self, run: Any) -> None:
+        super().stepped(run)
+        self.on_step.pop((run.adapter, run.status().step), lambda: None)()
+
+
+class Alone(Here, LoraFinetunePipeline):
+    """A job with one adapter."""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in NO_TIMES} for line in lines]
+
+
+def curves(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    return {name: rows(folder / "runs" / name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def each_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = {}
+    for name, run in RUNS.items():
+        folder = tmp_path_factory.mktemp("alone") / name
+        assert Many(job({name: run}), folder).run().state == "finished"
+        found |= curves(folder, [name])
+    return found
+
+
+def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
+    tmp_path: Path, each_alone: dict[str, Any]
+) -> None:
+    many = Many(job(RUNS), tmp_path / "job")
+    summary = many.run()
+    assert (summary.state, many.status().step) == ("finished", 7)
+    assert [len(found) for found in each_alone.values()] == [3, 2, 2]
+    assert curves(tmp_path / "job", list(RUNS)) == each_alone
+    assert many.actor.module.adapters() == ()
+    folder = tmp_path / "job" / "runs" / "small" / "checkpoints" / "step_3" / "adapter"
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    assert any(parameter.abs().sum() > 0 for name, parameter in loaded.named_parameters() if "lora_B" in name)
+
+
+def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone: dict[str, Any]) -> None:
+    many = Many(job({name: RUNS[name] for name in ("small", "dropped")}), tmp_path / "job")
+    ended: list[Any] = []
+    paused = threading.Event()
+    many.on_step["small", 1] = lambda: (many.add("ahead", RunSpec.model_validate(RUNS["ahead"])), many.pause("dropped"))
+    many.on_step["small", 3] = paused.set
+    thread = threading.Thread(target=lambda: ended.append(many.run()))
+    thread.start()
+    assert paused.wait(WAIT_S)
+    many._threads["dropped"].join(WAIT_S)
+    assert "dropped" not in many.actor.module.adapters()
+    with pytest.raises(SpecError, match="no run 'none'"):
+        many.pause("none")
+    many.resume("dropped")
+    thread.join(WAIT_S)
+    assert ended[0].state == "finished"
+    assert curves(tmp_path / "job", list(RUNS)) == each_alone
+
+
+def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str, Any]) -> None:
+    broken = {"source": {"task": f"{Path(__file__).parent}/own_parts.py:RefusesStepOne"}}
+    many = Many(job({"small": RUNS["small"], "broken": broken}), tmp_path / "job")
+    with pytest.raises(RlixError, match=r"1 of 2 runs failed, the others have ended: broken: .*no prompts today"):
+        many.run()
+    assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
+    assert {run.name: run.state for run in many.status().runs} == {"small": "finished", "broken": "failed"}
+    # What was broken is mended and the job goes on: what is done is not done again.
+    again = Many(job({"small": RUNS["small"], "broken": {"steps": 1}}), tmp_path / "job", resume=True)
+    assert again.run().state == "finished"
+    assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
+
+
+def test_a_job_with_one_adapter(tmp_path: Path) -> None:
+    client: Any = Client()
+    spec = JobSpec.model_validate({**BASE, "pipeline": None, "lora": {"rank": 3}, "warmup": {"steps": 2}})
+    first: Pipeline = Alone("ft_1", JobConfig(spec, tmp_path / "one"), client)
+    assert first.run().state == "finished"
+    saved = tmp_path / "one" / "checkpoints" / "step_2" / "adapter"
+    assert AdapterConfig.of_folder(saved).rank == 3
+    outside = JobSpec.model_validate({**BASE, "pipeline": None, "lora": {"path": str(saved)}})
+    second = Alone("ft_2", JobConfig(outside, tmp_path / "two"), client)
+    assert second.run().state == "finished"
+    assert AdapterConfig.of_folder(tmp_path / "two" / "checkpoints" / "step_2" / "adapter").rank == 3
+
+
+def test_what_does_not_fit_together_is_said_before_the_start() -> None:
+    for runs, message in (
+        ({"a": {"rollout": {"prompts_per_step": 0}}}, r"runs\.a\.rollout\.prompts_per_step"),
+        ({}, "runs: is missing"),
+        ({"a b": {}}, "runs"),
+        ({"a": {"algorithm": {"name": "ppo"}}}, r"runs\.a\.algorithm.*critic"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            job(runs)
+    with pytest.raises(ValueError, match="add 'pipeline: multi_lora'"):
+        job({"a": {}}, pipeline=None)
+    assert job({"a": {}}).run_specs["a"].lora is not None
+
+
+# ---- sharing ---------------------------------------------------------------------------------------------------------
+
+
+@given(needs=st.lists(st.integers(0, 40), min_size=1, max_size=6), slots=st.integers(1, 30))
+def test_slots_are_shared_by_need_and_nobody_starves(needs: list[int], slots: int) -> None:
+    queue, held = FairQueue(), dict.fromkeys(map(str, range(len(needs))), 0)
+    for owner, need in enumerate(needs):
+        for number in range(need):
+            queue.append(str(owner), f"{owner}/{number}")
+    for _ in range(slots):
+        if queue:
+            held[queue.popleft(held).split("/")[0]] += 1
+    given_slots = list(held.values())
+    assert sum(given_slots) == min(slots, sum(needs))  # nothing lies idle
+    most = max(given_slots)
+    for need, got in zip(needs, given_slots, strict=True):
+        assert got <= need
+        assert got == need or got >= most - 1  # who wants more has as much as anybody
+
+
+def test_an_aborted_trajectory_is_first_of_its_own() -> None:
+    queue = FairQueue()
+    for id in ("a1", "a2", "b1"):
+        queue.append(id[0], id)
+    queue.appendleft("a", "a0")
+    queue.discard({"a1"})
+    assert [queue.popleft({"a": 1}), queue.popleft({"a": 1, "b": 1}), queue.popleft({})] == ["b1", "a0", "a2"]
+    assert not queue
+
+
+TICKETS = st.lists(st.builds(Ticket, st.sampled_from("abcd"), st.sampled_from(Phase)), max_size=6)
+
+
+@given(waiting=TICKETS, trained=st.sets(st.sampled_from("abcd")), last=st.sampled_from("abcd") | st.none())
+def test_a_lease_serves_whoever_is_ready_and_ends(waiting: list[Ticket], trained: set[str], last: str | None) -> None:
+    chosen = next_turn(waiting, trained, last)
+    ready = [ticket for ticket in waiting if ticket.run not in trained]
+    assert (chosen is None) == (not ready)
+    if chosen is not None:
+        assert chosen in ready
+        assert chosen.run == last or all(t.run != last for t in ready)
