@@ -344,7 +344,7 @@ class Pipeline(ABC):
         try:
             self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
         except (RlixError, OSError) as error:
-            logger.warning("%s: its last checkpoint was not completed: %s", self.spec.name, error)
+            logger.warning("%s: its last checkpoint was not completed: %s", self.spec.name, self._said(error))
 
     def _note_checkpoint(self, done: int, path: Path) -> None:
         self._event("checkpoint", step=done, path=str(path))
@@ -362,7 +362,7 @@ class Pipeline(ABC):
     def _said(self, error: BaseException) -> str:
         """In one line, what ended the job."""
         if is_full_disk(error):
-            return f"the disk of {self.folder.path} is full; free some space, then go on with --resume ({error})"
+            return f"the disk of {self.folder.path} is full: free some space, then go on with --resume"
         return where_raised(error)
 
     def _note_failure(self, detail: str) -> None:
