@@ -40,6 +40,7 @@ class RunOptions:
     as_json: bool = False
     live: bool = True
     private: bool = False
+    memory_check: bool = True
 
 
 def run_jobs(options: RunOptions) -> int:
@@ -126,7 +127,7 @@ def _run_to_end(
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
             check_jobs(specs, ids)
-            if (memory := smallest_memory(devices)) is not None:
+            if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (
                     check_memory,
                 )  # imports torch, which virtual devices need not wait for
