@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {"pipeline", "nn", "engine", "flow", "control", "node", "protocol"},
     "trl": {"integrations"},
     "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
-    "cli": {"pipeline", "control", "node", "monitor", "sim", "scheduler", "protocol"},
+    "cli": {"pipeline", "flow", "control", "node", "monitor", "sim", "scheduler", "protocol"},
 }
 
 PURE_FORBIDS = {

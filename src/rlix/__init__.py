@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlix.engine.parallel import NeedParallel
     from rlix.engine.train.engine import TrainEngine
     from rlix.engine.weights.channel import TransferError
+    from rlix.integrations.rllib.algorithm import rllib
     from rlix.pipeline.jobs.launch import launch
     from rlix.pipeline.spec.job import JobSpec, load_job
     from rlix.protocol.errors import (
@@ -68,6 +69,7 @@ _LAZY = {
     "device": "torch",
     "JobSpec": "rlix.pipeline.spec.job",
     "launch": "rlix.pipeline.jobs.launch",
+    "rllib": "rlix.integrations.rllib.algorithm",
     "load_job": "rlix.pipeline.spec.job",
     "Phase": "rlix.protocol.types",
     "Turn": "rlix.engine.inference.turns",
@@ -113,6 +115,7 @@ __all__ = [
     "nn",
     "pipeline",
     "protocol",
+    "rllib",
     "shutdown",
 ]
 

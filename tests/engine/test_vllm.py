@@ -12,9 +12,11 @@ import ray
 import torch
 
 from rlix import InferenceEngine
+from rlix.engine import lora
 from rlix.engine.inference.requests import GenerationRequest, continued
+from rlix.engine.lora import AdapterConfig
 from rlix.engine.train.engine import TrainEngine
-from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights, named_weights, publish
 from rlix.node import process
 from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node
@@ -172,6 +174,51 @@ except RuntimeError as error:
     assert (
         "does not have what RLix relies on: LLMEngine.abort_request(internal); LLMEngine.is_sleeping()" in done.stdout
     )
+
+
+ADAPTERS = {"a": AdapterConfig(2, 8.0, targets=("q_proj", "v_proj")), "b": AdapterConfig(8, 8.0)}
+
+
+def adapter(name: str, version: int) -> tuple[Any, PublishedAdapter]:
+    """The plain model with an adapter, and the adapter alone."""
+    made = model(0, CONFIG)
+    lora.add(made, name, ADAPTERS[name])
+    torch.manual_seed(10 * version + len(name))
+    with torch.no_grad():
+        for parameter in lora.parameters(made, name).values():
+            parameter.normal_(std=0.2)
+    lora.use(made, name)
+    named = [(key, value.detach()) for key, value in lora.parameters(made, name).items()]
+    return made.eval(), PublishedAdapter(name, ADAPTERS[name], publish(named, version))
+
+
+def test_one_replica_serves_many_adapters_in_place(ray_session: Any, tmp_path: Path) -> None:
+    path = folder(tmp_path, seed=0, config=CONFIG)
+    base = stored(0, 1)
+    prompt = tuple(range(3, 40))  # long enough for blocks of the prefix cache
+    (plain_1, a1), (plain_2, a2), (plain_b, b3) = adapter("a", 1), adapter("a", 2), adapter("b", 3)
+
+    def check(engine: InferenceEngine, versions: dict[str, int], plain: dict[str, Any]) -> None:
+        asked = [
+            GenerationRequest(f"{name}/{i}", prompt, 12, temperature=1.0, seed=i, adapter=name)
+            for i in range(3)
+            for name in plain
+        ]
+        (found,) = engine.replicas.run("generate", asked, ranks=[0], timeout_s=WAIT_S)
+        for request, result in zip(asked, found, strict=True):
+            wanted = logprobs(plain[request.adapter], prompt, result.token_ids)
+            assert torch.allclose(torch.tensor(result.logprobs), wanted, atol=1e-4), request.id
+            assert set(result.versions) == {versions[request.adapter]}
+
+    with InferenceEngine(path, executor="vllm") as engine:
+        engine.build(max_model_len=128, max_num_seqs=16, adapters=3, adapter_rank=8, load=False)
+        engine.cuda(weights=replace(base, version=7, adapters=(a1, b3)))
+        check(engine, {"a": 1, "b": 3, "": 7}, {"a": plain_1, "": model(0, CONFIG), "b": plain_b})
+        (report,) = engine.update_weights(replace(base, version=8, adapters=(a2, b3)))
+        assert report.bytes == sum(entry.nbytes for entry in a2.weights.manifest.entries)
+        check(engine, {"a": 2, "b": 3, "": 8}, {"b": plain_b, "a": plain_2, "": model(0, CONFIG)})
+        engine.update_weights(replace(stored(0, 9), adapters=(b3,)))  # vLLM drops all adapters with its weights
+        check(engine, {"b": 3, "": 9}, {"b": plain_b, "": model(0, CONFIG)})
 
 
 def test_streams_and_turns(engine: InferenceEngine) -> None:

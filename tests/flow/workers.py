@@ -80,6 +80,21 @@ class EchoWorker(Worker):
             producer.put(1)
             raise LookupError("out of prompts")
 
+    def put_some(self, producer: Producer[Any], count: int, nbytes: int) -> None:
+        for i in range(count):
+            producer.put((i, torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None))
+
+    def hold_items(self, channel: Channel[Any], count: int) -> None:
+        """Take items one by one, and never be done with them."""
+        self._held: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                self._held += stack.enter_context(channel.take())
+            self._released.wait(600)
+
+    def held(self) -> list[Any]:
+        return [item for item, _ in getattr(self, "_held", [])]
+
     def consume(self, channel: Channel[Any]) -> list[Any]:
         return list(channel)
 

@@ -1,16 +1,22 @@
 """Real TRL trainers, plain and attached: the same losses and weights to the bit, and no byte outside a lease."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
+from rlix.control.program import attach as attach_program
 from rlix.engine.movers import SwapMover
-from rlix.integrations.leases import Stages
+from rlix.integrations.leases import ProgramGate, Stages
+from rlix.integrations.rollouts import Rollouts
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
 from rlix.integrations.trl.parts import parts_of
+from rlix.integrations.trl.served import ServedGeneration
+from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
@@ -162,3 +168,31 @@ def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) 
     with pytest.raises(NotResidentError, match="optimizer state 'step' of the policy's training of a job"):
         torch.save(trainer.optimizer.state_dict(), tmp_path / "optimizer.pt")
     assert trainer.model.lm_head.weight.shape == (trainer.model.config.vocab_size, 32)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_vllm_generation_is_served_by_the_jobs_replicas(
+    ray_session: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    started: list[Rollouts] = []
+
+    with attach_program("served", gangs={"actor_train": 1}, rollouts={"actor_infer": 2}, stay=True) as program:
+
+        def start(path: str) -> Rollouts:
+            started.append(Rollouts(program, path, RunFolder.open(tmp_path / "run")[0]))
+            return started[-1]
+
+        monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", partial(ServedGeneration, start))
+        trainer = make("GRPO", model, tmp_path, use_vllm=True, vllm_mode="server")
+        stages = Stages(ProgramGate(program))
+        stages.begin(INITIALIZATION)
+        run(trainer, Attachment(trainer, parts_of(trainer, "a job", lambda: SwapMover(CPU)), stages))
+        assert trainer.vllm_generation.version == 2
+        log = [row for row in trainer.state.log_history if "loss" in row]
+        # The replicas had the trainer's weights at every step: it finds the same log-probs.
+        assert max(row["sampling/sampling_logp_difference/max"] for row in log) < 1e-4
+        assert len(log) == 2
+        started[0].close()

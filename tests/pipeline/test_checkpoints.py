@@ -30,6 +30,7 @@ def steps(path: Path) -> list[int]:
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     saved: list[int] = []
     made = opened(tmp_path, saved=saved)
+    assert made.better(1, {"eval/reward": float("nan")}) is None
     for step, value in ((1, 0.1), (2, 0.7), (3, 0.7), (4, 0.2), (5, 0.3)):
         made.begin(step, write, made.better(step, {"eval/reward": value}))
     assert saved == [1, 2, 3, 4, 5]

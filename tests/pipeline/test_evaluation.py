@@ -74,6 +74,7 @@ def test_what_is_wrong_with_the_section_is_said_by_field(tmp_path: Path) -> None
     assert "evaluation.source.task.name: must be sort_digits" in problem("task", source={"task": "sort_digit"})
     assert "evaluation.source.rewards" in problem("data", source={"data": {"path": "x.jsonl"}})
     assert "best" in problem("task", best="reward")
+    assert "evaluation.max_new_tokens: is 2, but an answer takes 3 tokens" in problem("task", max_new_tokens=2)
 
 
 def test_paths_are_those_of_the_file_and_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,7 @@ from rlix.engine.lora import AdapterConfig
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.export import merge_adapter
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline
 from rlix.pipeline.multi_lora import MultiLoraPipeline
 from rlix.pipeline.policy import policy_on_meta
@@ -188,6 +190,10 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     assert any(parameter.abs().sum() > 0 for name, parameter in loaded.named_parameters() if "lora_B" in name)
+    merge_adapter(folder, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(4, 12)[None]
+    assert torch.allclose(merged(ids).logits, loaded(ids).logits, atol=1e-5)
 
 
 def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn
+from rlix.pipeline.spec.job import load_job
 from rlix.pipeline.spec.training import GroupSpec, OptimizerSpec
 from rlix.pipeline.training.parameter_groups import ParameterGroup, parameter_groups, unmatched
 from rlix.pipeline.training.schedule import learning_rate_factor
@@ -83,6 +84,22 @@ def test_a_pattern_for_nothing_is_refused(tmp_path: Path) -> None:
     ):
         pipeline.setup()
     pipeline.teardown()
+
+
+def test_a_mistake_in_a_group_is_said_by_its_pattern(tmp_path: Path) -> None:
+    text = """
+name: job
+steps: 1
+source: {task: sort_digits}
+rollout: {max_new_tokens: 5}
+clusters: {actor_train: {gpus: 1}}
+optimizer: {groups: {"lm_head.*": {learning_rat: 1.0}}}
+"""
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(
+        SpecError, match=r"groups\.lm_head\.\*\.learning_rat: unknown key; did you mean 'learning_rate'"
+    ):
+        load_job(tmp_path / "job.yaml")
 
 
 def test_spread_is_within_groups() -> None:

@@ -143,7 +143,7 @@ class TestGood:
 
 BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"stepz": 5}, "stepz", "unknown key; did you mean 'steps'?"),
-    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'?"),
+    ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'"),
     ({"rollout": {"max_new_token": 5}}, "rollout.max_new_token", "did you mean 'max_new_tokens'?"),
     ({"rollout": {}}, "rollout.max_new_tokens", "is missing and has no default (Longest completion in tokens"),
     ({"steps": None}, "steps", "is missing and has no default (Number of training steps); add it"),

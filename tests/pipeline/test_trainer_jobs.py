@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from rlix.pipeline.jobs.export import export
 from rlix.pipeline.jobs.run_folder import list_checkpoints
 from tests.pipeline.training_jobs import Jobs, closing_jobs, learnt, rows, small
 
@@ -43,3 +45,13 @@ def test_an_evaluated_job_that_shares_learns_what_it_learns_alone_and_unevaluate
     assert [step for step, _ in list_checkpoints(folder / "checkpoints")] in ([2, 4], [4])
     assert len(rows(folder / "samples.jsonl")) == 4 + 2 * 4
     assert list((folder / "tensorboard").iterdir())
+
+    longer = small("copy_digits", clusters=ONE, steps=5, optimizer={"learning_rate": 3e-5}, **EVALUATED)
+    jobs.finish(*jobs.start(longer, runs=tmp_path / "shared", resume=True))
+    after = rows(folder / "metrics.jsonl")
+    assert after[:4] == metrics
+    assert [row["learning_rate"] for row in after[3:]] == [evaluated.optimizer.learning_rate, 3e-5]
+    details = [e["detail"] for e in rows(folder / "events.jsonl") if e.get("event") == "started"]
+    assert details == [None, f"steps: 4 → 5; optimizer.learning_rate: {evaluated.optimizer.learning_rate} → 3e-05"]
+    export(folder, tmp_path / "exported", step="best")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.vocab_size == 16

@@ -5,21 +5,17 @@ Exit codes: 0 done, 1 a job failed, 2 the user's mistake (one message, no traceb
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.markup import escape
 
+from rlix.cli import lora
+from rlix.cli.mistakes import one_message_per_mistake
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
-from rlix.protocol.errors import RlixError, SpecError
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
+from rlix.protocol.errors import SpecError
 
 Live = Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")]
 
@@ -30,16 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@contextmanager
-def one_message_per_mistake() -> Iterator[None]:
-    """Turn RLix's own errors into one message on stderr and an exit code."""
-    try:
-        yield
-    except RlixError as error:
-        make_console(stderr=True).print(f"[bold red]rlix:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILED) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -156,6 +142,30 @@ def report(
 
 
 @app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A job's run folder, such as runs/my_job.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="Of which checkpoint (default: the newest).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 (default: as rollouts held the weights).")
+    ] = None,
+) -> None:
+    """Write a run's policy as a Hugging Face folder: configuration, weights (safetensors) and tokenizer."""
+    with one_message_per_mistake():
+        if step is not None and step != "best" and not step.isdecimal():
+            raise SpecError(f"--step {step}: must be the number of a step, or best")
+        if dtype not in (None, "float32", "bfloat16"):
+            raise SpecError(f"--dtype {dtype}: must be float32 or bfloat16")
+        from rlix.pipeline.jobs.export import export as write
+
+        wanted: int | Literal["best"] | None = "best" if step == "best" else None if step is None else int(step)
+        _, source = write(run_dir, out, step=wanted, dtype=dtype)
+    make_console().print(f"{source.name} of {run_dir}: {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def status() -> None:
     """Show the jobs that run here, and who holds which device."""
     from rlix.cli.jobs import show_status
@@ -222,3 +232,33 @@ def free(
 
 
 app.command()(simulate)
+app.add_typer(lora.app, name="lora")
+
+
+@app.command()
+def profile(
+    flow: Annotated[str, typer.Argument(metavar="FLOW", help="A flow, as path/to/file.py:name.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Measure on up to this many devices.")] = 4,
+    width: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4 up to --gpus.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Items; repeatable. Default: a step's down to 1/16.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls of each, of which the median counts.")] = 3,
+) -> None:
+    """Measure what the parts of a flow cost on this kind of machine."""
+    from rlix.cli.flows import profile_flow
+
+    with one_message_per_mistake():
+        profile_flow(flow, gpus, width or (), batch or (), repeats)
+
+
+@app.command()
+def plan(
+    flow: Annotated[str, typer.Argument(metavar="FLOW", help="A flow, as path/to/file.py:name.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Devices to run on.")] = 4,
+    gigabytes: Annotated[float, typer.Option(min=0, help="Memory of a device; 0: no limit.")] = 0.0,
+    mode: Annotated[str, typer.Option(help="auto, collocated, disaggregated or hybrid.")] = "auto",
+) -> None:
+    """Say how a profiled flow runs fastest, and what the runner-up would take."""
+    from rlix.cli.flows import plan_flow
+
+    with one_message_per_mistake():
+        plan_flow(flow, gpus, gigabytes, mode)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
+from rlix.cli.resume import say_resumptions
 from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
 from rlix.control.init import new_pool_size
@@ -55,6 +56,8 @@ def run_jobs(options: RunOptions) -> int:
     if options.devices is not None:
         check_jobs(specs, range(options.devices))
     console = make_console(stderr=options.as_json)
+    if options.resume:
+        say_resumptions(specs, options.runs_dir, console)
     interrupts = Interrupts()
     target = options.runs_dir / "report.html"
     # With --json nothing else may reach stdout, and Ray prints what workers print.

@@ -71,6 +71,7 @@ def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> st
         parts.append(f"evaluation {job.evaluation:.3f}")
     if job.tokens_per_s is not None:
         parts.append(f"{job.tokens_per_s:,.0f} tokens/s")
+    parts += [f"{run.name} {run.step}/{run.steps}" for run in job.runs]
     if devices:
         parts.append(f"devices {device_list(devices)}")
     if job.error:
@@ -149,6 +150,17 @@ def _job_table(snapshot: Snapshot) -> Table:
             _number(job.tokens_per_s, ",.0f"),
             device_list(held.get(job.pipeline_id, ())),
         )
+        for run in job.runs:
+            table.add_row(
+                Text(f"  {run.name}", style=_style(index)),
+                f"{run.step}/{run.steps}",
+                "",
+                Text(words(run.phase), style=STATE_STYLES.get(run.state, "")),
+                _number(run.reward, ".3f"),
+                _number(run.exact, ".3f"),
+                _number(run.tokens_per_s, ",.0f"),
+                "",
+            )
     return table
 
 

@@ -5,6 +5,7 @@ FSDP knows nothing of it. Tensors go by the names that PEFT's folders have.
 """
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,7 @@ def add(model: nn.Module, name: str, config: AdapterConfig, seed: int = 0) -> No
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several are what is wanted
         torch.manual_seed(seed)
         inject_adapter_in_model(adapter, model, name)
+        _renew(model, name, config.rank, seed)
     use(model, None)
 
 
@@ -191,6 +193,22 @@ def layers(model: nn.Module) -> Iterator[Any]:
 
 def _is_layer(module: Any) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def _renew(model: nn.Module, name: str, rank: int, seed: int) -> None:
+    """Whole tensors, the same on every layout: PEFT takes a sharded weight for one that computes on its shard."""
+    torch.manual_seed(seed)
+    for layer in layers(model):
+        if name in layer.lora_A:
+            base = layer.base_layer
+            layer.in_features, layer.out_features = base.in_features, base.out_features
+            first, second = (
+                nn.Linear(base.in_features, rank, bias=False),
+                nn.Linear(rank, base.out_features, bias=False),
+            )
+            nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+            nn.init.zeros_(second.weight)
+            layer.lora_A[name], layer.lora_B[name] = first.to(base.weight.device), second.to(base.weight.device)
 
 
 def _targets(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:

@@ -1,1 +1,48 @@
-"""The substrate: worker groups, channels, and workers that start by fork."""
+"""How one job's parts are wired: worker groups, channels, turns on devices, and flows that are planned.
+
+The names of a user's flow are here, and are loaded on first use: the control side imports none of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlix.flow.channels.channel import Channel
+    from rlix.flow.planner import Mode, make_plan
+    from rlix.flow.profiler.measure import Grid, profile
+    from rlix.flow.programs.flow import Flow, Part
+    from rlix.flow.programs.running import Running
+    from rlix.flow.workers.flow_worker import FlowWorker
+    from rlix.flow.workers.launch import launch
+
+_LAZY = {
+    "Channel": "rlix.flow.channels.channel",
+    "Flow": "rlix.flow.programs.flow",
+    "FlowWorker": "rlix.flow.workers.flow_worker",
+    "Grid": "rlix.flow.profiler.measure",
+    "Mode": "rlix.flow.planner",
+    "Part": "rlix.flow.programs.flow",
+    "Running": "rlix.flow.programs.running",
+    "launch": "rlix.flow.workers.launch",
+    "make_plan": "rlix.flow.planner",
+    "profile": "rlix.flow.profiler.measure",
+}
+
+__all__ = [
+    "Channel",
+    "Flow",
+    "FlowWorker",
+    "Grid",
+    "Mode",
+    "Part",
+    "Running",
+    "launch",
+    "make_plan",
+    "profile",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'rlix.flow' has no attribute {name!r}")

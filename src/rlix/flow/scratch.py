@@ -16,14 +16,15 @@ _LOCK = ".owner"
 
 
 class Scratch:
-    """A new folder for temporary files, locked by this process as long as it lives.
+    """A new folder for temporary files, in `where` or the usual place, locked by this process as long as it lives.
 
-    Whoever makes one next removes those of the same user whose owner was killed.
+    Whoever makes one there next removes those of the same user whose owner was killed.
     """
 
-    def __init__(self, name: str) -> None:
-        sweep()
-        self.name, self._lock = _make(name)
+    def __init__(self, name: str, where: Path | None = None) -> None:
+        where = where or Path(tempfile.gettempdir())
+        sweep(where)
+        self.name, self._lock = _make(name, where)
 
     def cleanup(self) -> None:
         """Removes the folder with all that is in it. Calling it again changes nothing."""
@@ -31,9 +32,9 @@ class Scratch:
         self._lock.close()
 
 
-def sweep() -> None:
+def sweep(where: Path | None = None) -> None:
     """Removes this user's scratch folders that no living process owns."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in (where or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / _LOCK).is_file():
                 continue
@@ -44,9 +45,9 @@ def sweep() -> None:
             continue
 
 
-def _make(name: str) -> tuple[str, TextIO]:
+def _make(name: str, where: Path) -> tuple[str, TextIO]:
     while True:
-        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name.replace('/', '_')}-")
+        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name.replace('/', '_')}-", dir=where)
         try:
             return folder, lock_file(Path(folder) / _LOCK)
         except (FileBusyError, FileNotFoundError):  # another process swept it before it was locked

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlix.control.program import Program
-from rlix.engine.guarded import GuardedSet
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.types import Phase
 
@@ -112,6 +111,19 @@ class RankGate:
         return str(self._store.get(key).decode())
 
 
+class Movable(Protocol):
+    """Bytes that are on a device or in host memory: a `rlix.engine.guarded.GuardedSet`, or some in other processes."""
+
+    @property
+    def on_device(self) -> bool: ...
+
+    def to_host(self) -> object: ...
+
+    def to_device(self) -> object: ...
+
+    def readable(self) -> contextlib.AbstractContextManager[None]: ...
+
+
 class Listener(Protocol):
     """Hears what was done on devices, in Unix seconds; see `rlix.integrations.run_record`."""
 
@@ -125,16 +137,16 @@ class Stages:
         self._gate = gate
         self._listener = listener
         self._clock = clock
-        self._sets: list[GuardedSet] = []
+        self._sets: list[Movable] = []
         self._devices: tuple[int, ...] = ()
         self._busy_since = 0.0
         self.stage: Stage | None = None
 
-    def add(self, *sets: GuardedSet) -> None:
+    def add(self, *sets: Movable) -> None:
         """Bytes that are on the device now, under the stage that is held, and leave at its end."""
         self._sets += sets
 
-    def begin(self, stage: Stage, *sets: GuardedSet) -> None:
+    def begin(self, stage: Stage, *sets: Movable) -> None:
         """Holds the lease of `stage`, with these bytes on the device; the stage before ends."""
         if self.stage != stage:
             self.end()
@@ -166,7 +178,7 @@ class Stages:
         self._gate.leave()
 
     @contextlib.contextmanager
-    def within(self, stage: Stage, *sets: GuardedSet) -> Iterator[None]:
+    def within(self, stage: Stage, *sets: Movable) -> Iterator[None]:
         """The block runs in `stage`; afterwards it ends, and the stage before is begun again, with what it had."""
         if self.stage == stage:
             with self.beside(*sets):
@@ -182,7 +194,7 @@ class Stages:
             self.begin(before, *had)
 
     @contextlib.contextmanager
-    def beside(self, *sets: GuardedSet) -> Iterator[None]:
+    def beside(self, *sets: Movable) -> Iterator[None]:
         """These bytes are on the device too while the block runs, under the lease that is held anyway."""
         added = [each for each in sets if not each.on_device]
         for each in added:

@@ -49,8 +49,8 @@ class RunRecord:
         self._event("pool", devices=[{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in devices])
 
     @property
-    def path(self) -> Path:
-        return self._folder.path
+    def folder(self) -> RunFolder:
+        return self._folder
 
     def did(self, stage: Stage, devices: Sequence[int], kind: str, start: float, end: float) -> None:
         """A stage kept devices busy, or bytes moved (`kind`: busy, load or offload). Unix seconds."""

@@ -15,6 +15,7 @@ from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
+from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.spec.job import JobSpec
@@ -252,16 +253,18 @@ class Pipeline(ABC):
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
-        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
-            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         if self.spec.evaluation is not None and type(self).evaluate is Pipeline.evaluate:
             raise SpecError(f"evaluation: {type(self).__name__} has no method 'evaluate': write it, or drop this")
+        changes = resumption(self.spec, self.config.run_dir).changes if self.config.resume else ()
+        if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
+            raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
         self._log = JobLog(self.folder.path)
-        said = [*filter(None, [self.config.why]), *self.folder.set_aside]
+        changed = [f"{change.field}: {shown(change.old)} → {shown(change.new)}" for change in changes]
+        said = [*filter(None, [self.config.why]), *self.folder.set_aside, *changed]
         logger.info("%s begins. %s", self.spec.name, "; ".join(said))
         self._event("job", event="started", detail="; ".join(said) or None)
         self.folder.write_spec(self.spec.to_yaml())

@@ -29,7 +29,7 @@ class Ends:
         strings: Sequence[str] = (),
         token_ids: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._strings = tokenizer, tuple(strings)
+        self._tokenizer, self.strings = tokenizer, tuple(strings)
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in strings]
         whole = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id]
         known = [int(tokenizer.eos_token_id), *_of_model(folder), *token_ids, *whole]
@@ -38,13 +38,13 @@ class Ends:
 
     def kept(self, token_ids: Sequence[int]) -> int | None:
         """How many tokens there are up to the first string; None when there is none in them."""
-        if not self._strings or not self._in(token_ids):
+        if not self.strings or not self._in(token_ids):
             return None
         return bisect_left(range(len(token_ids) + 1), True, key=lambda count: self._in(token_ids[:count]))
 
     def _in(self, token_ids: Sequence[int]) -> bool:
         text = self._tokenizer.decode(list(token_ids))
-        return any(string in text for string in self._strings)
+        return any(string in text for string in self.strings)
 
 
 def _of_model(folder: Path) -> list[int]:

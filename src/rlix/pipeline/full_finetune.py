@@ -49,6 +49,7 @@ class FullFinetunePipeline(Pipeline):
     """Source × schedule × algorithm, as the job's spec has them; every weight of one policy is trained."""
 
     adapter: str | None = None  # of the policy, where not every weight of it is trained
+    adapter_room = (0, 0)  # how many adapters replicas serve at most, and of which rank
     rollouts: Any  # a `RolloutManager`, or what an adapter sees of one
 
     # ---- the algorithm ---------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ class FullFinetunePipeline(Pipeline):
 
     def save(self, path: Path) -> list[SaveHandle]:
         """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
-        describe_model(self.model_path, path / "model")
+        describe_model(self.model_path, path / "model", self.spec.model.dtype)
         engines = [(self.actor, "state"), *([] if self.critic is None else [(self.critic, "critic")])]
         if self.spec.checkpoint.asynchronous:
             return [engine.save_state(path / name, asynchronous=True) for engine, name in engines]
@@ -354,6 +355,8 @@ class FullFinetunePipeline(Pipeline):
             namespace=self.registration.ray_namespace,
             dtype=self.spec.model.dtype,
             max_num_seqs=self.spec.rollout.max_num_seqs,
+            adapters=self.adapter_room[0],
+            adapter_rank=self.adapter_room[1],
             declared=self.spec.speed,
             **build_arguments(self.spec.rollout.executor, self.spec.rollout.executor_options),
             load=False,  # nothing may be on a device before there is a lease for it

@@ -21,6 +21,10 @@ class LoraFinetunePipeline(FullFinetunePipeline):
 
     adapter: str = "policy"
 
+    @property
+    def adapter_room(self) -> tuple[int, int]:  # type: ignore[override]
+        return 1, adapter_config(self.spec.lora or LoraSpec()).rank
+
     def weights(self, version: int) -> PublishedAdapter:
         return cast(PublishedAdapter, self.actor.read("publish_adapter", self.adapter, version))
 

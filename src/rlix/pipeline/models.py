@@ -1,5 +1,6 @@
 """Model folders: the built-in tiny model written to disk, and Hugging Face models found there or on the hub."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -71,12 +72,16 @@ def write_tiny_model(model: "TinyModel", folder: Path, seed: int) -> Path:
     return folder
 
 
-def describe_model(model: Path, folder: Path) -> None:
-    """Copy a model folder's configuration and tokenizer to `folder`: all but its weights."""
+def describe_model(model: Path, folder: Path, dtype: str) -> None:
+    """Copy a model folder's configuration and tokenizer to `folder`: all but its weights, which will be of `dtype`."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in _DESCRIPTION:
         for file in model.glob(pattern):
             shutil.copy2(file, folder / file.name)
+    config = folder / "config.json"
+    values = json.loads(config.read_text())
+    values.pop("torch_dtype", None)  # as older files call it
+    config.write_text(json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
 
 
 def local_model(path: str) -> Path:

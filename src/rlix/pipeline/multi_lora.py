@@ -6,16 +6,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlix.control.client import JobClient
 from rlix.engine.train.saving import SaveHandle
 from rlix.pipeline.base import JobConfig, JobStatus, Resident
-from rlix.pipeline.lora_finetune import LoraFinetunePipeline
+from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
 from rlix.pipeline.samples import mean
 from rlix.pipeline.spec.job import JobSpec
-from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.spec.lora import LoraSpec, RunSpec
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.turns import Turns
 from rlix.protocol.errors import RlixError, SpecError
@@ -25,6 +27,8 @@ from rlix.protocol.types import ClusterName, Phase
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_LEAVE_S = 60.0  # for a run to end its step when the job ends
+_SPARE_ADAPTERS = 4
 
 
 class AdapterRun(LoraFinetunePipeline):
@@ -93,6 +97,19 @@ class AdapterRun(LoraFinetunePipeline):
 class MultiLoraPipeline(LoraFinetunePipeline):
     """Owns the model, its engines and the lease; gives the runs their turns and outlives what becomes of each."""
 
+    @cached_property
+    def adapter_room(self) -> tuple[int, int]:  # type: ignore[override]
+        """Of vLLM, which makes room when it starts: for some that join later, too."""
+        ranks = [adapter_config(run.lora or LoraSpec()).rank for run in self.spec.run_specs.values()]
+        return len(ranks) + _SPARE_ADAPTERS, max(ranks)
+
+    def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
+        super().__init__(pipeline_id, config, client)
+        self.runs: dict[str, AdapterRun] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
+        self._steps = 0  # of all runs together
+
     # ---- what can be asked for while it runs -----------------------------------------------------------------
 
     def add(self, name: str, run: RunSpec) -> None:
@@ -100,9 +117,11 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         with self._runs_lock:
             if name in self.runs and self.runs[name].status().state not in ("failed", "finished", "removed"):
                 raise SpecError(f"{self.spec.name}: there is a run {name!r} already")
+            spec = run_of(self.spec, name, run)
+            self._check_room(name, spec)
             self.spec = self.spec.model_copy(update={"runs": {**self.spec.runs, name: run}})
             self.folder.write_spec(self.spec.to_yaml())
-            self._start(name, run_of(self.spec, name, run), resume=False)
+            self._start(name, spec, resume=False)
 
     def pause(self, name: str) -> None:
         """Have a run write a checkpoint and leave the devices, until `resume`."""
@@ -144,10 +163,6 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     def setup(self) -> None:
         self.reference = self.critic = None
-        self.runs: dict[str, AdapterRun] = {}
-        self._threads: dict[str, threading.Thread] = {}
-        self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
-        self._steps = 0
         self.model_path = self.local_model()
         if self.spec.warmup is not None:
             self.build_source()
@@ -173,10 +188,10 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         return []
 
     def teardown(self) -> None:
-        for run in getattr(self, "runs", {}).values():
+        for run in self.runs.values():
             run.request_stop()
-        for thread in getattr(self, "_threads", {}).values():
-            thread.join(timeout=60)
+        for thread in self._threads.values():
+            thread.join(timeout=_LEAVE_S)
         if (turns := getattr(self, "turns", None)) is not None:
             turns.close()
         super().teardown()
@@ -219,6 +234,16 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             run.run()
         except Exception:  # whatever a run raises, the others go on; its status says what it was
             logger.exception("%s: run %s failed", self.spec.name, run.adapter)
+
+    def _check_room(self, name: str, spec: JobSpec) -> None:
+        """Where replicas made room when they started."""
+        rank, (most, highest) = adapter_config(spec.lora or LoraSpec()).rank, self.adapter_room
+        going = sum(thread.is_alive() for thread in self._threads.values())
+        if spec.rollout.executor == "vllm" and (rank > highest or going >= most):
+            raise SpecError(
+                f"{self.spec.name}: vLLM was started for {most} adapters of rank {highest} at most; {name!r} has rank "
+                f"{rank}, beside {going} others"
+            )
 
     def _run(self, name: str) -> AdapterRun:
         if name not in self.runs:

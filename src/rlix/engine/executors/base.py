@@ -43,6 +43,8 @@ class ExecutorOptions:
         tile_tokens: most tokens per forward of an exact executor; None lets it choose. Results are equal to the bit
             only between replicas of the same value.
         declared: on a virtual GPU, how long decoding and moves last at least.
+        adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
+            room for so many when it starts. The transformers executor needs neither.
         more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
@@ -55,6 +57,8 @@ class ExecutorOptions:
     exact: bool | None = None
     tile_tokens: int | None = None
     declared: DeclaredSpeed = AS_IT_IS
+    adapters: int = 0
+    adapter_rank: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -24,7 +25,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
 from rlix.engine.weights.channel import Ticket, TransferError
 from rlix.engine.weights.layout import Layout
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.flow.scratch import Scratch
 from rlix.node.devices import gpu_memory
 from rlix.protocol.errors import RlixError, WeightSyncError
@@ -32,6 +33,8 @@ from rlix.protocol.messages import DeviceKind, Fence
 
 _MIN_VIRTUAL_KV_BYTES = 64 * 2**20
 _VIRTUAL_KV_SEQUENCES = 8  # of the greatest length; the default size of a virtual GPU's KV cache
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+_NONE = 1  # number of the adapter that changes nothing, for requests without one
 _WORKER = "rlix.engine.executors.vllm_worker.ReplicaWorker"
 
 
@@ -80,6 +83,8 @@ class VllmExecutor(LoopExecutor):
         self._folder: tempfile.TemporaryDirectory[str] | Scratch | None = None
         self._sizes = {Part.WEIGHTS: 0, Part.KV_CACHE: 0}
         self._running: dict[int, _Progress] = {}
+        self._numbers: dict[str, int] = {}  # of adapters, by name; one is used for one name only
+        self._has_none = False
         super().__init__(source, options, site)
 
     @property
@@ -89,6 +94,10 @@ class VllmExecutor(LoopExecutor):
     # ---- decoding --------------------------------------------------------------------------------------------
 
     def _check(self, request: GenerationRequest) -> None:
+        if request.adapter and request.adapter not in self._adapters:
+            raise ValueError(
+                f"request {request.id!r}: there is no adapter {request.adapter!r}; there are {sorted(self._adapters)}"
+            )
         known = request.prompt_ids + request.generated_ids
         for token in (min(known), max(known)):
             if not 0 <= token < self._config.vocab_size:
@@ -114,7 +123,7 @@ class VllmExecutor(LoopExecutor):
             output_kind=RequestOutputKind.FINAL_ONLY,  # an output per step and request costs speed
         )
         prompt = {"prompt_token_ids": list(request.prompt_ids + request.generated_ids)}
-        vllm_id = self._engine.add_request(str(key), prompt, params)
+        vllm_id = self._engine.add_request(str(key), prompt, params, lora_request=self._adapter_of(request))
         self._running[key] = _Progress(request, vllm_id)
 
     def _step(self) -> dict[int, GenerationResult]:
@@ -125,7 +134,7 @@ class VllmExecutor(LoopExecutor):
             if progress is None:
                 continue
             (answer,) = output.outputs
-            progress.take(answer.token_ids, answer.logprobs, self.life.version)
+            progress.take(answer.token_ids, answer.logprobs, self._version_of(progress.request))
             if output.finished:
                 ended[key] = self._end(key, "stop" if answer.finish_reason == "stop" else "length")
         return ended
@@ -142,7 +151,8 @@ class VllmExecutor(LoopExecutor):
     def _catch_up(self, progress: _Progress) -> None:
         """Take what vLLM has generated for a request that is still running."""
         state = self._engine.output_processor.request_states[progress.vllm_id]
-        progress.take(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs or [], self.life.version)
+        version = self._version_of(progress.request)
+        progress.take(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs or [], version)
 
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
         self._catch_up(self._running[key])
@@ -157,9 +167,13 @@ class VllmExecutor(LoopExecutor):
             logprobs=tuple(done.logprobs),
             finished=reason != "abort",
             finish_reason=reason,
-            weight_version=done.versions[-1] if done.versions else self.life.version,
+            weight_version=done.versions[-1] if done.versions else self._version_of(done.request),
             versions=tuple(done.versions),
         )
+
+    def _version_of(self, request: GenerationRequest) -> int:
+        adapter = self._adapters.get(request.adapter)
+        return self.life.version if adapter is None else adapter.version
 
     def _recover(self) -> None:
         ids = [progress.vllm_id for progress in self._running.values()]
@@ -180,6 +194,51 @@ class VllmExecutor(LoopExecutor):
         self._end_engine()
         if self._folder is not None:
             self._folder.cleanup()
+
+    # ---- adapters --------------------------------------------------------------------------------------------
+
+    def _adapter_of(self, request: GenerationRequest) -> LoRARequest | None:
+        """Cached prefixes are found by name and path, so an adapter's path says which version of it this is."""
+        if not self._options.adapters:
+            return None
+        if not request.adapter:  # rows beside others' must name one: on CPUs those that do not get another row's
+            return LoRARequest("", _NONE, "none")
+        weights = self._adapters[request.adapter]
+        return LoRARequest(request.adapter, self._numbers[request.adapter], f"{weights.publication}@{weights.version}")
+
+    def _serve(self, wanted: Sequence[PublishedAdapter]) -> int:
+        if len(wanted) > self._options.adapters:
+            raise WeightSyncError(
+                f"{len(wanted)} adapters, and vLLM was started with room for {self._options.adapters}: build the "
+                "engine with adapters=... and adapter_rank=..."
+            )
+        if self._options.adapters and not self._has_none and self._engine is not None:
+            self._rpc("rlix_put_no_adapter", _NONE)
+            self._has_none = True
+        return super()._serve(wanted)
+
+    def _put_adapter(self, adapter: PublishedAdapter) -> int:
+        """In place: what is in flight goes on with the new values, as it does when the weights are new."""
+        config, tensors = adapter.config, adapter.tensors()
+        if config.rank > self._options.adapter_rank:
+            raise WeightSyncError(
+                f"adapter {adapter.name!r} has rank {config.rank}; vLLM was started for {self._options.adapter_rank}"
+            )
+        for progress in self._running.values():
+            if progress.request.adapter == adapter.name:  # these tokens are the old version's
+                self._catch_up(progress)
+        number = self._numbers.setdefault(adapter.name, _NONE + 1 + len(self._numbers))
+        said = {"r": config.rank, "lora_alpha": config.alpha, "target_modules": list(config.targets)}
+        self._rpc("rlix_put_adapter", number, tensors, said)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _remove_adapter(self, name: str) -> None:
+        if self._engine is not None:
+            self._rpc("rlix_remove_adapter", self._numbers[name])
+
+    def _lose_adapters(self) -> None:
+        self._adapters.clear()
+        self._has_none = False
 
     # ---- bytes -----------------------------------------------------------------------------------------------
 
@@ -214,6 +273,7 @@ class VllmExecutor(LoopExecutor):
         if published is not None:
             return self._write(published)
         if not built:
+            self._lose_adapters()
             self._rpc("rlix_reload_folder", self._source.path)
         return self._sizes[Part.WEIGHTS]
 
@@ -239,6 +299,7 @@ class VllmExecutor(LoopExecutor):
             ready = publication.pulled(published)
         except RlixError as error:
             raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
+        self._lose_adapters()  # as vLLM does when it loads weights
         try:
             ends: list[RlixError | None] = self._rpc("rlix_reload", ready)
         except Exception:  # of vLLM itself, which is not fit for another load then
@@ -286,6 +347,7 @@ class VllmExecutor(LoopExecutor):
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
         self._running.clear()
+        self._lose_adapters()
         if engine is not None:
             engine.engine_core.shutdown()
 
@@ -330,7 +392,16 @@ class VllmExecutor(LoopExecutor):
             # A step in flight while weights change would label its tokens with the wrong version.
             "async_scheduling": False,
             "worker_extension_cls": _WORKER,
+            **self._adapter_arguments(),
         }
+
+    def _adapter_arguments(self) -> dict[str, Any]:
+        room = self._options.adapters
+        if not room:
+            return {}
+        rank = next((rank for rank in _RANKS if rank >= self._options.adapter_rank), _RANKS[-1])
+        # One that is dropped for want of room could not be found again: it was never in a folder.
+        return {"enable_lora": True, "max_loras": room + 1, "max_cpu_loras": room + 2, "max_lora_rank": rank}
 
     def _utilization(self) -> float:
         """vLLM takes a share of all memory, and starts only where that much is free."""

@@ -4,6 +4,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -28,6 +31,14 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LLMEngine, "is_sleeping", ()),
     (GPUModelRunner, "reload_weights", ("weights_iterator", "weights_path")),
     (GPUModelRunner, "get_model", ()),
+    (LLMEngine, "add_request", ("lora_request",)),
+    (LoRAModel, "from_lora_tensors", ("device", "dtype", "model_vocab_size")),
+    (PEFTHelper, "from_dict", ()),
+    (PEFTHelper, "validate_legal", ()),
+    (LoRAModelManager, "add_adapter", ()),
+    (LoRAModelManager, "remove_adapter", ()),
+    (LoRAModelManager, "activate_adapter", ()),
+    (LoRAModelManager, "create_dummy_lora", ("lora_id", "rank")),
     (layerwise, "finalize_layerwise_reload", ()),
 )
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (

@@ -23,8 +23,12 @@ BUILD = frozenset(
 OURS = BUILD | {
     "async_scheduling",
     "distributed_executor_backend",
+    "enable_lora",
     "enable_sleep_mode",
     "logprobs_mode",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "max_loras",
     "model",
     "worker_extension_cls",
 }

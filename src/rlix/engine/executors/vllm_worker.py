@@ -9,6 +9,8 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 
 from rlix.engine.executors import vllm_layout
 from rlix.engine.weights import channel, publication
@@ -104,6 +106,35 @@ class ReplicaWorker:
 
     def rlix_reload_folder(self, path: str) -> None:
         self.model_runner.reload_weights(weights_path=path)
+
+    def rlix_put_adapter(self, number: int, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        """Have a LoRA adapter under this number, in place of what is there."""
+        worker = self.model_runner.lora_manager
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(worker.lora_config)
+        adapter = LoRAModel.from_lora_tensors(
+            number,
+            {name: tensor.clone() for name, tensor in tensors.items()},  # vLLM scales them where they are
+            helper,
+            device="cpu",
+            dtype=worker.lora_config.lora_dtype,
+            model_vocab_size=worker.vocab_size,
+        )
+        manager = worker._adapter_manager
+        manager.remove_adapter(number)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(number)
+
+    def rlix_put_no_adapter(self, number: int) -> None:
+        """Have one under this number that changes nothing."""
+        worker = self.model_runner.lora_manager
+        manager = worker._adapter_manager
+        manager.remove_adapter(number)
+        manager.add_adapter(manager.create_dummy_lora(number, 1, worker.embedding_modules))  # of zeros
+        manager.activate_adapter(number)
+
+    def rlix_remove_adapter(self, number: int) -> None:
+        self.model_runner.lora_manager._adapter_manager.remove_adapter(number)
 
     def rlix_bytes(self) -> tuple[int, int]:
         """Bytes of weights and of KV cache in this worker."""

@@ -82,6 +82,8 @@ class InferenceEngine(Engine):
         dtype: str = "auto",
         exact: bool | None = None,
         declared: DeclaredSpeed = AS_IT_IS,
+        adapters: int = 0,
+        adapter_rank: int = 0,
         executor_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         load: bool = True,
@@ -129,6 +131,8 @@ class InferenceEngine(Engine):
             dtype=dtype,
             exact=exact,
             declared=declared,
+            adapters=adapters,
+            adapter_rank=adapter_rank,
             more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s

@@ -94,7 +94,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
     with _agreed():
         if module.rank == 0:
             _clear(partial)
-            writer = _ShardWriter(partial)
+            writer = ShardWriter(partial)
     for name, tensor in whole_tensors(tensors_of(parts.exports(module)), GATHER_BYTES):
         if writer is not None and failed is None:
             try:
@@ -110,7 +110,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
             publish_folder(folder)
 
 
-class _ShardWriter:
+class ShardWriter:
     """Writes tensors into safetensors files of bounded size, with Hugging Face's index when there are several."""
 
     def __init__(self, folder: Path) -> None:
@@ -214,7 +214,7 @@ def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | Non
     with _agreed(group):
         if snapshot.rank == 0:
             _clear(partial)
-    with _quiet_dcp():
+    with quiet_dcp():
         save(
             snapshot.tensors,
             storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
@@ -250,7 +250,7 @@ def load_state(module: BaseTrainModule, folder: Path, parts: Parts = _WHOLE) -> 
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
         reader = HuggingFaceStorageReader(str(folder))
-        with _quiet_dcp():
+        with quiet_dcp():
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
 
     restore(module, f"training state in {folder}", json.loads((folder / STATE_FILE).read_text()), read, parts)
@@ -287,8 +287,12 @@ def restore(
 
 
 def _tensors(module: BaseTrainModule, parts: Parts) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by a name that does not depend on the layout; they share the module's memory."""
-    tensors = {f"model.{name}": tensor for name, tensor in parts.named(module).items()}
+    """Every tensor of the state by a name that does not depend on the layout; they share the module's memory.
+
+    Tied ones are there once, under the first of their names: a file of safetensors refuses to hold them twice.
+    """
+    once = {id(tensor): (name, tensor) for name, tensor in reversed(parts.named(module).items())}
+    tensors = {f"model.{name}": tensor for name, tensor in reversed(once.values())}
     for name, optimizer in optimizers(module).items():
         for parameter, tensor in _stepped(module, optimizer).items():
             for key, value in optimizer.state[tensor].items():
@@ -365,6 +369,6 @@ def _agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise RlixError("; ".join(failed))
 
 
-def _quiet_dcp() -> warnings.catch_warnings:
+def quiet_dcp() -> warnings.catch_warnings:
     """Distributed checkpoint warns that it runs in one process, which is what one rank asks of it."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

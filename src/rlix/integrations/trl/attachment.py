@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from rlix.integrations.leases import Stage, Stages
 from rlix.integrations.trl.parts import Parts
+from rlix.integrations.trl.served import ServedGeneration
 from rlix.protocol.types import Phase
 
 INITIALIZATION = Stage("initialization", Phase.INITIALIZATION)
@@ -36,6 +37,8 @@ class Attachment:
         self.trainer = trainer
         self.parts = parts
         self.stages = stages
+        found = getattr(trainer, "vllm_generation", None)
+        self.served = found if isinstance(found, ServedGeneration) else None
         stages.add(*parts.all)
         self._wrap_life()
         names = {each.__name__ for each in type(trainer).__mro__}
@@ -83,11 +86,28 @@ class Attachment:
 
     def _wrap_group(self) -> None:
         trainer, parts = self.trainer, self.parts
-        self._around(trainer, "_generate", self._during(GENERATION, parts.policy))
+        generation = self._during(GENERATION, parts.policy) if self.served is None else self._with_weights_out
+        self._around(trainer, "_generate", generation)
         self._around(trainer, "_get_per_token_logps_and_entropies", self._log_probs)
         self._around(trainer, "compute_loss", self._loss(*parts.learning))
         if any(isinstance(each, torch.nn.Module) for each in trainer.reward_funcs):
             self._around(trainer, "_calculate_rewards", self._during(REWARDS, parts.rewards))
+
+    def _with_weights_out(self, *_: object, **__: object) -> AbstractContextManager[None]:
+        """Generation is elsewhere, on devices that this job must not hold meanwhile."""
+        self.publish()
+        self.stages.end()
+        return nullcontext()
+
+    def publish(self) -> None:
+        """The replicas generate with the weights of this step; nothing happens when they do already."""
+        step = self.trainer.state.global_step
+        if self.served is not None and self.served.version != step:
+            if self.stages.stage == TRAINING:
+                self.served.publish(step)
+            else:
+                with self.stages.within(LOG_PROBS, self.parts.policy):
+                    self.served.publish(step)
 
     def _log_probs(self, model: object, *_: object, **__: object) -> AbstractContextManager[None]:
         """With PEFT the reference is the policy without its adapter, and looks like it."""
@@ -153,6 +173,7 @@ class _Boundaries(TrainerCallback):
         self._attachment.stages.end()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._attachment.publish()
         self._attachment.stages.end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

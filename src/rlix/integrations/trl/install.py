@@ -22,9 +22,11 @@ from transformers import Trainer
 
 from rlix.control.program import Program, attach
 from rlix.integrations.leases import Gate, ProgramGate, RankGate, Stages
+from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
 from rlix.integrations.trl.parts import parts_of
+from rlix.integrations.trl.served import ServedGeneration
 from rlix.node.process import start_time
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import DeviceKind, Process
@@ -119,7 +121,7 @@ def _install(name: str) -> Session:
 
 
 def _first(name: str, ranks: Ranks, store: Any) -> Session:
-    program = attach(name, gangs={_CLUSTER: ranks.world_size}, stay=True)
+    program = attach(name, gangs={_CLUSTER: ranks.world_size}, rollouts={CLUSTER: None}, stay=True)
     visible = _visible(program)
     _show(visible)
     gate: Gate = ProgramGate(program)
@@ -128,12 +130,25 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
         program.name_holders(_CLUSTER, _holders(program, ranks, store))
         gate = RankGate(0, ranks.world_size, store, gate)
     record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
+    _serve(lambda model: Rollouts(program, model, record.folder))
     mine = dict.fromkeys(range(ranks.world_size), program.client.process)
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
     sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
-    logger.info("%s is a job of the pool; run folder: %s", name, record.path)
+    logger.info("%s is a job of the pool; run folder: %s", name, record.folder.path)
     return session
+
+
+def _serve(start_rollouts: Callable[[str], Rollouts]) -> None:
+    """`use_vllm=True` means the job's own replicas."""
+    from trl.trainer import grpo_trainer, rloo_trainer
+
+    for module in (grpo_trainer, rloo_trainer):
+        module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)
+
+
+def _only_on_one_rank(model: str) -> Rollouts:
+    raise SpecError("rlix.trl: use_vllm on several ranks is not supported yet")
 
 
 def _other(name: str, ranks: Ranks, store: Any) -> Session:
@@ -141,6 +156,7 @@ def _other(name: str, ranks: Ranks, store: Any) -> Session:
     store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
     _await(store, "devices", "rank 0 to join the pool")
     _show(json.loads(store.get("devices").decode()))
+    _serve(_only_on_one_rank)
     return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None)))
 
 

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Protocol
 
@@ -87,9 +88,8 @@ class Checkpoints:
         value = metrics[wanted.best]
         sign = 1.0 if wanted.best_is == "highest" else -1.0
         best = self._best if self._begun is None else self._begun.best or self._best
-        if best is not None and not sign * value > sign * best.value:
-            return None
-        return Best(step, wanted.best, value)
+        is_better = isfinite(value) and (best is None or sign * value > sign * best.value)
+        return Best(step, wanted.best, value) if is_better else None
 
     def begin(self, step: int, write: Callable[[Path], Sequence[Saving] | None], best: Best | None = None) -> None:
         """Have `write` fill a folder; what it returns goes on writing there. One that is under way is waited for first.

@@ -18,6 +18,7 @@ from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
+from rlix.pipeline.jobs.resume import resumption
 from rlix.pipeline.jobs.run_folder import check_free
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
@@ -165,11 +166,13 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     The jobs live as long as the control plane does, whatever becomes of this process.
 
     Raises:
-        SpecError: the jobs do not fit the pool, or not next to each other, or a run folder is in use; nothing was
-            started.
+        SpecError: the jobs do not fit the pool, or not next to each other, or a run folder is in use, or a run cannot
+            go on with its spec; nothing was started.
     """
     for spec in specs:
         check_free(runs_dir.absolute() / spec.name)
+        if resume:
+            resumption(spec, runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     check_jobs(specs, [device.id for device in status.devices])

@@ -38,11 +38,3 @@ class Logger(ABC):
 def remembered(file: Path) -> str | None:
     """The id under which an earlier session of the run is known elsewhere."""
     return file.read_text().strip() if file.is_file() else None
-
-
-def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

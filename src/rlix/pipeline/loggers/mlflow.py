@@ -4,7 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlix.pipeline.loggers.base import Logger, Run, flat, remembered
+from rlix.pipeline.loggers.base import Logger, Run, remembered
+from rlix.pipeline.spec.changes import flat
 from rlix.pipeline.spec.logging import MlflowSpec
 
 ID_FILE = ".mlflow_run"

@@ -24,8 +24,9 @@ class Loggers:
         self._close_timeout_s = close_timeout_s
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Returns at once."""
-        row = {name: float(value) for name, value in metrics.items() if isfinite(value)}
+        """Returns at once. What is no finite number is left out."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        row = {name: float(value) for name, value in numbers.items() if isfinite(value)}
         for outlet in self._outlets:
             outlet.put((step, row))
 

@@ -31,6 +31,7 @@ class WandbLogger(Logger):
             dir=str(run.folder),
             id=known,
             resume=None if known is None else "allow",
+            settings=wandb.Settings(console="off", silent=True),  # what the job prints has its own way
         )
         file.write_text(self._run.id)
 

@@ -71,6 +71,15 @@ class AdapterRollouts:
     def expect_gpu_s(self, left: float) -> None:
         self._rollouts.expect_gpu_s(left)
 
+    @property
+    def late_s(self) -> float:
+        """Of all adapters together."""
+        return self._rollouts.late_s
+
+    def slot_use(self) -> dict[str, float]:
+        """Of all adapters together, since any of them asked."""
+        return self._rollouts.slot_use()
+
     def abandon(self) -> None:
         self._rollouts.abandon(self._name)
 

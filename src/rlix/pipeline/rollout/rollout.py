@@ -155,16 +155,16 @@ class RolloutManager:
         """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
         self._post(partial(setattr, self, "_left_gpu_s", left))
 
-    @property
-    def late_s(self) -> float:
-        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
-        return self._router.late_s
-
     def slot_use(self) -> dict[str, float]:
         """Metric `slot_use`: the share of decoding slots in use since this was last asked; nothing where none was."""
         (tokens, room), (tokens_before, room_before) = self._router.decoded, self._slots_seen
         self._slots_seen = (tokens, room)
         return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
+
+    @property
+    def late_s(self) -> float:
+        """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
+        return self._router.late_s
 
     def abandon(self, owner: str = "") -> None:
         """Drop the open trajectories of an adapter ("": of all) and expect none."""

@@ -1,6 +1,6 @@
 """From the source that a job describes to the object."""
 
-from typing import Any
+from typing import Any, cast
 
 from rlix.pipeline.sources.base import Source, Surroundings
 from rlix.pipeline.sources.data import DataTask
@@ -17,6 +17,9 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     """Raises SpecError when the data does not hold what the spec says, or what the job names is no source."""
     if spec.environment is not None:
         return EpisodeSource(spec.environment, around, spec.chat)
+    if spec.openai is not None:  # by name: what ships for others is above this layer
+        agents: Any = import_object("rlix.integrations.openai.source:AgentSource")
+        return cast(Source, agents(spec.openai, around))
     if spec.task is not None:
         return PromptSource(build_task(spec.task, around.tokenizer), around)
     if spec.data is not None:

@@ -13,10 +13,10 @@ from rlix.pipeline.spec.lora import MULTI_LORA
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENTS, REWARDS, TASKS, SourceSpec
+from rlix.pipeline.spec.source import AGENTS, ENVIRONMENTS, REWARDS, TASKS, SourceSpec
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
-_KINDS = ("task", "data", "environment", "name")
+_KINDS = ("task", "data", "environment", "openai", "name")
 
 
 def inconsistencies(spec: Sections) -> Iterator[Problem]:
@@ -41,6 +41,8 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.task.name", source.task.name, TASKS)
     if source.environment:
         yield from unknown_name("source.environment.name", source.environment.name, ENVIRONMENTS)
+    if source.openai:
+        yield from unknown_name("source.openai.name", source.openai.name, AGENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
     if source.name:
@@ -225,28 +227,35 @@ def _batches(spec: Sections) -> Iterator[Problem]:
 
 
 def _evaluation(spec: Sections) -> Iterator[Problem]:
-    """A source of its own is checked as the job's is."""
-    if spec.evaluation is None:
-        return
-    if spec.evaluation.source is None:
-        if spec.source.data is not None:
-            yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
-        elif spec.source.name is not None:
-            yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
-        return
-    if spec.evaluation.source.model_fields_set:
-        held_out = as_evaluated(spec)
-        problems = [*_names(held_out), *_source(held_out), *_lengths(held_out)]
-        yield from (Problem(f"evaluation.{p.field}", p.message) for p in problems if p.field.startswith("source"))
-    else:
-        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
-
-
-def as_evaluated(spec: Sections) -> Sections:
-    """The job as if the prompts that it is evaluated on were those that it learns from."""
+    """Checked as the job is that learns from what this one is evaluated on."""
     own = spec.evaluation
-    assert own is not None
-    return spec.model_copy(update={"source": own.source or spec.source, "warmup": None})
+    if own is None:
+        return
+    if own.source is not None and not own.source.model_fields_set:
+        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+    elif own.source is None and spec.source.data is not None:
+        yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
+    elif own.source is None and spec.source.name is not None:
+        yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
+    else:
+        rollout = {"max_new_tokens": own.max_new_tokens or spec.rollout.max_new_tokens}
+        held_out = spec.model_copy(
+            update={
+                "source": own.source or spec.source,
+                "rollout": spec.rollout.model_copy(update=rollout),
+                "warmup": None,
+            }
+        )
+        found = [*_names(held_out), *_source(held_out)] if own.source else []
+        found += _lengths(held_out) if own.source or own.max_new_tokens else []
+        for problem in found:
+            section = problem.field.partition(".")[0]
+            if section == "source":
+                yield Problem(f"evaluation.{problem.field}", problem.message)
+            elif problem.field == "rollout.max_new_tokens":
+                yield Problem("evaluation.max_new_tokens", problem.message)
+            elif section == "model":
+                yield problem
 
 
 def _ranks(cluster: ClusterSpec) -> int:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -168,13 +168,16 @@ def _models_at(model: type[BaseModel], path: FieldPath) -> list[type[BaseModel]]
     models = [model]
     for part in path:
         fields = [m.model_fields[str(part)] for m in models if part in m.model_fields]
-        models = [nested for info in fields for nested in _models_in(info.annotation)]
+        if fields:  # else it is the place in a list, or a key of the user's
+            models = [nested for info in fields for nested in _models_in(info.annotation)]
     return models
 
 
 def _dotted_names(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield f"{prefix}{name}"
+        if get_origin(info.annotation) is dict:
+            continue  # keys of the user's come between
         for nested in _models_in(info.annotation):
             yield from _dotted_names(nested, f"{prefix}{name}.")
 

@@ -16,6 +16,7 @@ from rlix.pipeline.spec.clusters import ClusterSpec, pool_problems
 from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
+from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.old_keys import old_pipeline
 from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
@@ -23,7 +24,7 @@ from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
-_NAMING = ("name", "task", "environment", "rewards", "options")
+_NAMING = ("name", "task", "environment", "openai", "rewards", "options")
 
 
 class JobSpec(Sections):
@@ -124,6 +125,18 @@ def load_job(path_or_name: str | Path) -> JobSpec:
     if problems := list(environment_problems(spec)):
         raise origin.error(problems)
     return spec
+
+
+def load_run(path: Path) -> RunSpec:
+    """Read a run of a multi_lora job from a file of its own. Raises SpecError as `load_job` does."""
+    if not path.is_file():
+        raise SpecError(f"{path}: no such file")
+    data, origin = read_yaml(path)
+    data = _anchored(data, path.parent)
+    try:
+        return RunSpec.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
 
 
 def check_jobs(specs: Sequence[JobSpec], pool: Collection[int]) -> None:

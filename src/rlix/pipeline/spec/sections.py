@@ -77,10 +77,10 @@ class Sections(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
-    declared_speed: DeclaredSpeedSpec | None = None
-    """Only on virtual GPUs: how fast the GPUs are that they stand for."""
     evaluation: EvaluationSpec | None = None
     logging: LoggingSpec = LoggingSpec()
+    declared_speed: DeclaredSpeedSpec | None = None
+    """Only on virtual GPUs: how fast the GPUs are that they stand for."""
     clusters: ClustersSpec
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
 

@@ -21,6 +21,7 @@ ENVIRONMENTS = {
     "digit_lookup": "rlix.pipeline.sources.environments.lookup:DigitLookup",
     "gym": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
 }
+AGENTS = ("external",)
 ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # an `Instance`; a tokenizer
 REWARD_GIVEN = 3  # prompt, completion, answer
 
@@ -138,8 +139,26 @@ class ChatSpec(Section):
     that was generated, against the template."""
 
 
+class AgentSpec(Named):
+    """Agents that talk to the job's OpenAI-compatible endpoint, on 127.0.0.1 of the pipeline's node."""
+
+    name: str
+    """`external` (whoever has the job's key plays), or your own: `file.py:function`, called with a `Call` and the
+    options; returns the episode's reward."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: one that is free. `RLIX_HOME/endpoints/<job>.json` holds address and key."""
+    concurrency: Count = 64
+    """How many functions that are not async run at a time."""
+    timeout_s: Positive = 600.0
+    """Longest an agent of your own may take for an episode."""
+    failure_reward: float | None = None
+    """Reward of an episode whose agent failed; null leaves it out of the update."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, in place of the tokenizer's."""
+
+
 class SourceSpec(Section):
-    """Where samples come from: `task`, or `data` with `rewards`, or `environment`, or the `name` of your own."""
+    """Where samples come from: `task`, `data` with `rewards`, `environment`, `openai`, or the `name` of your own."""
 
     task: TaskSpec | None = None
     data: DataSpec | None = None
@@ -147,6 +166,7 @@ class SourceSpec(Section):
     """What judges completions of prompts from `data`; one alone needs no list."""
     environment: EnvironmentSpec | None = None
     chat: ChatSpec = ChatSpec()
+    openai: AgentSpec | None = None
     name: str | None = None
     """Your own source: `file.py:Class`, a `rlix.pipeline.sources.Source`."""
     options: dict[str, Any] = Field(default_factory=dict)

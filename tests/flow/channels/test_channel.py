@@ -89,16 +89,27 @@ def test_a_failing_producer_fails_the_stream_for_everybody(group: WorkerGroup) -
         channel.get()
 
 
-def test_an_item_lost_with_its_producer_is_an_error(group: WorkerGroup) -> None:
-    channel: Channel[tuple[int, int]] = Channel(4, name="lossy", timeout_s=TIMEOUT_S)
-    group.run("produce", channel.producer(), 2, ranks=[1], timeout_s=TIMEOUT_S)
-    (item,) = channel._call("get", TIMEOUT_S, "a token").box
+def test_kills_lose_and_double_nothing_that_was_acknowledged(group: WorkerGroup) -> None:
+    """A producer and a consumer are killed; what was put arrives once, and the end is an error that names the dead."""
+    channel: Channel[tuple[int, Any]] = Channel(50, name="kills", timeout_s=TIMEOUT_S)
+    lasting, dying = channel.producer("lasting"), channel.producer("dying")
+    group.run("put_some", dying, 10, 200_000, ranks=[1], timeout_s=TIMEOUT_S)  # and keeps it open
+    held = group.call("hold_items", channel, 3, ranks=[1])
+    while len(group.run("held", ranks=[1], timeout_s=TIMEOUT_S)[0]) < 3:
+        time.sleep(0.02)
+    with lasting:
+        lasting.put((5, None))
     group.restart(1)
-    deadline = time.monotonic() + TIMEOUT_S  # Ray drops what a process owned a moment after its end
-    with pytest.raises(ChannelError, match="'lossy': the item's producer ended before the item was taken"):
-        while time.monotonic() < deadline:
-            with channel._naming_lost_items():
-                item.future().result()
+    del held
+    got = []
+    with pytest.raises(ChannelError, match="'kills': producer 'dying' ended without closing"):
+        for item, payload in channel:
+            got.append(item)
+            assert payload is None or payload.nbytes == 200_000
+    assert sorted(got) == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9]
+    again = group.call("put_some", dying, 2, 0, ranks=[1])  # it goes on where it was
+    ray.get(again, timeout=TIMEOUT_S)
+    assert [channel.get()[0] for _ in range(2)] == [0, 1]
 
 
 def test_async_callers(ray_session: Any) -> None:

@@ -1,0 +1,78 @@
+"""`rlix profile` and `rlix plan`: what the parts of a flow cost here, and how it would best run."""
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from rlix.control.program import attach
+from rlix.control.settings import Settings
+from rlix.flow.planner import Mode
+from rlix.flow.profiler.measure import Grid, profile
+from rlix.flow.profiler.profile import Profile, path_of
+from rlix.flow.programs.flow import Flow
+from rlix.protocol.errors import SpecError
+from rlix.protocol.types import Phase
+
+
+def load_flow(name: str) -> Flow:
+    """The flow of `path/to/file.py:flow`.
+
+    Raises:
+        SpecError: there is no such file, or it defines no flow of that name.
+    """
+    file, _, variable = name.partition(":")
+    path = Path(file)
+    variable = variable or "flow"
+    if not path.is_file():
+        raise SpecError(f"{file}: no such file; name a flow as path/to/file.py:flow")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.absolute()))  # workers import the file by its name
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    flow = getattr(module, variable, None)
+    if not isinstance(flow, Flow):
+        raise SpecError(f"{file} defines no flow {variable!r}")
+    return flow
+
+
+def profile_flow(name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int) -> None:
+    """Measure every part on the pool's first devices, and keep the tables of this kind of machine."""
+    flow = load_flow(name)
+    grid = Grid(tuple(widths) or _halves(gpus), tuple(batches) or _halves(flow.items, flow.items // 16), repeats)
+    with attach(f"profile {flow.name}", gangs={"profile": list(range(gpus))}) as job:
+        known = job.client.devices()
+        with job.phase(Phase.INITIALIZATION, "profile") as lease:
+            devices = [known[device] for device in lease.devices]
+            found = profile(flow, devices, grid, lease=job.client.fence(lease))
+    path = path_of(Settings.from_env().home, flow.name)
+    found.write(path)
+    typer.echo(found.describe())
+    typer.echo(f"kept in {path}")
+
+
+def plan_flow(name: str, gpus: int, gigabytes: float, mode: str) -> None:
+    """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
+    logging.getLogger("rlix.flow").setLevel(logging.WARNING)
+    flow = load_flow(name)
+    known = Profile.read(path_of(Settings.from_env().home, flow.name))
+    if mode not in ("auto", *Mode):
+        raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
+    only = None if mode == "auto" else Mode(mode)
+    planned = flow.plan(known, gpus, device_bytes=gigabytes * 1e9 if gigabytes else float("inf"), mode=only)
+    typer.echo(known.describe())
+    typer.echo(planned.explain())
+
+
+def _halves(most: int, least: int = 1) -> tuple[int, ...]:
+    """`most`, its half, and so on down to about `least`."""
+    found = [most]
+    while found[-1] // 2 >= max(1, least):
+        found.append(found[-1] // 2)
+    return tuple(sorted(found))

@@ -1,0 +1,157 @@
+"""Any object as a skeleton and its tensors, so that a few small bytes go one way and the large ones the fastest way.
+
+The skeleton is a pickle with holes where tensors and arrays were, however deep; one that occurs twice travels once.
+Gradients do not travel, and a tensor arrives contiguous.
+"""
+
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from ray import cloudpickle
+
+Leaf: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+_ALIGN = 64
+INLINE_BYTES = 64 << 10  # a message of this size is as fast as a file
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One tensor's place in a block of memory; `kind` is "torch" or "numpy"."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """An object packed to be sent: its tensors' bytes are in `data`, or in the file `path` in shared memory."""
+
+    skeleton: bytes
+    layouts: tuple[Layout, ...]
+    nbytes: int
+    data: bytes = b""
+    path: str = ""
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.leaves: list[Leaf] = []
+        self._known: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not _is_leaf(value):
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = len(self.leaves)
+            self.leaves.append(value)
+        return self._known[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, skeleton: bytes, leaves: Sequence[Leaf]) -> None:
+        super().__init__(io.BytesIO(skeleton))
+        self._leaves = leaves
+
+    def persistent_load(self, index: int) -> Leaf:
+        return self._leaves[index]
+
+
+def encode(value: object) -> tuple[bytes, tuple[Leaf, ...]]:
+    """The skeleton, and the tensors and arrays that it has holes for."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), tuple(pickler.leaves)
+
+
+def decode(skeleton: bytes, leaves: Sequence[Leaf]) -> Any:
+    """The object again. Only of senders who are trusted: it is a pickle."""
+    return _Unpickler(skeleton, leaves).load()
+
+
+def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
+    """Copy an object's bytes once: into a new file of `folder` where there is one and it pays, else into the parcel.
+
+    Tensors on a device are brought to host memory, and stay there.
+    """
+    skeleton, leaves = encode(value)
+    blocks = [_bytes(leaf) for leaf in leaves]
+    layouts, end = [], 0
+    for leaf, block in zip(leaves, blocks, strict=True):
+        offset = -(-end // _ALIGN) * _ALIGN
+        end = offset + block.nbytes
+        kind, dtype = ("numpy", leaf.dtype.str) if isinstance(leaf, np.ndarray) else ("torch", str(leaf.dtype)[6:])
+        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes))
+    nbytes = end + len(skeleton)
+    if folder is None or end < INLINE_BYTES:
+        data = bytearray(end)
+        _fill(np.frombuffer(data, np.uint8) if end else np.empty(0, np.uint8), layouts, blocks)
+        return Parcel(skeleton, tuple(layouts), nbytes, data=bytes(data))
+    path = folder / name
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, end)
+        with mmap.mmap(fd, end) as memory:
+            target = np.frombuffer(memory, np.uint8)
+            _fill(target, layouts, blocks)
+            del target  # or the map could not be closed
+    finally:
+        os.close(fd)
+    return Parcel(skeleton, tuple(layouts), nbytes, path=str(path))
+
+
+def unpack(parcel: Parcel) -> Any:
+    """The object; what lay in shared memory is not copied, and what the reader writes is its own.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+    """
+    memory: Any = bytearray(parcel.data)
+    if parcel.path:
+        fd = os.open(parcel.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+    return decode(parcel.skeleton, [_leaf(layout, memory) for layout in parcel.layouts])
+
+
+def _is_leaf(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        return value.layout is torch.strided and not value.is_quantized and not value.is_complex()
+    return type(value) is np.ndarray and not value.dtype.hasobject and value.dtype.names is None
+
+
+def _bytes(leaf: Leaf) -> "np.ndarray[Any, Any]":
+    if isinstance(leaf, np.ndarray):
+        return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+    if not leaf.numel():
+        return np.empty(0, np.uint8)
+    block: np.ndarray[Any, Any] = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return block
+
+
+def _fill(target: "np.ndarray[Any, Any]", layouts: Sequence[Layout], blocks: Sequence[Any]) -> None:
+    for layout, block in zip(layouts, blocks, strict=True):
+        target[layout.offset : layout.offset + layout.nbytes] = block
+
+
+def _leaf(layout: Layout, memory: Any) -> Leaf:
+    block = np.frombuffer(memory, np.uint8, layout.nbytes, layout.offset) if layout.nbytes else np.empty(0, np.uint8)
+    if layout.kind == "numpy":
+        return block.view(np.dtype(layout.dtype)).reshape(layout.shape)
+    if not layout.nbytes:
+        return torch.empty(layout.shape, dtype=getattr(torch, layout.dtype))
+    return torch.from_numpy(block).view(getattr(torch, layout.dtype)).reshape(layout.shape)

@@ -1,0 +1,1 @@
+"""What the parts of a flow cost here: measured, and kept."""

@@ -1,0 +1,109 @@
+"""Measuring the parts of a flow: each for itself, in the order in which items go through them."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import ray
+
+from rlix.flow.planner import Point
+from rlix.flow.profiler.profile import PartProfile, Profile, machine
+from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.pieces import Pieces, shard
+from rlix.flow.workers.launch import Group, launch
+from rlix.flow.workers.placement import Flexible, OnCpu, Pool
+from rlix.protocol.messages import Device, Fence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: ranks, items of a whole call, and how often, of which the median counts."""
+
+    widths: Sequence[int]
+    batches: Sequence[int]
+    repeats: int = 3
+
+
+def profile(flow: Flow, devices: Sequence[Device], grid: Grid, *, lease: Fence | None = None) -> Profile:
+    """Run every part alone on each width that the devices allow and on each batch size.
+
+    Items come from `flow.sample`; what a part makes of the largest batch is what the next one is measured with.
+    `lease`: of these devices, where they are shared.
+    """
+    made: dict[str, Pieces] = {}
+    largest = max(grid.batches)
+    source = list(flow.sample(largest))
+    first: Pieces = [(ray.put(source), 0, largest)]
+    parts = {}
+    for part in flow.parts:
+        inputs = [made[name] for name in part.after] or [first]
+        parts[part.name], made[part.name] = _measure(part, inputs, devices, grid, lease)
+        logger.info("profiled %s", part.name)
+    return Profile(flow.name, machine(), parts)
+
+
+def _measure(
+    part: Part, inputs: list[Pieces], devices: Sequence[Device], grid: Grid, lease: Fence | None
+) -> tuple[PartProfile, Pieces]:
+    most = part.cpu_ranks or min(len(devices) // part.unit, part.most or len(devices))
+    widths = [part.cpu_ranks] if part.cpu_ranks else [w for w in grid.widths if w <= most]
+    points, loads, offloads = [], [], []
+    kept: Pieces = []
+    for width in widths:
+        made: Pieces = []
+        with start(part, width, devices) as group:
+            group.lease = lease
+            loads.append(_timed(group.onload))
+            resident = max(now for now, _ in group.call("memory").wait())
+            for batch in grid.batches:
+                if batch < width or batch % part.chunk:
+                    continue
+                cut = [_first(pieces, batch) for pieces in inputs]
+                if not made:
+                    _once(group, part, cut)  # the first call warms up
+                seconds, made = _repeat(group, part, cut, grid.repeats)
+                peak = max(peak for _, peak in group.call("memory").wait())
+                points.append(Point(width, batch, seconds, peak, resident))
+            kept = made or kept
+            offloads.append(_timed(group.offload))
+    return PartProfile(tuple(points), median(loads), median(offloads)), kept
+
+
+def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
+    """The part's group on devices from number `first` on."""
+    own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
+    placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
+    return launch(part.worker, placement, Pool(list(devices)), name=name or part.name, kwargs=dict(part.kwargs))
+
+
+def _repeat(group: Group, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:
+    runs = [_once(group, part, inputs) for _ in range(repeats)]
+    return median(seconds for seconds, _ in runs), runs[-1][1]
+
+
+def _once(group: Group, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces]:
+    began = time.monotonic()
+    refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
+    counts = call.wait()
+    took = time.monotonic() - began
+    return took, [(ref, 0, count) for ref, count in zip(refs, counts, strict=True) if count]
+
+
+def _first(pieces: Pieces, count: int) -> Pieces:
+    cut: Pieces = []
+    for ref, start, stop in pieces:
+        if count > 0:
+            cut.append((ref, start, min(stop, start + count)))
+            count -= stop - start
+    return cut
+
+
+def _timed(action: Any) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began

@@ -1,0 +1,133 @@
+"""A flow's measurements on one kind of machine, as a file: tables of its parts, and what switching costs."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rlix.flow.planner import Component, Edge, Graph, Point, Table
+from rlix.protocol.errors import SpecError
+
+FOLDER = "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class PartProfile:
+    """Points of a part's table, and the seconds that its state needs onto its devices and off them."""
+
+    points: tuple[Point, ...]
+    load_s: float = 0.0
+    offload_s: float = 0.0
+
+    @property
+    def table(self) -> Table:
+        return Table(self.points)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """By part; `transfers` by pair of parts: seconds for a batch, and for each item."""
+
+    flow: str
+    machine: str
+    parts: Mapping[str, PartProfile]
+    transfers: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def scaled(self, factors: Mapping[str, float]) -> "Profile":
+        """The same with some parts' times multiplied: what drifted."""
+        parts = {
+            name: PartProfile(
+                tuple(
+                    Point(p.width, p.items, p.seconds * factors.get(name, 1.0), p.peak_bytes, p.resident_bytes)
+                    for p in part.points
+                ),
+                part.load_s,
+                part.offload_s,
+            )
+            for name, part in self.parts.items()
+        }
+        return Profile(self.flow, self.machine, parts, self.transfers)
+
+    def describe(self) -> str:
+        """Each part's table in a line: what was measured, and how wrong it is between."""
+        lines = [f"{self.flow} on {self.machine}"]
+        for name, part in self.parts.items():
+            table, held = part.table, part.table.hold_out()
+            widths = ", ".join(map(str, table.widths))
+            loads = sorted({point.load for point in table.points})
+            error = f"{held.mean:.1%} mean, {held.worst:.1%} worst" if held else "not known (too few points)"
+            lines.append(
+                f"  {name}: {len(table.points)} points (ranks {widths}; {loads[0]}–{loads[-1]} items a rank), held-out "
+                f"error {error}; load {part.load_s:.3f} s, offload {part.offload_s:.3f} s"
+            )
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        """As JSON, whole or not at all."""
+        value = {
+            "flow": self.flow,
+            "machine": self.machine,
+            "parts": {name: asdict(part) for name, part in self.parts.items()},
+            "transfers": [[*pair, *cost] for pair, cost in self.transfers.items()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(json.dumps(value, indent=1))
+        new.replace(path)
+
+    @staticmethod
+    def read(path: Path) -> "Profile":
+        """Raises SpecError: there is none, or the file is no profile."""
+        try:
+            value = json.loads(path.read_text())
+            parts = {
+                name: PartProfile(tuple(Point(**p) for p in part["points"]), part["load_s"], part["offload_s"])
+                for name, part in value["parts"].items()
+            }
+            transfers = {(a, b): (fixed, each) for a, b, fixed, each in value["transfers"]}
+            return Profile(value["flow"], value["machine"], parts, transfers)
+        except FileNotFoundError:
+            raise SpecError(f"there is no profile {path}: run `rlix profile` first") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpecError(f"{path} is not a profile ({error}): delete it and run `rlix profile` again") from error
+
+
+def graph_of(profile: Profile, parts: Mapping[str, Mapping[str, int | None]], edges: list[Edge]) -> Graph:
+    """The planner's graph: `parts` are the `Component` arguments of each part that are no costs.
+
+    Raises:
+        SpecError: a part was not profiled.
+    """
+    missing = [name for name in parts if name not in profile.parts]
+    if missing:
+        raise SpecError(f"the profile of {profile.flow} has no part {', '.join(missing)}: run `rlix profile` again")
+    components = []
+    for name, shape in parts.items():
+        known = profile.parts[name]
+        components.append(
+            Component(name, known.table, load_s=known.load_s, offload_s=known.offload_s, **shape)  # type: ignore[arg-type]
+        )
+    moved = []
+    for edge in edges:
+        fixed, each = profile.transfers.get((edge.source, edge.target), (edge.latency_s, edge.item_s))
+        moved.append(Edge(edge.source, edge.target, fixed, each, edge.rounds))
+    return Graph(components, moved)
+
+
+def machine() -> str:
+    """What tables are kept apart by: the kind of machine, and the GPUs in it."""
+    name = f"{platform.machine()}-{os.cpu_count()}cpu"
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return f"{name}-{torch.cuda.device_count()}x{torch.cuda.get_device_name(0)}".replace(" ", "-")
+    except ImportError:
+        pass
+    return name
+
+
+def path_of(home: Path, flow: str) -> Path:
+    return home / FOLDER / machine() / f"{flow}.json"

@@ -1,0 +1,204 @@
+"""A flow that runs as a plan says: on which devices, in turn or beside each other, in chunks of which size."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import ray
+
+from rlix.control.program import Program
+from rlix.flow.locks.lock import DeviceLock
+from rlix.flow.planner import Mode, Plan, SegmentPlan
+from rlix.flow.profiler.measure import start
+from rlix.flow.profiler.profile import Profile
+from rlix.flow.programs.drift import Drift
+from rlix.flow.programs.flow import Flow
+from rlix.flow.programs.pieces import Pieces
+from rlix.flow.programs.segment import SegmentRun
+from rlix.flow.workers.launch import Group
+from rlix.protocol.messages import Device, Fence
+from rlix.protocol.types import Phase
+
+logger = logging.getLogger(__name__)
+
+WORTH = 0.05  # a new plan must be so much faster than the present one to be worth a move
+
+
+class Running:
+    """A flow with its workers. `step(items)` runs a whole step and returns what its last part made.
+
+    Args:
+        devices: those the plan counts, in its order.
+        plan: "auto" (the fastest by the profile), a mode (the fastest of that mode), or a plan.
+        profile: needed unless a plan is given; with it the flow is planned anew when times drift.
+        job, cluster: a job of the pool and its gang of these devices. Between steps the devices are others' to use.
+        device_bytes: of each device; what fits decides what may stay.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        devices: Sequence[Device],
+        *,
+        plan: Plan | Mode | str = "auto",
+        profile: Profile | None = None,
+        job: Program | None = None,
+        cluster: str | None = None,
+        device_bytes: float = float("inf"),
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.flow, self.devices, self.profile = flow, tuple(devices), profile
+        if isinstance(plan, str) and plan != "auto":
+            plan = Mode(plan)
+        self._fixed = plan if plan != "auto" else None
+        self._job, self._cluster = job, cluster
+        self._device_bytes, self._timeout_s = device_bytes, timeout_s
+        self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
+        self.plan: Plan = plan if isinstance(plan, Plan) else self.planned.best  # type: ignore[union-attr]
+        self.groups: dict[str, Group] = {}
+        self.step_s: list[float] = []
+        self.replanned = 0
+        self._states: dict[str, Any] = {}
+        self._lock = DeviceLock()
+        self._drift = Drift(self.plan)
+        self._chunks: dict[int, int] = {}
+        self._segment: SegmentRun | None = None
+        self._start()
+
+    def step(self, items: Sequence[Any]) -> list[Any]:
+        """One step of the flow.
+
+        Raises:
+            WorkerError: a part raised or died.
+            WaitTimeoutError: a part, which is named with its ranks, did not answer.
+        """
+        began = time.monotonic()
+        with self._lease() as lease:
+            for group in self.groups.values():
+                group.lease = lease
+            made = self._segments(items)
+            result = [item for ref, start, stop in made[self.flow.parts[-1].name] for item in ray.get(ref)[start:stop]]
+        self.step_s.append(time.monotonic() - began)
+        self._look_for_drift()
+        return result
+
+    def set_chunk(self, items: int, segment: int = 0) -> None:
+        """Let a segment's stages hand on this many items at a time, from the next chunk on, also within a step."""
+        if items < 1:
+            raise ValueError(f"a chunk has at least 1 item, not {items}")
+        self._chunks[segment] = items
+        running = self._segment
+        if running is not None and running.index == segment:
+            running.chunk = items
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Measured over planned seconds of each part's calls, over the last steps."""
+        return self._drift.ratios
+
+    def explain(self) -> str:
+        return self.planned.explain() if self.planned is not None else self.plan.explain()
+
+    def close(self) -> None:
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def switch(self, plan: Plan) -> None:
+        """Go on by another plan: parts that move are started anew from what they `save`."""
+        before = {part.name: part for part in self.plan.parts}
+        moving = {p.name for p in plan.parts if (p.first, p.ranks) != (before[p.name].first, before[p.name].ranks)}
+        self._lock.clear()
+        for name in moving:
+            (self._states[name],) = self.groups[name].on(0).call("save").wait(self._timeout_s)
+            self.groups.pop(name).close()
+        self.plan = plan
+        self._drift, self._chunks = Drift(plan), {}
+        self._start()
+
+    def _start(self) -> None:
+        names = {part.name: f"{self.flow.name}/{part.name}" for part in self.plan.parts}
+        stages = [stage for segment in self.plan.segments for stage in segment.stages]
+        together = [frozenset(names[part.name] for part in stage.parts) for stage in stages if not stage.switch_s]
+        if self.plan.resident and all(not stage.switch_s for stage in stages):
+            together.append(frozenset(names.values()))
+        self._lock = DeviceLock(together)
+        for placed in self.plan.parts:
+            if placed.name in self.groups:
+                continue
+            part = self.flow.part(placed.name)
+            self.groups[placed.name] = start(part, placed.ranks, self.devices, placed.first, names[placed.name])
+            if placed.name in self._states:
+                self.groups[placed.name].call("restore", self._states.pop(placed.name)).wait(self._timeout_s)
+        if self._job is not None and self._cluster is not None:
+            processes = [p for group in self.groups.values() for p in group.workers.processes.values()]
+            self._job.name_holders(self._cluster, dict(enumerate(processes)))
+
+    def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
+        source: Pieces = [(ray.put(list(items)), 0, len(items))]
+        made: dict[str, Pieces] = {}
+        for index, segment in enumerate(self.plan.segments):
+            chunk = self._chunks.get(index, segment.chunk)
+            run = SegmentRun(self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s)
+            self._segment = run
+            self._run_stages(run, segment)
+            made |= run.outputs()
+            self._drift.saw(run.seconds)
+        self._segment = None
+        return made
+
+    def _run_stages(self, run: SegmentRun, segment: SegmentPlan) -> None:
+        threads = [
+            threading.Thread(target=run.stage, args=(stage,), name=f"{self.flow.name}:{i}", daemon=True)
+            for i, stage in enumerate(segment.stages[1:], 1)
+        ]
+        for thread in threads:
+            thread.start()
+        run.stage(segment.stages[0])
+        for thread in threads:
+            thread.join(self._timeout_s)
+        run.check()
+
+    @contextlib.contextmanager
+    def _lease(self) -> Iterator[Fence | None]:
+        """The job's devices for a step; at its end every part has left them."""
+        if self._job is None:
+            yield None
+            return
+        with self._job.client.phase(self._cluster or "", Phase.ACTOR_TRAINING) as lease:
+            try:
+                yield self._job.client.fence(lease)
+            finally:
+                self._lock.clear()
+
+    def _make_plan(self, profile: Profile | None) -> Any:
+        if profile is None:
+            raise ValueError(f"flow {self.flow.name}: `plan` is {self._fixed or 'auto'}, which needs a profile")
+        mode = self._fixed if isinstance(self._fixed, Mode) else None
+        return self.flow.plan(profile, len(self.devices), device_bytes=self._device_bytes, mode=mode)
+
+    def _look_for_drift(self) -> None:
+        """Plan anew when parts have for a while taken another time than the plan says."""
+        if self.profile is None or isinstance(self._fixed, Plan) or not (factors := self._drift.factors()):
+            return
+        profile = self.profile.scaled(factors)
+        planned = self._make_plan(profile)
+        present = next((p for p in (planned.best, *planned.others) if p.shape == self.plan.shape), None)
+        logger.info("%s: times have drifted: %s", self.flow.name, factors)
+        self.profile, self.planned = profile, planned
+        worst = present.seconds if present is not None else float("inf")
+        if planned.best.shape != self.plan.shape and planned.best.seconds < worst * (1 - WORTH):
+            logger.info("%s: from now on %s", self.flow.name, planned.best.shape)
+            self.replanned += 1
+            self.switch(planned.best)
+        else:
+            self._drift = Drift(present or self.plan, scale=factors)

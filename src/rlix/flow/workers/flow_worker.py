@@ -1,0 +1,69 @@
+"""`FlowWorker`: a worker of a user's flow, whose state comes and goes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
+from rlix.node.device_lock import DeviceLocks
+from rlix.protocol.messages import Fence
+
+Piece = tuple["ray.ObjectRef[Any]", int, int]
+"""A part of a list in the object store: from one index to another."""
+
+
+class FlowWorker(Worker):
+    """Override what the part has: all of these do nothing.
+
+    `onload` and `offload` are called in turns; what is offloaded must have left the device when `offload` returns. They
+    run under the devices' locks.
+    """
+
+    _locks: DeviceLocks | None = None
+
+    def onload(self) -> None:
+        """Bring the state onto `self.ctx.devices`."""
+
+    def offload(self) -> None:
+        """Bring it off."""
+
+    def save(self) -> Any:
+        """What a new worker needs to go on, from rank 0: when a new plan moves the part."""
+
+    def restore(self, state: Any) -> None:
+        """Go on from what `save` returned."""
+
+    def memory(self) -> tuple[float, float]:
+        """Bytes on the fullest device: now, and at most since the last call."""
+        if not self.ctx.devices or self.ctx.kind != "cuda":
+            return 0.0, 0.0
+        import torch
+
+        peak = float(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return float(torch.cuda.memory_allocated()), peak
+
+    def _rlix_onload(self, lease: Fence | None) -> None:
+        if self._locks is None:
+            self._locks = self.ctx.device_locks()
+        self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
+        self.onload()
+
+    def _rlix_offload(self) -> None:
+        self.offload()
+        if self._locks is not None:
+            self._locks.release()
+
+    def _rlix_part(self, method: str, inputs: Sequence[Sequence[Piece]]) -> tuple[list[Any], int]:
+        """Call the method with a list of items: of one input as they are, of several as tuples with one of each."""
+        lists = [_fetch(pieces) for pieces in inputs]
+        items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
+        call: Callable[[list[Any]], list[Any]] = getattr(self, method)
+        made = list(call(items))
+        return made, len(made)
+
+
+def _fetch(pieces: Sequence[Piece]) -> list[Any]:
+    found = ray.get([ref for ref, _, _ in pieces])
+    return [item for (_, start, stop), items in zip(pieces, found, strict=True) for item in items[start:stop]]

@@ -1,0 +1,112 @@
+"""Groups as handles: `group.method(...)` calls every rank and returns a `Call`, a future."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import ray
+
+from rlix.flow.workers.flow_worker import Piece
+from rlix.flow.workers.group import WorkerGroup
+from rlix.flow.workers.placement import Placement, Pool, place
+from rlix.flow.workers.worker import Worker
+from rlix.protocol.messages import Fence
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class Call:
+    """A method that runs on some ranks of a group."""
+
+    def __init__(self, group: WorkerGroup, method: str, ranks: Sequence[int] | None, refs: list[Any]) -> None:
+        self.refs = refs
+        self._group, self._method, self._ranks = group, method, ranks
+        self._started = time.monotonic()
+        self._ended: list[float] = []
+        for ref in refs:
+            ref.future().add_done_callback(lambda _: self._ended.append(time.monotonic()))
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has answered, with a result or an error."""
+        return len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0]) == len(self.refs)
+
+    @property
+    def duration_s(self) -> float:
+        """From the call to the last answer, or until now."""
+        ended = self._ended
+        return (max(ended) if len(ended) == len(self.refs) else time.monotonic()) - self._started
+
+    def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+        """The results in the order of the ranks.
+
+        Raises:
+            WorkerError: a rank raised or died: the first one that did, with its own traceback.
+            WaitTimeoutError: ranks, which are named, did not answer within `timeout_s`.
+        """
+        return self._group.results(self._method, self.refs, timeout_s=timeout_s, ranks=self._ranks)
+
+
+class Group:
+    """The ranks of one worker class. Attributes are the methods of the class: `group.method(...)` is a `Call`."""
+
+    def __init__(self, workers: WorkerGroup, ranks: Sequence[int] | None = None) -> None:
+        self.workers = workers
+        self.ranks = ranks
+        self.lease: Fence | None = None
+
+    @property
+    def name(self) -> str:
+        return self.workers.name
+
+    def on(self, *ranks: int) -> "Group":
+        """The same group; calls go to these ranks only."""
+        return Group(self.workers, ranks)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Call:
+        refs = self.workers.call(method, *args, ranks=self.ranks, **kwargs)
+        return Call(self.workers, method, self.ranks, refs)
+
+    def onload(self) -> None:
+        """Bring every rank's state onto its devices, and take their locks."""
+        self.call("_rlix_onload", self.lease).wait()
+
+    def offload(self) -> None:
+        self.call("_rlix_offload").wait()
+
+    def part(self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]]) -> "tuple[list[Any], Call]":
+        """Give each rank its lists of items; the results stay where they are made.
+
+        Returns references to the ranks' results, and a call whose results are how many items each of them has.
+        """
+        self.workers.check_usable(method)
+        calls = [
+            handle._rlix_part.options(num_returns=2).remote(method, pieces)
+            for handle, pieces in zip(self.workers.handles, inputs, strict=True)
+        ]
+        return [refs[0] for refs in calls], Call(self.workers, method, None, [refs[1] for refs in calls])
+
+    def close(self) -> None:
+        self.workers.close()
+
+    def __getattr__(self, method: str) -> Callable[..., Call]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args, **kwargs: self.call(method, *args, **kwargs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def launch(
+    worker_cls: type[Worker], placement: Placement, pool: Pool, *, name: str | None = None, **options: Any
+) -> Group:
+    """A group of `worker_cls` where `placement` says; `options` are those of `WorkerGroup`.
+
+    Raises what `place` and `WorkerGroup` raise.
+    """
+    placements = place(placement, pool)
+    return Group(WorkerGroup(worker_cls, name=name or worker_cls.__name__, placements=placements, **options))

@@ -1,0 +1,142 @@
+"""The episodes that are open: who plays them, what was said, and what they were worth."""
+
+import asyncio
+import hmac
+import secrets
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from rlix.integrations.openai.conversation import ChatFormat, Conversation
+from rlix.pipeline.ends import Ends
+from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.samples import End, Sample
+from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.sources.base import ended
+from rlix.protocol.errors import RlixError
+
+Generate = Callable[[int, Trajectory], "Future[Trajectory]"]
+"""Of a step: where a trajectory goes to be generated."""
+
+
+class AbortedError(RlixError):
+    """What was generated is not whole: it must not be taken for an answer."""
+
+
+@dataclass(eq=False, slots=True)
+class Episode:
+    """One sample in the making. `task` and `seed` are the same for all samples of a group."""
+
+    id: str
+    step: int
+    task: str
+    seed: int
+    conversation: Conversation
+    done: "asyncio.Future[Sample]"
+    calls: int = 0
+    cached_on: tuple[int, int] | None = None
+    end: End = End.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How the job's policy answers. `seed` is the job's; `context`: tokens that the model can see at once."""
+
+    seed: int
+    sampling: Sampling
+    context: int
+    ends: Ends
+    chat: ChatFormat
+    generate: Generate
+
+
+class Episodes:
+    """Lives on one event loop."""
+
+    def __init__(self, policy: Policy, key: str | None = None) -> None:
+        self.policy = policy
+        self.key = key or secrets.token_urlsafe(24)
+        self._open: dict[str, Episode] = {}
+        self._waiting: deque[str] = deque()
+
+    # ---- the job's side --------------------------------------------------------------------------------------
+
+    def open(self, step: int, id: str, task: str, *, waiting: bool) -> Episode:
+        """`waiting`: it is there for whoever asks for one."""
+        seed = stream_seed(self.policy.seed, task)
+        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        self._open[id] = Episode(id, step, task, seed, Conversation(self.policy.chat), future)
+        if waiting:
+            self._waiting.append(id)
+        return self._open[id]
+
+    def close(self, episode: Episode) -> None:
+        self._open.pop(episode.id, None)
+
+    def key_of(self, episode: Episode) -> str:
+        """What an agent authenticates with, and is known by."""
+        return f"{self.key}/{episode.id}"
+
+    # ---- the agents' side ------------------------------------------------------------------------------------
+
+    def known(self, given: str) -> bool:
+        """Whether the key is the job's, alone or with an episode."""
+        return hmac.compare_digest(given.partition("/")[0].encode(), self.key.encode())
+
+    def of_key(self, given: str) -> Episode | None:
+        return self._open.get(given.partition("/")[2])
+
+    def take(self) -> Episode | None:
+        """One that nobody plays yet."""
+        while self._waiting:
+            if (found := self._open.get(self._waiting.popleft())) is not None:
+                return found
+        return None
+
+    def rewarded(self, episode: Episode, reward: float, *, exact: bool = False, error: str | None = None) -> None:
+        """The conversation is over, and becomes a sample. A second reward changes nothing."""
+        self.close(episode)
+        if not episode.done.done():
+            counts = error is None and bool(episode.conversation.turns)
+            if error is None and not counts:
+                error = "the agent asked the policy nothing"
+            end = End.FAILED if error else episode.end
+            turns = episode.conversation.turns
+            episode.done.set_result(Sample(episode.id, turns, reward, exact, end, counts=counts, error=error))
+
+    def start(
+        self, episode: Episode, prompt: tuple[int, ...], limit: int | None
+    ) -> tuple[Trajectory, "Future[Trajectory]"]:
+        """Begins to answer; the trajectory's tokens can be watched as they come.
+
+        Raises:
+            AbortedError: there is no room in the model's context.
+        """
+        most = self.policy.sampling.max_new_tokens
+        room = min(most, limit or most, self.policy.context - len(prompt))
+        if room < 1:
+            episode.end = End.LENGTH
+            raise AbortedError(f"the conversation's {len(prompt)} tokens fill the model's context")
+        id = f"{episode.id}/{episode.calls}"
+        episode.calls += 1
+        sampling = replace(self.policy.sampling, max_new_tokens=room)
+        trajectory = Trajectory(id, prompt, stream_seed(self.policy.seed, id), sampling)
+        trajectory.cached_on = episode.cached_on
+        return trajectory, self.policy.generate(episode.step, trajectory)
+
+    async def finished(self, episode: Episode, done: "Future[Trajectory]") -> tuple[Trajectory, End]:
+        """The whole answer.
+
+        Raises:
+            AbortedError: there is none: the job ends, or its replicas keep failing.
+        """
+        try:
+            trajectory = await asyncio.wrap_future(done)
+        except (RlixError, InterruptedError) as error:
+            raise AbortedError(f"no answer: {error}") from error
+        if trajectory.finish_reason not in ("stop", "length"):
+            raise AbortedError(f"the answer was cut off ({trajectory.finish_reason})")
+        episode.cached_on = trajectory.cached_on
+        _, episode.end = ended(trajectory, self.policy.ends)
+        return trajectory, episode.end

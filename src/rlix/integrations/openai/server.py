@@ -1,0 +1,215 @@
+"""The HTTP face: /v1/chat/completions, /v1/completions, /v1/models, /v1/episodes and /v1/reward."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rlix.integrations.openai.conversation import Heard, RequestError, reply_of
+from rlix.integrations.openai.episodes import AbortedError, Episode, Episodes
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.samples import End
+from rlix.pipeline.sources.base import ended
+
+_WATCH_S = 0.05  # between looks at what was generated meanwhile, for streams
+_TAKE_S = 20.0  # longest that a request for an episode waits for one
+_HALF_A_CHARACTER = "\ufffd"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a client wants."""
+
+    chat: bool
+    heard: Heard
+    tools: Sequence[Any]
+    limit: int | None
+    stream: bool
+    logprobs: bool
+
+
+def make_app(model: str, episodes: Episodes) -> Starlette:
+    """`model` is the job's name. Everything runs on the loop that `episodes` lives on."""
+    endpoint = _Endpoint(model, episodes)
+    routes = [
+        Route("/v1/models", endpoint.answering(endpoint.models), methods=["GET"]),
+        Route("/v1/chat/completions", endpoint.answering(endpoint.chat), methods=["POST"]),
+        Route("/v1/completions", endpoint.answering(endpoint.complete), methods=["POST"]),
+        Route("/v1/episodes", endpoint.answering(endpoint.take), methods=["POST"]),
+        Route("/v1/reward", endpoint.answering(endpoint.reward), methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
+
+
+class _Endpoint:
+    def __init__(self, model: str, episodes: Episodes) -> None:
+        self._model = model
+        self._episodes = episodes
+
+    def answering(self, handler: Handler) -> Handler:
+        async def answer(request: Request) -> Response:
+            if not self._episodes.known(_key(request)):
+                return _error(401, "invalid_api_key", "this is not the job's key")
+            try:
+                return await handler(request)
+            except (RequestError, ValueError, KeyError, TypeError) as error:
+                return _error(400, "invalid_request_error", str(error))
+            except AbortedError as error:  # never a short answer as if it were whole
+                return _error(503, "aborted", str(error))
+
+        return answer
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rlix"}]})
+
+    async def take(self, _: Request) -> Response:
+        deadline = time.monotonic() + _TAKE_S
+        while (episode := self._episodes.take()) is None:
+            if time.monotonic() > deadline:
+                return _error(503, "no_episode", "no episode is open: the job is training; ask again")
+            await asyncio.sleep(_WATCH_S)
+        return JSONResponse(
+            {
+                "id": episode.id,
+                "task": episode.task,
+                "seed": episode.seed,
+                "api_key": self._episodes.key_of(episode),
+            }
+        )
+
+    async def reward(self, request: Request) -> Response:
+        episode, body = self._episode(request), await request.json()
+        error = body.get("error")
+        reward = float(body.get("reward", 0.0) if error else body["reward"])
+        self._episodes.rewarded(episode, reward, exact=bool(body.get("exact", False)), error=error)
+        return JSONResponse({"ok": True})
+
+    async def chat(self, request: Request) -> Response:
+        episode, body = self._episode(request), await request.json()
+        _check(body)
+        tools = body.get("tools") or ()
+        heard = episode.conversation.heard(body["messages"], tools)
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        asked = _Asked(True, heard, tools, limit, bool(body.get("stream")), bool(body.get("logprobs")))
+        return await self._answer(episode, asked)
+
+    async def complete(self, request: Request) -> Response:
+        episode, body = self._episode(request), await request.json()
+        _check(body)
+        prompt = body["prompt"]
+        ids = self._episodes.policy.chat.encode(prompt) if isinstance(prompt, str) else [int(id) for id in prompt]
+        heard = episode.conversation.heard_tokens(ids)
+        logprobs = body.get("logprobs") is not None
+        asked = _Asked(False, heard, (), body.get("max_tokens"), bool(body.get("stream")), logprobs)
+        return await self._answer(episode, asked)
+
+    # ---- below -----------------------------------------------------------------------------------------------
+
+    def _episode(self, request: Request) -> Episode:
+        found = self._episodes.of_key(_key(request))
+        if found is None:
+            raise RequestError("no such episode is open: POST /v1/episodes gives one, with a key of its own")
+        return found
+
+    async def _answer(self, episode: Episode, asked: _Asked) -> Response:
+        prompt = asked.heard.prompt_ids
+        trajectory, done = self._episodes.start(episode, prompt, asked.limit)
+        if asked.stream:
+            return StreamingResponse(self._stream(episode, asked, trajectory, done), media_type="text/event-stream")
+        choice = await self._choice(episode, asked, done)
+        generated = len(choice["token_ids"])
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": generated,
+            "total_tokens": len(prompt) + generated,
+        }
+        return JSONResponse({**self._head(trajectory.id, asked, ""), "choices": [choice], "usage": usage})
+
+    async def _choice(self, episode: Episode, asked: _Asked, done: Any) -> dict[str, Any]:
+        """The whole answer, which from now on is part of the conversation."""
+        trajectory, end = await self._episodes.finished(episode, done)
+        answer, _ = ended(trajectory, self._episodes.policy.ends)
+        chat = self._episodes.policy.chat
+        text = chat.decode(answer.token_ids)
+        reply = reply_of(text, asked.tools, trajectory.id) if asked.chat else None
+        episode.conversation.answered(asked.heard, answer, reply)
+        reason = "length" if end is End.LENGTH else "tool_calls" if reply and "tool_calls" in reply else "stop"
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": list(answer.token_ids),
+            "prompt_token_ids": list(trajectory.prompt_ids),
+            "weight_versions": list(answer.versions),
+        }
+        choice |= {"message": reply} if asked.chat else {"text": text}
+        if asked.logprobs:
+            tokens = [chat.token(id) for id in answer.token_ids]
+            pairs = [
+                {"token": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, answer.logprobs, strict=True)
+            ]
+            plain = {"tokens": tokens, "token_logprobs": list(answer.logprobs)}
+            choice["logprobs"] = {"content": pairs} if asked.chat else plain
+        return choice
+
+    async def _stream(self, episode: Episode, asked: _Asked, trajectory: Trajectory, done: Any) -> AsyncIterator[bytes]:
+        """Text as it is generated, wherever that is. One that is aborted ends with an error and without [DONE]."""
+        head, sent = self._head(trajectory.id, asked, ".chunk" if asked.chat else ""), 0
+        while not done.done():
+            await asyncio.sleep(_WATCH_S)
+            if not asked.tools and not self._episodes.policy.ends.strings:
+                text = self._episodes.policy.chat.decode(list(trajectory.token_ids)).rstrip(_HALF_A_CHARACTER)
+                if len(text) > sent:
+                    yield _event({**head, "choices": [_delta(asked, text[sent:], None)]})
+                    sent = len(text)
+        try:
+            choice = await self._choice(episode, asked, done)
+        except AbortedError as error:
+            yield _event({"error": {"message": str(error), "type": "aborted", "code": 503}})
+            return
+        text = (choice["message"].get("content") or "") if asked.chat else choice["text"]
+        last = _delta(asked, text[sent:], choice["finish_reason"])
+        if asked.chat and (calls := choice["message"].get("tool_calls")):
+            last["delta"]["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)]
+        exact = ("token_ids", "prompt_token_ids", "weight_versions", "logprobs")
+        last |= {key: choice[key] for key in exact if key in choice}
+        yield _event({**head, "choices": [last]})
+        yield b"data: [DONE]\n\n"
+
+    def _head(self, id: str, asked: _Asked, suffix: str) -> dict[str, Any]:
+        kind = "chat.completion" if asked.chat else "text_completion"
+        return {"id": id, "object": kind + suffix, "created": int(time.time()), "model": self._model}
+
+
+def _delta(asked: _Asked, text: str, reason: str | None) -> dict[str, Any]:
+    if asked.chat:
+        return {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": reason}
+    return {"index": 0, "text": text, "finish_reason": reason}
+
+
+def _check(body: Mapping[str, Any]) -> None:
+    """How the policy samples is the job's to say; what would change what is learnt is refused."""
+    if int(body.get("n") or 1) != 1:
+        raise RequestError("n must be 1: every sample is an episode of its own")
+    if body.get("stop"):
+        raise RequestError("stop is not supported here: write it into the job, as rollout.stop")
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _error(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": code, "code": code}}, status_code=status)
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()

@@ -1,0 +1,252 @@
+"""Samples from agents that talk to the job's endpoint: its own, as a function, or anybody's from outside."""
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from rlix.control.settings import Settings
+from rlix.integrations.openai.conversation import ChatFormat
+from rlix.integrations.openai.episodes import Episode, Episodes, Policy
+from rlix.integrations.openai.server import make_app
+from rlix.pipeline.batch import Row
+from rlix.pipeline.samples import Sample, Samples, measured
+from rlix.pipeline.sources.base import Patience, Source, Surroundings
+from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.spec.named import import_object, where_raised
+from rlix.pipeline.spec.source import AgentSpec
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.messages import Demand
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 30.0
+_GRACE_S = 60.0
+_POLL_S = 0.2
+EXTERNAL = "external"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What an agent is called with: where its policy is, and which episode it plays.
+
+    `task` and `seed` are the same for all samples of a group, so what the agent draws from `seed` is too; `sample` is
+    different for each.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    task: str
+    seed: int
+    sample: str
+
+
+Agent = Callable[..., Any]
+"""Plays one episode and returns its reward (a float), or None when it has posted one; may be async."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    done: "Future[list[Sample]]"
+    time: float
+
+
+class AgentSource(Source):
+    """A group of episodes for each of the step's tasks, each the last branch of one agent's conversation."""
+
+    def __init__(self, spec: AgentSpec, around: Surroundings) -> None:
+        super().__init__(spec, around)
+        self._spec = spec
+        self._agent = _find_agent(spec)
+        template = Path(spec.chat_template).read_text() if spec.chat_template else None
+        chat = ChatFormat(around.tokenizer, around.ends.token_ids, template)
+        policy = Policy(
+            seed=around.seed,
+            sampling=around.sampling,
+            context=around.context,
+            ends=around.ends,
+            chat=chat,
+            generate=lambda step, trajectory: around.generator().submit(step, trajectory),
+        )
+        self._episodes = Episodes(policy)
+        self._loop = LoopThread()
+        self._threads = ThreadPoolExecutor(spec.concurrency, "agents")
+        self._patience = Patience(around.job, "agent")
+        config = uvicorn.Config(
+            make_app(around.job, self._episodes), host="127.0.0.1", port=spec.port, log_level="warning", lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = self._loop.submit(self._server.serve())
+        self.base_url = f"http://127.0.0.1:{self._port()}/v1"
+        self._address = _publish(around.job, self.base_url, self._episodes.key)
+
+    @property
+    def key(self) -> str:
+        return self._episodes.key
+
+    @property
+    def longest(self) -> int:
+        return self.around.context - 1
+
+    # ---- episodes --------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, groups: int | None = None) -> _Begun:
+        return _Begun(self._loop.submit(self._play(step, groups or self.around.groups)), time.time())
+
+    def finish(self, begun: _Begun) -> Samples:
+        if not wait([begun.done], timeout=self.around.timeout_s + _GRACE_S).done:
+            raise WaitTimeoutError(
+                f"the endpoint's thread did not answer within {self.around.timeout_s + _GRACE_S:g} s"
+            )
+        played = begun.done.result()
+        self._patience.look_at(played)
+        seconds, tokens = time.time() - begun.time, sum(sample.generated for sample in played)
+        metrics = {
+            "rollout_s": seconds,
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / seconds,
+            "agent_failed": float(sum(sample.failed for sample in played)),
+            "turns": sum(len(sample.turns) for sample in played) / len(played),
+        }
+        samples = [self._judged(sample) for sample in played]
+        return Samples(samples, self.around.group_size, measured(samples, metrics))
+
+    async def _play(self, step: int, groups: int) -> list[Sample]:
+        tasks = [f"episodes/{step}/{i}" for i in range(groups)]
+        ids = [(f"{task}/{k}", task) for task in tasks for k in range(self.around.group_size)]
+        waiting = self._agent is None
+        episodes = [self._episodes.open(step, id, task, waiting=waiting) for id, task in ids]
+        played = [] if waiting else [asyncio.ensure_future(self._played(episode)) for episode in episodes]
+        try:
+            await self._until_done(step, episodes)
+            return [episode.done.result() for episode in episodes]
+        except BaseException:  # raised again
+            self.around.generator().abandon()
+            raise
+        finally:
+            for task in played:
+                task.cancel()
+            for episode in episodes:
+                self._episodes.close(episode)
+
+    async def _until_done(self, step: int, episodes: Sequence[Episode]) -> None:
+        deadline = time.monotonic() + self.around.timeout_s
+        most = self.around.sampling.max_new_tokens
+        while open_ := [episode for episode in episodes if not episode.done.done()]:
+            if self.around.stop.is_set():
+                raise InterruptedError("the job was asked to stop")
+            if time.monotonic() > deadline:
+                names = ", ".join(episode.id for episode in open_[:8])
+                raise WaitTimeoutError(
+                    f"step {step}: {len(open_)} episodes got no reward within {self.around.timeout_s:g} s: {names}"
+                )
+            self.around.generator().expect(Demand(len(open_), most * len(open_)))
+            await asyncio.wait([episode.done for episode in open_], timeout=_POLL_S)
+
+    async def _played(self, episode: Episode) -> None:
+        """Calls the job's own agent; what it raises is the end of its episode, and of nothing else."""
+        assert self._agent is not None
+        call = Call(
+            self.base_url, self._episodes.key_of(episode), self.around.job, episode.task, episode.seed, episode.id
+        )
+        try:
+            async with asyncio.timeout(self._spec.timeout_s):
+                reward = await self._called(call)
+            missing = None if reward is not None else "the agent returned no reward and posted none"
+            self._episodes.rewarded(episode, float(reward or 0.0), error=missing)
+        except TimeoutError:
+            self._episodes.rewarded(episode, 0.0, error=f"the agent took longer than {self._spec.timeout_s:g} s")
+        except Exception as error:  # noqa: BLE001 - a user's agent may raise anything
+            self._episodes.rewarded(episode, 0.0, error=where_raised(error))
+
+    async def _called(self, call: Call) -> Any:
+        """On a thread; what an async agent still has to do, on the loop of the endpoint."""
+        assert self._agent is not None
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, call)
+        return await found if inspect.isawaitable(found) else found
+
+    def _judged(self, sample: Sample) -> Sample:
+        if not sample.failed or self._spec.failure_reward is None:
+            return sample
+        return replace(sample, reward=self._spec.failure_reward, counts=bool(sample.turns))
+
+    def supervised(self, step: int, size: int) -> list[Row]:
+        raise SpecError("warmup: agents have no right answers to learn from; remove the section warmup")
+
+    # ---- its life --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        wait([self._serving], timeout=_START_TIMEOUT_S)
+        self._loop.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._address.unlink(missing_ok=True)
+
+    def _port(self) -> int:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self._server.started:
+            if self._serving.done() or time.monotonic() > deadline:
+                raise RlixError(f"the job's endpoint did not start on 127.0.0.1:{self._spec.port}: is the port free?")
+            time.sleep(0.01)
+        port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        return port
+
+
+def endpoint_of(job: str) -> tuple[str, str]:
+    """The base URL and the key of a job's endpoint on this machine.
+
+    Raises:
+        RlixError: no job of that name has one.
+    """
+    path = _address_of(job)
+    if not path.is_file():
+        raise RlixError(f"no job {job!r} has an endpoint here: {path} is missing")
+    found = json.loads(path.read_text())
+    return found["base_url"], found["api_key"]
+
+
+def _publish(job: str, base_url: str, key: str) -> Path:
+    """Where agents of the same user find it."""
+    path = _address_of(job)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"base_url": base_url, "api_key": key}, file)
+    return path
+
+
+def _address_of(job: str) -> Path:
+    return Settings.from_env().home / "endpoints" / f"{job}.json"
+
+
+def _find_agent(spec: AgentSpec) -> Agent | None:
+    if spec.name == EXTERNAL:
+        return None
+    found: Any = import_object(spec.name)
+    if not callable(found):
+        raise SpecError(f"source.openai.name: {spec.name!r} is not a function")
+    if isinstance(found, type):  # one that keeps something between episodes
+        found = found(**spec.options)
+    elif spec.options:
+        found = _WithOptions(found, spec.options)
+    agent: Agent = found
+    return agent
+
+
+@dataclass(frozen=True, slots=True)
+class _WithOptions:
+    agent: Agent
+    options: Mapping[str, Any]
+
+    def __call__(self, call: Call) -> Any:
+        return self.agent(call, **self.options)

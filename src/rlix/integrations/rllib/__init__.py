@@ -1,0 +1,1 @@
+"""RLlib algorithms as jobs of the pool: `config = rlix.rllib(config)`."""

@@ -1,0 +1,180 @@
+"""An algorithm whose learners are on the device only under a lease."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray.rllib.algorithms import AlgorithmConfig
+
+from rlix.control.program import Program, attach
+from rlix.integrations.leases import ProgramGate, Stage, Stages
+from rlix.integrations.rllib.learners import LearnerSet
+from rlix.integrations.rllib.sampling import ElasticSampler, make_elastic
+from rlix.integrations.run_record import Kind, RunRecord
+from rlix.protocol.errors import SpecError
+from rlix.protocol.types import ClusterName, Phase
+
+C = TypeVar("C", bound=AlgorithmConfig)
+
+_TRAIN, _SAMPLE = ClusterName.ACTOR_TRAIN.value, ClusterName.ACTOR_INFER.value
+_INITIALIZATION = Stage("initialization", Phase.INITIALIZATION)
+_TRAINING = Stage("actor_training", Phase.ACTOR_TRAINING)
+_KIND = Kind("RLlib", {})
+_TOUCHING = ("get_state", "set_state", "get_weights", "set_weights", "save_to_path", "restore_from_path",
+             "load_module_state", "add_module", "remove_module")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `rllib` was called with."""
+
+    name: str
+    gpus: int
+    elastic: bool
+    runs_dir: Path
+
+
+def rllib(
+    config: C, name: str | None = None, *, gpus: int | None = None, elastic: bool = False, runs_dir: str | None = None
+) -> C:
+    """The same configuration, whose algorithms are jobs of the pool: with `algo.train()` and with Tune.
+
+    Learner updates, and what else reads or writes the learners, hold the lease of a gang; outside it their bytes are in
+    host memory. What is learnt does not change.
+
+    Args:
+        name: what people see; default: RLIX_JOB, else the algorithm's name.
+        gpus: devices of the gang; default: one for each learner.
+        elastic: sample with as many environment runners as the job has bundles at the moment. Batches hold as many
+            steps as without, taken by other runners.
+        runs_dir: where the run folder goes; default: RLIX_RUNS_DIR, else "runs".
+
+    Raises:
+        SpecError: the algorithm updates in a thread of its own beside sampling (IMPALA, APPO), or its learners would
+            have Ray's GPUs instead of the pool's.
+    """
+    from ray.rllib.algorithms.impala import IMPALAConfig
+
+    if isinstance(config, IMPALAConfig):
+        raise SpecError(
+            f"rlix.rllib: {type(config).__name__}: it updates in a thread beside sampling; not supported yet"
+        )
+    if config.num_gpus_per_learner:
+        raise SpecError("rlix.rllib: num_gpus_per_learner would take Ray's GPUs beside the pool's: leave it at 0")
+    base: Any = config.algo_class
+    settings = Settings(
+        name or os.environ.get("RLIX_JOB") or base.__name__,
+        gpus or max(1, config.num_learners),
+        elastic,
+        Path(runs_dir or os.environ.get("RLIX_RUNS_DIR") or "runs").absolute(),
+    )
+    config.algo_class = type(base.__name__, (Leased, base), {"_rlix_settings": settings, "__module__": base.__module__})
+    return config
+
+
+class Leased:
+    """Mixed into an algorithm's class."""
+
+    _rlix_settings: Settings
+
+    def setup(self, config: Any) -> None:
+        self._rlix = Job(self._rlix_settings)
+        try:
+            super().setup(config)  # type: ignore[misc]
+            self._rlix.attach(self)
+        except BaseException as error:  # raised again
+            self._rlix.close(f"{type(error).__name__}: {error}")
+            raise
+
+    def training_step(self) -> Any:
+        try:
+            return super().training_step()  # type: ignore[misc]
+        finally:
+            self._rlix.stages.end()
+
+    def step(self) -> Any:
+        result = super().step()  # type: ignore[misc]
+        self._rlix.stepped(result)
+        return result
+
+    def cleanup(self) -> None:
+        super().cleanup()  # type: ignore[misc]
+        self._rlix.close()
+
+
+class Job:
+    """One algorithm as a job of the pool; it begins with an initialization's lease."""
+
+    def __init__(self, settings: Settings) -> None:
+        rollouts = {_SAMPLE: None} if settings.elastic else None
+        self._settings = settings
+        self.program: Program = attach(settings.name, gangs={_TRAIN: settings.gpus}, rollouts=rollouts, stay=True)
+        self.record = RunRecord(self.program, _KIND, settings.runs_dir, _TRAIN)
+        self.stages = Stages(ProgramGate(self.program), self.record)
+        self.stages.begin(_INITIALIZATION)
+        self.sampler: ElasticSampler | None = None
+        self._steps = 0
+
+    def attach(self, algorithm: Any) -> None:
+        """The algorithm is built; from here on its learners come and go."""
+        group, runners = algorithm.learner_group, algorithm.env_runner_group
+        self.learners = LearnerSet(group)
+        self.program.name_holders(_TRAIN, self.learners.processes())
+        self.stages.add(self.learners)
+        self._wrap(group, "update", self._until_synced)
+        for method in _TOUCHING:
+            if hasattr(group, method):
+                self._wrap(group, method, lambda: self.stages.within(_TRAINING, self.learners))
+        sync = runners.sync_weights
+
+        @functools.wraps(sync)
+        def sync_weights(*args: Any, **kwargs: Any) -> Any:
+            found = sync(*args, **kwargs)
+            if kwargs.get("from_worker_or_learner_group") is group:
+                self.stages.end()
+            return found
+
+        runners.sync_weights = sync_weights
+        if self._settings.elastic:
+            self.sampler = ElasticSampler(self.program, _SAMPLE)
+            make_elastic(algorithm, self.sampler)
+        self.stages.end()
+
+    def stepped(self, result: Any) -> None:
+        runners = result.get("env_runners", {})
+        values = {
+            "reward": runners.get("episode_return_mean"),
+            "tokens": float(runners.get("num_env_steps_sampled", 0)),
+        }
+        learners = {
+            key: float(value)
+            for key, value in result.get("learners", {}).get("default_policy", {}).items()
+            if isinstance(value, int | float)
+        }
+        self.record.step(self._steps, {**learners, **values})
+        self._steps += 1
+
+    def close(self, error: str | None = None) -> None:
+        """Calling it again changes nothing."""
+        self.record.close(error)
+        self.program.close()
+
+    def _until_synced(self) -> Any:
+        """Held through the update until the runners have the new weights, or the step ends."""
+        self.stages.begin(_TRAINING, self.learners)
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def _wrap(owner: Any, method: str, around: Callable[[], Any]) -> None:
+        inner = getattr(owner, method)
+
+        @functools.wraps(inner)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return inner(*args, **kwargs)
+
+        setattr(owner, method, outer)

@@ -1,0 +1,89 @@
+"""Elastic replicas of a model that a program of its own trains: generation for trainers that have none like it."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlix.control.program import Program
+from rlix.engine.inference.engine import InferenceEngine
+from rlix.engine.weights.publication import named_weights, publish, tied_names
+from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.rollout.bundle_feed import BundleFeed
+from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.router import Router, Sampling, Trajectory
+from rlix.pipeline.seeds import stream_seed
+from rlix.protocol.types import ClusterName
+
+CLUSTER = ClusterName.ACTOR_INFER.value
+
+
+class Rollouts:
+    """Replicas come and go with the bundles of the job's elastic cluster; every answer is whole.
+
+    Args:
+        program: attached with `rollouts={"actor_infer": ...}`.
+        model: a Hugging Face causal LM: a folder, or a name on the hub.
+        max_num_seqs: most sequences that one replica generates at a time.
+        timeout_s: longest that `generate` may take.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: str,
+        folder: RunFolder,
+        *,
+        executor: str = "transformers",
+        dtype: str = "float32",
+        max_num_seqs: int = 64,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        cluster = program.registration.cluster(CLUSTER)
+        devices = program.client.devices()
+        self._timeout_s = timeout_s
+        self._calls = 0
+        self.stop = threading.Event()
+        self._engine = InferenceEngine(model, executor=executor)
+        self._engine.build(
+            tensor_parallel_size=cluster.tensor_parallel_size,
+            devices=tuple(devices[id] for id in cluster.devices),
+            namespace=program.registration.ray_namespace,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            load=False,  # nothing may be on a device before there is a lease for it
+        )
+        self._feed = BundleFeed(program.client, CLUSTER)
+        router = Router(len(cluster.bundles), max_num_seqs, prefix_cache=executor == "vllm")
+        self._manager = RolloutManager(
+            cluster, replicas=self._engine.replicas, router=router, client=self._feed, folder=folder
+        )
+        self._feed.feed(self._manager)
+
+    def publish(self, module: torch.nn.Module, version: int) -> None:
+        """What replicas generate with from now on; the weights are read while this runs."""
+        named = named_weights(module)
+        aliases = tied_names(named)
+        tensors = ((name, named[name].detach()) for name in aliases)
+        self._manager.publish(publish(tensors, version, aliases=aliases))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Trajectory]:
+        """One whole answer to each prompt, in their order. The same prompts in the same call get different ones.
+
+        Raises:
+            WaitTimeoutError: it took too long. RolloutError: replicas keep failing.
+        """
+        self._calls += 1
+        ids = [f"generate/{self._calls}/{index}" for index in range(len(prompts))]
+        trajectories = [
+            Trajectory(id, tuple(prompt), stream_seed(seed, id), sampling)
+            for id, prompt in zip(ids, prompts, strict=True)
+        ]
+        return self._manager.generate(self._calls, trajectories, self._timeout_s, self.stop)
+
+    def close(self) -> None:
+        self.stop.set()
+        parts: tuple[Any, ...] = (self._feed, self._manager, self._engine)
+        for part in parts:
+            part.close()

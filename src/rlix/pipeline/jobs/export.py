@@ -1,0 +1,91 @@
+"""From a run's checkpoint to a folder that plain transformers loads."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlix.engine.train.saved_weights import saved_names, saved_weights, write_weights
+from rlix.pipeline.jobs.checkpoints import BEST
+from rlix.pipeline.jobs.manifest import damage
+from rlix.pipeline.jobs.run_folder import PARTIAL, list_checkpoints
+from rlix.pipeline.models import describe_model
+from rlix.protocol.errors import SpecError
+
+STATE, DESCRIPTION = "state", "model"
+
+
+def export(
+    run_dir: Path, out: Path, *, step: int | Literal["best"] | None = None, dtype: str | None = None
+) -> tuple[Path, Path]:
+    """Write configuration, weights (safetensors) and tokenizer of a run's policy to the new folder `out`.
+
+    Args:
+        step: of which checkpoint; default: the newest that is whole.
+        dtype: "float32" or "bfloat16"; default: in which the job's rollouts held the weights.
+
+    Returns:
+        `out`, and the checkpoint that it came from.
+
+    Raises:
+        SpecError: there is no such run or checkpoint, it is broken, or `out` exists.
+    """
+    source = _checkpoint(run_dir, step)
+    if out.exists():
+        raise SpecError(f"{out}: exists already; name a folder that does not")
+    partial = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        config = AutoConfig.from_pretrained(source / DESCRIPTION)
+        chosen = dtype or str(config.dtype).removeprefix("torch.")
+        describe_model(source / DESCRIPTION, partial, chosen)
+        names = _names(config, source / STATE)
+        write_weights(saved_weights(source / STATE, names), partial, getattr(torch, chosen))
+        partial.rename(out)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise SpecError(f"{source} cannot be exported to {out}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out, source
+
+
+def _names(config: Any, state: Path) -> list[str]:
+    """Of the model's weights, tied ones once. Raises ValueError when the state is of another kind of model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM._model_mapping[type(config)](config)
+    wanted = [name for name, _ in model.named_parameters()]
+    missing, unknown = set(wanted) - set(saved_names(state)), set(saved_names(state)) - set(model.state_dict())
+    if missing or unknown:
+        raise ValueError(
+            f"its weights are not those of a {type(model).__name__}: {', '.join(sorted(missing | unknown)[:5])}"
+        )
+    buffers = [name for name in model.state_dict() if name not in dict(model.named_parameters(remove_duplicate=False))]
+    return [*wanted, *(name for name in buffers if name in saved_names(state))]
+
+
+def _checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Path:
+    folder = run_dir / "checkpoints"
+    found = dict(list_checkpoints(folder))
+    if not found:
+        raise SpecError(f"{run_dir}: has no checkpoint; give a run folder, such as runs/<name>")
+    known = ", ".join(map(str, found))
+    if step == BEST:
+        if not (folder / BEST).exists():
+            raise SpecError(
+                f"{run_dir}: no checkpoint is marked as the best (it takes an evaluation); there are {known}"
+            )
+        chosen = (folder / BEST).resolve()
+    elif step is not None:
+        if step not in found:
+            raise SpecError(f"{run_dir}: has no checkpoint of step {step}; there are {known}")
+        chosen = found[step]
+    else:
+        chosen = found[max(found)]
+    if (what := damage(chosen)) is not None:
+        raise SpecError(f"{chosen}: is broken ({what}); choose another with --step, there are {known}")
+    if not (chosen / STATE).is_dir() or not (chosen / DESCRIPTION / "config.json").is_file():
+        raise SpecError(f"{chosen}: holds no model that is known here; a pipeline of your own saves what it wants")
+    return chosen

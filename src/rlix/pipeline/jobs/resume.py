@@ -1,0 +1,68 @@
+"""What going on with a run means: from which step, and with what changed since. Nothing is written here."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rlix.pipeline.jobs.run_folder import newest_checkpoint
+from rlix.pipeline.spec.changes import Change, spec_changes
+from rlix.pipeline.spec.file import read_yaml
+from rlix.pipeline.spec.job import JobSpec
+from rlix.protocol.errors import SpecError
+
+logger = logging.getLogger(__name__)
+
+SPEC_FILE = "spec.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """`step`: how many steps are done, None when there is nothing to go on from. `broken`: newer checkpoints that have
+    lost something, and what."""
+
+    name: str
+    step: int | None
+    broken: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
+    """Raises SpecError when the run cannot go on with this spec, or none of its checkpoints is whole."""
+    checkpoint, broken = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        return Resumption(spec.name, None)
+    old = _spec_of(run_dir)
+    changes = () if old is None else tuple(spec_changes(old, spec))
+    if refused := [change for change in changes if change.refused]:
+        raise SpecError(_refusal(spec, run_dir, refused))
+    lost = tuple(f"{path.name}: {what}" for path, what in broken)
+    return Resumption(spec.name, checkpoint[0], lost, changes)
+
+
+def shown(value: object) -> str:
+    """A value of a spec as a person reads it."""
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _refusal(spec: JobSpec, run_dir: Path, refused: Sequence[Change]) -> str:
+    lines = [f"{c.field}: {shown(c.old)} → {shown(c.new)}: {c.refused}" for c in refused]
+    what = f"{spec.name}: the run in {run_dir} cannot go on with what has changed in its spec:"
+    fix = "Take this back, or give the job another name, or run it anew without --resume."
+    return "\n".join([what, *(f"  {line}" for line in lines), fix])
+
+
+def _spec_of(run_dir: Path) -> JobSpec | None:
+    """The spec that the run had last; None when there is none that can be read."""
+    path = run_dir / SPEC_FILE
+    try:
+        values, _ = read_yaml(path)
+        return JobSpec.model_validate_json(json.dumps(values, default=str))
+    except (SpecError, ValidationError) as error:
+        logger.warning("%s: cannot be read, so what has changed since is not known: %s", path, error)
+        return None

@@ -1,0 +1,84 @@
+"""What runs a flow, without running it: pieces of batches, drift, and profiles in files."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlix.flow.planner import Component, Edge, Graph, Point, Table, make_plan
+from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.flow.programs.drift import WINDOW, Drift
+from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.protocol.errors import SpecError
+
+
+class Nothing(FlowWorker):
+    def run(self, items: list[int]) -> list[int]:
+        return items
+
+
+def values(pieces: Pieces) -> list[int]:
+    return [value for ref, start, stop in pieces for value in ref[start:stop]]
+
+
+@given(st.lists(st.lists(st.integers(), max_size=6), max_size=5), st.integers(1, 5), st.data())
+def test_cutting_and_sharing_lose_nothing(lists: list[list[int]], ranks: int, data: st.DataObject) -> None:
+    pieces = [(part, 0, len(part)) for part in lists]
+    whole = values(pieces)
+    begin = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(begin, len(whole)))
+    middle = cut(pieces, begin, end)
+    assert (values(middle), size(middle)) == (whole[begin:end], end - begin)
+    shares = shard([middle, middle], ranks)
+    assert [value for share in shares for value in values(share[0])] == whole[begin:end]
+    sizes = [size(share[1]) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_drift_is_what_lasts() -> None:
+    parts = [Component(name, Table([Point(1, 8, 1.0)])) for name in "ab"]
+    plan = make_plan(Graph(parts, [Edge("a", "b")]), 8, 1).best
+    drift = Drift(plan)
+    for factor in (1.3, 1.1, 1.3):
+        drift.saw({"a": [(8, factor)], "b": [(8, 1.0), (3, 9.0)]})
+    assert drift.factors() == {}
+    for _ in range(WINDOW):
+        drift.saw({"a": [(8, 1.3)], "b": [(8, 1.0)]})
+    assert drift.factors() == {"a": pytest.approx(1.3), "b": pytest.approx(1.0)}
+    known = Drift(plan, scale={"a": 1.3})
+    for _ in range(WINDOW):
+        known.saw({"a": [(8, 1.3)], "b": [(8, 1.0)]})
+    assert known.factors() == {}
+
+
+def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
+    points = tuple(Point(1, n, float(n)) for n in (1, 2, 4))
+    profile = Profile("f", "m", {"a": PartProfile(points, 0.5, 0.25)}, {("a", "b"): (0.1, 0.2)})
+    path = tmp_path / "deep" / "f.json"
+    profile.write(path)
+    assert Profile.read(path) == profile
+    assert "held-out error 0.0% mean" in profile.describe()
+    assert profile.scaled({"a": 2.0}).parts["a"].points[1].seconds == 4.0
+    with pytest.raises(SpecError, match="run `rlix profile` first"):
+        Profile.read(tmp_path / "none.json")
+    path.write_text("[]")
+    with pytest.raises(SpecError, match="is not a profile"):
+        Profile.read(path)
+    flow = Flow("f", [Part("a", Nothing, "run"), Part("b", Nothing, "run", ("a",))], 4)
+    with pytest.raises(SpecError, match="has no part b"):
+        flow.plan(profile, 2)
+    with pytest.raises(SpecError, match="give it `sample`"):
+        flow.sample(1)
+
+
+def test_a_flow_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(SpecError, match="two parts are called 'a'"):
+        Flow("f", [Part("a", Nothing, "run"), Part("a", Nothing, "run")], 4)
+    with pytest.raises(SpecError, match=r"b comes after \['c'\]"):
+        Flow("f", [Part("b", Nothing, "run", ("c",))], 4)
+    with pytest.raises(SpecError, match="Nothing has no method 'walk'"):
+        Flow("f", [Part("a", Nothing, "walk")], 4)

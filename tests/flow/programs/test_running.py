@@ -1,0 +1,99 @@
+"""One flow on real workers in every mode, without a branch: same results, turns, chunks that change, and errors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlix.flow.planner import Mode, Point
+from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.running import Running
+from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.protocol.errors import WorkerError
+from tests.flow.test_worker_group import devices
+
+pytestmark = pytest.mark.ray
+
+ITEMS = 12
+
+
+class Adds(FlowWorker):
+    """Adds to numbers, keeps count of calls, and must be on its devices meanwhile."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls, self.here = number, 0, False
+
+    def onload(self) -> None:
+        assert not self.here
+        self.here = True
+
+    def offload(self) -> None:
+        assert self.here
+        self.here = False
+
+    def add(self, items: list[int]) -> list[int]:
+        assert self.here
+        self.calls += 1
+        if -1 in items:
+            raise LookupError("a number is missing")
+        return [item + self.number for item in items]
+
+    def count(self) -> int:
+        return self.calls
+
+    def save(self) -> int:
+        return self.calls
+
+    def restore(self, state: int) -> None:
+        self.calls = state
+
+
+FLOW = Flow(
+    "sums",
+    [
+        Part("ones", Adds, "add", kwargs={"number": 1}),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+    ],
+    ITEMS,
+    lambda count: list(range(count)),
+)
+
+
+def profile(held: float, switch_s: float) -> Profile:
+    points = tuple(Point(1, n, 0.1 * n, held, held) for n in (1, 4, 16))
+    return Profile("sums", "here", dict.fromkeys(("ones", "tens"), PartProfile(points, switch_s, switch_s)))
+
+
+@pytest.fixture(scope="module")
+def running(ray_session: Any) -> Iterator[Running]:
+    """Only one state fits on a device."""
+    pool = [device for (device,) in devices(2)]
+    with Running(FLOW, pool, plan="collocated", profile=profile(60.0, 0.1), device_bytes=80.0) as running:
+        yield running
+
+
+def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -> None:
+    expected = [n + 11 for n in range(ITEMS)]
+    for _ in range(2):
+        assert running.step(list(range(ITEMS))) == expected
+    assert running.groups["ones"].count().wait() == [2, 2]
+    assert "runner-up" in running.explain()
+    one, two = running.flow.part("ones"), running.flow.part("tens")
+    assert one.after == () and two.after == ("ones",)
+    apart = running.flow.plan(profile(60.0, 0.1), 2, device_bytes=80.0, mode=Mode.DISAGGREGATED).best
+    running.switch(apart)
+    assert running.step(list(range(ITEMS))) == expected
+    chunk = apart.segments[0].chunk
+    assert running.groups["tens"].count().wait() == [2 + ITEMS // chunk]  # it went on from what it had saved
+    running.set_chunk(5)
+    assert running.step(list(range(ITEMS))) == expected
+    assert running.groups["tens"].count().wait() == [2 + ITEMS // chunk + 3]
+
+
+def test_what_a_part_raises_reaches_the_caller_and_the_flow_goes_on(running: Running) -> None:
+    with pytest.raises(WorkerError, match=r"sums/ones: rank \d failed in add\(\): LookupError: a number is missing"):
+        running.step([-1] * ITEMS)
+    assert running.step([0] * ITEMS) == [11] * ITEMS
+    call = running.groups["ones"].on(0).count()
+    assert call.wait() and call.done and call.duration_s > 0

@@ -1,0 +1,62 @@
+"""Placements: which devices the ranks of a group get, in each of the ways to say it."""
+
+import pytest
+
+from rlix.flow.workers.placement import ByNode, Flexible, OnCpu, Packed, Placement, Pool, place
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Device, DeviceKind
+
+NODES = ("n0", "n1", "n2")
+POOL = Pool(
+    [Device(10 + 4 * i + j, node, "::1", j, DeviceKind.CPU) for i, node in enumerate(NODES) for j in range(4)],
+    {"fast": ("n0", "n2"), "gone": ("n9",)},
+)
+
+
+def numbers(placement: Placement) -> list[list[int]]:
+    return [[device.id - 10 for device in devices] for devices in place(placement, POOL)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (Packed(0, 3), [[0], [1], [2], [3]]),
+        (Packed(4), [[n] for n in range(4, 12)]),
+        (Packed(0, 7, per_rank=2), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (Packed(0, 7, stride=2), [[0], [2], [4], [6]]),
+        (Packed(0, 3, per_rank=2, stride=2), [[0, 2], [1, 3]]),
+        (Flexible([[5, 4], [0]]), [[5, 4], [0]]),
+        (ByNode(per_rank=3), [[0, 1, 2], [4, 5, 6], [8, 9, 10]]),
+        (ByNode(per_rank=2, nodes=[2, 0], most=1), [[8, 9], [0, 1]]),
+        (OnCpu(2), [[], []]),
+        ("all", [[n] for n in range(12)]),
+        ("3-5", [[3], [4], [5]]),
+        ("0-1:0-1", [[0], [1], [4], [5]]),
+        ("0:0-1, 2:3", [[0], [1], [11]]),
+        ("fast:1", [[1], [9]]),
+        ("all:0", [[0], [4], [8]]),
+    ],
+)
+def test_ranks_are_where_they_were_asked_for(placement: Placement, expected: list[list[int]]) -> None:
+    assert numbers(placement) == expected
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (Packed(0, 6, per_rank=2), "7 devices are not a multiple of 2"),
+        (Packed(2, 5, per_rank=4), "rank 0 is on several nodes"),
+        (Packed(0, 12), "no device 12 among 12"),
+        (Flexible([[0], [0]]), r"rank 1 has device\(s\) \[10\] that are used already"),
+        (Flexible([]), "has no rank"),
+        ("0-x", "'0-x' is neither a number"),
+        ("0,,1", "nothing between two commas"),
+        ("3:0", "there is no node 3; the pool has 3"),
+        ("0:4", "no device 4 among 4"),
+        ("gone:0", r"node\(s\) n9 of group 'gone' have no devices here"),
+        ("1-0", "neither a number"),
+    ],
+)
+def test_what_cannot_be_placed_says_why(placement: Placement, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        place(placement, POOL)

@@ -1,0 +1,253 @@
+"""The endpoint: conversations to the token, whole answers or none, and a job whose samples are an OpenAI client's."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rlix.integrations.openai.conversation import ChatFormat, Conversation, RequestError, reply_of
+from rlix.integrations.openai.episodes import Episode, Episodes, Policy
+from rlix.integrations.openai.server import make_app
+from rlix.pipeline.ends import Ends
+from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.samples import Answer
+from rlix.pipeline.spec.job import load_job
+from rlix.pipeline.tokenizer import character_tokenizer
+from tests.pipeline.in_process import InProcess
+from tests.pipeline.rollout_world import Weights, World
+
+pytest.importorskip("uvicorn")
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role[0] + '>' }}{{ m.content or '' }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+TOKENIZER = character_tokenizer('0123456789abcdefghijklmnopqrstuvwxyz<>_{}": ,/')
+END = int(TOKENIZER.eos_token_id)
+CHAT = ChatFormat(TOKENIZER, [END], TEMPLATE)
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def answer(token_ids: tuple[int, ...]) -> Answer:
+    return Answer(token_ids, (-0.5,) * len(token_ids), (0,) * len(token_ids))
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+
+def test_what_was_generated_is_kept_token_by_token() -> None:
+    conversation = Conversation(CHAT)
+    first = [said("user", "hi")]
+    heard = conversation.heard(first, ())
+    assert heard.read == ids("<u>hi<a>")
+    conversation.answered(heard, answer((*ids("ok"), END)), said("assistant", "ok"))
+    more = [*first, {"role": "assistant", "content": "ok", "refusal": None}, said("user", "go")]
+    conversation.heard(more, ())  # which is not answered, and made again
+    heard = conversation.heard(more, ())
+    assert heard.read == ids("<u>go<a>")  # the end token was generated, and is not read again
+    conversation.answered(heard, answer(ids("no")), said("assistant", "no"))  # cut off: it has no end token
+    heard = conversation.heard([*more, said("assistant", "no"), said("user", "x")], ())
+    assert heard.read == (END, *ids("<u>x<a>"))
+    assert conversation.token_ids == (*ids("<u>hi<a>ok"), END, *ids("<u>go<a>no"))
+    assert heard.prompt_ids == (*conversation.token_ids, *heard.read)
+    assert conversation.branches == 0
+
+
+def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> None:
+    conversation = Conversation(CHAT)
+    first = [said("user", "hi")]
+    for text in ("a", "b"):  # the client did not get the first
+        conversation.answered(conversation.heard(first, ()), answer(ids(text)), said("assistant", text))
+    assert conversation.token_ids == ids("<u>hi<a>b")
+    more = [*first, said("assistant", "b"), said("user", "go")]
+    conversation.answered(conversation.heard(more, ()), answer(ids("c")), said("assistant", "c"))
+    heard = conversation.heard([said("user", "ho")], ())
+    assert (heard.turns, heard.read) == ((), ids("<u>ho<a>"))
+    conversation.answered(heard, answer(ids("d")), said("assistant", "d"))
+    assert (conversation.token_ids, conversation.branches) == (ids("<u>ho<a>d"), 1)
+
+
+def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back() -> None:
+    text = 'so <tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
+    reply = reply_of(text, [{"type": "function"}], "e/0")
+    (call,) = reply["tool_calls"]
+    assert (reply["content"], call["function"]) == ("so", {"name": "look", "arguments": '{"at": 3}'})
+    assert reply_of(text, (), "e/0") == said("assistant", text)
+    conversation = Conversation(CHAT)
+    conversation.answered(conversation.heard([said("user", "hi")], ()), answer((*ids("generated"), END)), reply)
+    again = {**reply, "tool_calls": [{**call, "function": {"name": "look", "arguments": '{"at":3}'}}]}
+    heard = conversation.heard([said("user", "hi"), again, {**said("tool", "7"), "tool_call_id": call["id"]}], ())
+    assert heard.prompt_ids == (*ids("<u>hi<a>generated"), END, *ids("<t>7<a>"))
+    with pytest.raises(RequestError, match="only text"):
+        conversation.heard([{"role": "user", "content": [{"type": "image_url"}]}], ())
+
+
+# ---- the endpoint ----------------------------------------------------------------------------------------------------
+
+
+class Endpoint:
+    """The app over a rollout whose replicas a test moves by hand."""
+
+    def __init__(self, length: int = 8) -> None:
+        self.world = World(2)
+        self.world.manager.publish(Weights(0))  # type: ignore[arg-type]
+        self.world.grant(0)
+        self.world.settle()
+        ends = Ends(TOKENIZER, Path("/nowhere"))
+        policy = Policy(0, Sampling(max_new_tokens=length), 200, ends, CHAT, self.generate)
+        self.episodes = Episodes(policy, "key")
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app("job", self.episodes)), base_url="http://job/v1"
+        )
+
+    def generate(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        return self.world.manager.submit(step, trajectory)
+
+    async def ask(self, episode: Episode, **body: Any) -> "asyncio.Task[httpx.Response]":
+        """A request that a replica has begun to answer."""
+        messages = {"model": "job", "messages": [said("user", "hi")], **body}
+        headers = {"Authorization": f"Bearer {self.episodes.key_of(episode)}"}
+        task = asyncio.ensure_future(self.client.post("/chat/completions", json=messages, headers=headers))
+        while not self.world.manager._inbox.qsize():
+            await asyncio.sleep(0)
+        self.world.manager.handle_posted()
+        return task
+
+    def generated(self, count: int) -> None:
+        """The replica reports so many tokens."""
+        for call in list(self.world.calls):
+            self.world.finish(call, [count] if call.method == "collect" else None)
+        self.world.manager.handle_posted()
+
+
+def run(play: Callable[[Endpoint], Awaitable[None]]) -> None:
+    async def played() -> None:
+        endpoint = Endpoint()
+        async with endpoint.client:
+            await play(endpoint)
+
+    asyncio.run(played())
+
+
+def test_a_pool_that_shrinks_in_the_middle_of_an_answer_gives_the_whole_one() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        task = await endpoint.ask(episode, logprobs=True)
+        endpoint.generated(3)
+        endpoint.world.ask_back(0)
+        endpoint.world.settle()
+        assert not endpoint.world.held
+        assert not task.done()  # three tokens are no answer
+        endpoint.world.grant(1)
+        endpoint.world.settle()
+        choice = (await task).json()["choices"][0]
+        assert choice["token_ids"] == list(range(8))  # none twice, none missing
+        assert (choice["finish_reason"], len(choice["logprobs"]["content"])) == ("length", 8)
+        assert episode.conversation.token_ids == (*ids("<u>hi<a>"), *range(8))
+
+    run(play)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_given_up_is_an_error_and_no_short_answer(stream: bool) -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        task = await endpoint.ask(episode, stream=stream)
+        endpoint.generated(3)
+        endpoint.world.manager.abandon()
+        endpoint.world.settle()
+        response = await task
+        if stream:
+            assert '"type": "aborted"' in response.text
+            assert "[DONE]" not in response.text
+        else:
+            assert (response.status_code, response.json()["error"]["type"]) == (503, "aborted")
+        assert episode.conversation.turns == ()
+
+    run(play)
+
+
+def test_a_stream_carries_the_same_answer_piece_by_piece() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        task = await endpoint.ask(endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False), stream=True)
+        endpoint.world.settle()
+        lines = [line.removeprefix("data: ") for line in (await task).text.splitlines() if line]
+        assert lines[-1] == "[DONE]"
+        choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        assert "".join(choice["delta"]["content"] for choice in choices) == CHAT.decode(list(range(8)))
+        assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("length", list(range(8)))
+
+    run(play)
+
+
+def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        opened = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=True)
+        refused = await endpoint.client.post("/episodes", headers={"Authorization": "Bearer wrong"})
+        assert refused.status_code == 401
+        taken = (await endpoint.client.post("/episodes", headers={"Authorization": "Bearer key"})).json()
+        assert (taken["id"], taken["task"], taken["seed"]) == ("e/0/0", "e/0", opened.seed)
+        task = await endpoint.ask(opened)
+        endpoint.world.settle()
+        await task
+        headers = {"Authorization": f"Bearer {taken['api_key']}"}
+        assert (await endpoint.client.post("/reward", json={"reward": 0.5}, headers=headers)).status_code == 200
+        sample = opened.done.result()
+        assert (sample.reward, sample.counts, sample.generated) == (0.5, True, 8)
+        late = await endpoint.client.post("/reward", json={"reward": 1.0}, headers=headers)
+        assert "no such episode" in late.json()["error"]["message"]
+
+    run(play)
+
+
+# ---- a job -----------------------------------------------------------------------------------------------------------
+
+JOB = """
+name: agents
+steps: 1
+model: {{alphabet: "0123456789abcdefghijklmnopqrstuvwxyz<>"}}
+source: {{openai: {{name: "agent.py:play", chat_template: {template}}}}}
+rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 6}}
+clusters: {{actor_train: {{gpus: 1}}}}
+"""
+AGENT = """
+from openai import OpenAI
+
+def play(call):
+    client = OpenAI(base_url=call.base_url, api_key=call.api_key)
+    messages = [{"role": "user", "content": str(call.seed % 10)}]
+    first = client.chat.completions.create(model=call.model, messages=messages).choices[0].message
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
+    parts = client.chat.completions.create(model=call.model, messages=messages, stream=True)
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    if call.sample.endswith("1/1"):
+        raise ValueError("this one broke")
+    return float(len(text))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, rlix_home: Path) -> Iterator[InProcess]:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "job.yaml").write_text(JOB.format(template=tmp_path / "template.jinja"))
+    yield InProcess(load_job(tmp_path / "job.yaml"), tmp_path / "run")
+
+
+def test_a_job_learns_from_what_an_openai_client_did(job: InProcess) -> None:
+    pytest.importorskip("openai")
+    (metrics,) = job.run_steps()
+    assert (metrics["trajectories"], metrics["turns"], metrics["agent_failed"]) == (4.0, 2.0, 1.0)
+    assert metrics["reward"] > 0

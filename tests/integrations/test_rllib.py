@@ -1,0 +1,75 @@
+"""Real RLlib, plain and as a job of the pool: the same learning to the bit, and elastic sampling with whole batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import rlix
+from rlix.monitor.records import load_run
+from rlix.protocol.errors import SpecError
+
+pytest.importorskip("gymnasium")
+ppo = pytest.importorskip("ray.rllib.algorithms.ppo")
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+
+BATCH = 400
+
+
+def config(runners: int) -> Any:
+    return (
+        ppo.PPOConfig()
+        .environment("CartPole-v1")
+        .env_runners(num_env_runners=runners, num_envs_per_env_runner=1)
+        .learners(num_learners=0)
+        .training(train_batch_size_per_learner=BATCH, minibatch_size=100, num_epochs=2, lr=1e-3)
+        .debugging(seed=1, log_level="ERROR")
+    )
+
+
+def trained(made: Any, steps: int) -> tuple[list[Any], Any]:
+    """Of each step how many environment steps it had and what was lost; and the algorithm."""
+    algorithm = made.build_algo()
+    results = [algorithm.train() for _ in range(steps)]
+    return [
+        (r["env_runners"]["num_env_steps_sampled"], float(r["learners"]["default_policy"]["total_loss"]))
+        for r in results
+    ], algorithm
+
+
+def test_ppo_learns_the_same_as_a_job(ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    expected, plain = trained(config(0), 2)
+    plain.stop()
+    found, algorithm = trained(rlix.rllib(config(0), "ppo", runs_dir=str(tmp_path)), 2)
+    assert found == expected
+    job = algorithm._rlix
+    assert (job.stages.stage, job.learners.on_device, job.learners.device_bytes()) == (None, False, 0)
+    saved = algorithm.save_to_path(str(tmp_path / "checkpoint"))
+    algorithm.stop()
+    assert Path(saved).is_dir()
+    record = load_run(tmp_path / "ppo")
+    assert (record.state, len(record.metrics)) == ("finished", 2)
+    assert {lease.phase for lease in record.leases} == {"initialization", "actor_training"}
+
+
+def test_runners_come_and_go_and_batches_stay_whole(
+    ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    found, algorithm = trained(rlix.rllib(config(2), "elastic", elastic=True, runs_dir=str(tmp_path)), 2)
+    assert [steps for steps, _ in found] == [BATCH, BATCH]
+    assert set(algorithm._rlix.sampler.sizes) <= {1, 2}
+    assert algorithm._rlix.program.client.leases() == ()
+    algorithm.stop()
+
+
+def test_what_cannot_be_leased_is_refused() -> None:
+    from ray.rllib.algorithms.impala import IMPALAConfig
+
+    with pytest.raises(SpecError, match="updates in a thread beside sampling"):
+        rlix.rllib(IMPALAConfig())
+    with pytest.raises(SpecError, match="num_gpus_per_learner would take Ray's GPUs"):
+        rlix.rllib(config(0).learners(num_gpus_per_learner=1))
