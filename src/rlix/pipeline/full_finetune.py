@@ -19,7 +19,7 @@ from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_im
 from rlix.pipeline.algorithms.base import Estimate, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, tokens_of
+from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, stale_tokens, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -394,10 +394,3 @@ class FullFinetunePipeline(Pipeline):
             engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
-
-
-def stale_tokens(samples: Samples, mask: torch.Tensor) -> torch.Tensor:
-    """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
-    marks = zip(samples.samples, mask, strict=True)
-    learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
-    return align(learnt, mask).bool()
