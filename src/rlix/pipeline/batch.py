@@ -51,6 +51,13 @@ def collate(rows: Sequence[Row], pad_id: int) -> TokenBatch:
     return TokenBatch(input_ids=input_ids, mask=mask)
 
 
+def stale_tokens(samples: Samples, mask: Tensor) -> Tensor:
+    """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
+    marks = zip(samples.samples, mask, strict=True)
+    learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
+    return align(learnt, mask).bool()
+
+
 def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
     """One value per learnt token, put where `mask` [batch, length - 1] has that token; 0 elsewhere."""
     result = torch.zeros(mask.shape)
