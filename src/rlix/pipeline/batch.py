@@ -74,10 +74,3 @@ def tokens_of(batch: PolicyBatch) -> TokenBatch:
 def rows_of(batch: PolicyBatch, rows: Tensor) -> PolicyBatch:
     """The batch with these rows only, in their order."""
     return cast(PolicyBatch, {key: cast(Tensor, value)[rows] for key, value in batch.items()})
-
-
-def stale_tokens(samples: Samples, mask: Tensor) -> Tensor:
-    """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
-    marks = zip(samples.samples, mask, strict=True)
-    learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
-    return align(learnt, mask).bool()
