@@ -86,6 +86,12 @@ def test_a_pattern_for_nothing_is_refused(tmp_path: Path) -> None:
     pipeline.teardown()
 
 
+def test_adapters_have_no_groups(tmp_path: Path) -> None:
+    optimizer = {"groups": {"lm_head*": {"learning_rate": 1.0}}}
+    with pytest.raises(ValueError, match=r"optimizer\.groups: has no effect on an adapter"):
+        job("task", "on_policy", "grpo", tmp_path, lora={}, optimizer=optimizer)
+
+
 def test_a_mistake_in_a_group_is_said_by_its_pattern(tmp_path: Path) -> None:
     text = """
 name: job
