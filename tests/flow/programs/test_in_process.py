@@ -52,8 +52,10 @@ class Group:
     def call(self, method: str, *args: Any) -> Any:
         return SimpleNamespace(wait=lambda *_: [getattr(member, method)(*args) for member in self.members])
 
-    def on(self, *ranks: int) -> "Group":
-        return self
+    def on(self, rank: int) -> Any:
+        return SimpleNamespace(
+            call=lambda method: SimpleNamespace(wait=lambda *_: [getattr(self.members[rank], method)()])
+        )
 
     def part(self, method: str, inputs: Sequence[Sequence[Pieces]]) -> tuple[list[Any], Any]:
         made = []
