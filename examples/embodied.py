@@ -3,8 +3,8 @@
     pip install 'rlix[mujoco]'
     RLIX_VIRTUAL_GPUS=2 python examples/embodied.py
 
-Between steps a simulation is bytes in its item: physics, clock and random numbers. Workers keep nothing, so whoever
-goes on with it, after whatever pause, goes on equal to the bit.
+Between steps a simulation is bytes in its item: physics, clock and counters. Workers keep nothing, so whoever goes on
+with it, after whatever pause, goes on equal to the bit.
 """
 
 import time
@@ -101,8 +101,8 @@ class Simulate(FlowWorker):
         if not items:
             return []
         self.spare += [Simulation() for _ in range(len(items) - len(self.spare))]
-        sims = [sim.resume(state) if isinstance(state, tuple) else sim.begin(state) for sim, (state, *_) in
-                zip(self.spare, items, strict=False)]  # fmt: skip
+        pairs = zip(self.spare, items, strict=False)
+        sims = [sim.resume(at) if isinstance(at, tuple) else sim.begin(at) for sim, (at, *_) in pairs]
         policy, step = ray.get(items[0][1]), items[0][2]
         noise = torch.stack([torch.randn(LENGTH, 1, generator=_seeded(step, sim.number)) for sim in sims], 1)
         rows = []
@@ -110,10 +110,8 @@ class Simulate(FlowWorker):
             seen = torch.as_tensor(np.stack([sim.observation for sim in sims]))
             with torch.no_grad():
                 mean = policy.actor(policy.normal(seen))
-            actions = mean + policy.log_std.exp() * noise[t]
-            rows.append(
-                (seen, actions.detach(), [s.step(a.detach().numpy()) for s, a in zip(sims, actions, strict=True)])
-            )
+            actions = (mean + policy.log_std.exp() * noise[t]).detach()
+            rows.append((seen, actions, [sim.step(act.numpy()) for sim, act in zip(sims, actions, strict=True)]))
         return [
             {
                 "seen": torch.stack([seen[i] for seen, _, _ in rows] + [torch.as_tensor(sim.observation)]),

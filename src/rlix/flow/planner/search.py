@@ -29,8 +29,7 @@ def make_plan(
 ) -> Planned:
     """The fastest plan for steps of `items` items on `devices` equal devices of `device_bytes` each.
 
-    `mode`: the fastest of this mode, whatever others would take. Takes milliseconds for three parts and a thousand
-    devices.
+    `mode`: the fastest of this mode, whatever others would take. Takes milliseconds for three parts.
 
     Raises:
         SpecError: there is no plan: the devices are too few or too small, or the batch cannot be divided.
