@@ -131,7 +131,13 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
         program.name_holders(_CLUSTER, _holders(program, ranks, store))
         gate = RankGate(0, ranks.world_size, store, gate)
     record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
-    _serve(lambda model: Rollouts(program, model, record.folder))
+
+    def start_rollouts(model: str) -> Rollouts:
+        rollouts = Rollouts(program, model, record.folder)
+        atexit.register(rollouts.close)  # before the job leaves, which would end the replicas by force
+        return rollouts
+
+    _serve(start_rollouts)
     mine = dict.fromkeys(range(ranks.world_size), program.client.process)
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
