@@ -3,7 +3,7 @@
     python -m benchmarks.multi_lora [--adapters 1 2 4] [--steps N] [--devices N] [--json]
 
 Steps per hour are counted from the first step of any to the last of all, over all adapters. Memory is the greatest sum,
-seen once a second, of the proportional set size of the job's workers and pipelines: shared pages count once.
+seen once a second, of the proportional set size of all processes, the control plane's too: shared pages count once.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def measure(jobs: list[dict[str, Any]], devices: int) -> dict[str, float]:
         )
         peak = 0
         while process.poll() is None:
-            peak = max(peak, memory(process.pid))
+            peak = max(peak, memory(f"{folder}/home"))
             time.sleep(1)
         if process.returncode:
             raise SystemExit(f"the jobs failed (exit code {process.returncode})")
@@ -70,18 +70,14 @@ def metrics(folder: Path) -> str:
     return (folder / "metrics.jsonl").read_text()
 
 
-def memory(pid: int) -> int:
-    """Bytes of the Ray workers below a process: what the jobs themselves take."""
+def memory(home: str) -> int:
+    """Bytes of all processes of a control plane, and of the jobs on it."""
     found = 0
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return 0
-    for child in children:
+    for process in psutil.process_iter():
         try:
-            if child.cmdline() and any(part in " ".join(child.cmdline()) for part in ("ray::", "prefork")):
-                found += child.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("RLIX_HOME") == home:
+                found += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
 
@@ -102,11 +98,12 @@ def main() -> None:
         }
         one, own = results[count]["one job"], results[count]["own jobs"]
         if not args.json:
+            faster, smaller = one["steps_per_h"] / own["steps_per_h"], one["mib"] / own["mib"]
             print(
-                f"{count} adapters: {one['steps_per_h']:,.0f} steps/h in one job, {own['steps_per_h']:,.0f} in jobs of "
-                f"their own ({one['steps_per_h'] / own['steps_per_h']:.2f} x); {one['mib']:,.0f} and {own['mib']:,.0f} "
-                f"MiB ({one['mib'] / own['mib']:.2f} x); {one['seconds']:.0f} and {own['seconds']:.0f} s in all; "
-                f"load {load:.1f} before",
+                f"{count} adapters, one job and jobs of their own: {one['steps_per_h']:,.0f} and "
+                f"{own['steps_per_h']:,.0f} steps/h ({faster:.2f} x); "
+                f"{one['mib']:,.0f} and {own['mib']:,.0f} MiB ({smaller:.2f} x); "
+                f"{one['seconds']:.0f} and {own['seconds']:.0f} s in all; load {load:.1f} before",
                 flush=True,
             )
     if args.json:

@@ -50,16 +50,18 @@ def answer(token_ids: tuple[int, ...]) -> Answer:
 def test_what_was_generated_is_kept_token_by_token() -> None:
     conversation = Conversation(CHAT)
     first = [said("user", "hi")]
-    read = conversation.heard(first, ())
-    assert read == ids("<u>hi<a>")
-    conversation.answered(read, answer((*ids("ok"), END)), said("assistant", "ok"))
+    heard = conversation.heard(first, ())
+    assert heard.read == ids("<u>hi<a>")
+    conversation.answered(heard, answer((*ids("ok"), END)), said("assistant", "ok"))
     more = [*first, {"role": "assistant", "content": "ok", "refusal": None}, said("user", "go")]
-    read = conversation.heard(more, ())
-    assert read == ids("<u>go<a>")  # the end token was generated, and is not read again
-    conversation.answered(read, answer(ids("no")), said("assistant", "no"))  # cut off: it has no end token
-    read = conversation.heard([*more, said("assistant", "no"), said("user", "x")], ())
-    assert read == (END, *ids("<u>x<a>"))
+    conversation.heard(more, ())  # which is not answered, and made again
+    heard = conversation.heard(more, ())
+    assert heard.read == ids("<u>go<a>")  # the end token was generated, and is not read again
+    conversation.answered(heard, answer(ids("no")), said("assistant", "no"))  # cut off: it has no end token
+    heard = conversation.heard([*more, said("assistant", "no"), said("user", "x")], ())
+    assert heard.read == (END, *ids("<u>x<a>"))
     assert conversation.token_ids == (*ids("<u>hi<a>ok"), END, *ids("<u>go<a>no"))
+    assert heard.prompt_ids == (*conversation.token_ids, *heard.read)
     assert conversation.branches == 0
 
 
@@ -69,8 +71,12 @@ def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> No
     for text in ("a", "b"):  # the client did not get the first
         conversation.answered(conversation.heard(first, ()), answer(ids(text)), said("assistant", text))
     assert conversation.token_ids == ids("<u>hi<a>b")
-    assert conversation.heard([said("user", "ho")], ()) == ids("<u>ho<a>")
-    assert (conversation.turns, conversation.branches) == ([], 1)
+    more = [*first, said("assistant", "b"), said("user", "go")]
+    conversation.answered(conversation.heard(more, ()), answer(ids("c")), said("assistant", "c"))
+    heard = conversation.heard([said("user", "ho")], ())
+    assert (heard.turns, heard.read) == ((), ids("<u>ho<a>"))
+    conversation.answered(heard, answer(ids("d")), said("assistant", "d"))
+    assert (conversation.token_ids, conversation.branches) == (ids("<u>ho<a>d"), 1)
 
 
 def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back() -> None:
@@ -82,9 +88,8 @@ def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back
     conversation = Conversation(CHAT)
     conversation.answered(conversation.heard([said("user", "hi")], ()), answer((*ids("generated"), END)), reply)
     again = {**reply, "tool_calls": [{**call, "function": {"name": "look", "arguments": '{"at":3}'}}]}
-    read = conversation.heard([said("user", "hi"), again, {**said("tool", "7"), "tool_call_id": call["id"]}], ())
-    assert read == ids("<t>7<a>")
-    assert conversation.token_ids == (*ids("<u>hi<a>generated"), END)
+    heard = conversation.heard([said("user", "hi"), again, {**said("tool", "7"), "tool_call_id": call["id"]}], ())
+    assert heard.prompt_ids == (*ids("<u>hi<a>generated"), END, *ids("<t>7<a>"))
     with pytest.raises(RequestError, match="only text"):
         conversation.heard([{"role": "user", "content": [{"type": "image_url"}]}], ())
 
@@ -169,7 +174,7 @@ def test_an_answer_that_is_given_up_is_an_error_and_no_short_answer(stream: bool
             assert "[DONE]" not in response.text
         else:
             assert (response.status_code, response.json()["error"]["type"]) == (503, "aborted")
-        assert episode.conversation.turns == []
+        assert episode.conversation.turns == ()
 
     run(play)
 
@@ -213,7 +218,7 @@ JOB = """
 name: agents
 steps: 1
 model: {{alphabet: "0123456789abcdefghijklmnopqrstuvwxyz<>"}}
-source: {{openai: {{name: "agent.py:play", chat_template: {template}}}}}
+source: {{openai: "agent.py:play", chat: {{template: template.jinja}}}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 6}}
 clusters: {{actor_train: {{gpus: 1}}}}
 """
@@ -237,7 +242,7 @@ def play(call):
 def job(tmp_path: Path, rlix_home: Path) -> Iterator[InProcess]:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    (tmp_path / "job.yaml").write_text(JOB.format(template=tmp_path / "template.jinja"))
+    (tmp_path / "job.yaml").write_text(JOB.format())
     yield InProcess(load_job(tmp_path / "job.yaml"), tmp_path / "run")
 
 

@@ -13,7 +13,7 @@ from rlix.protocol.errors import SpecError
 pytest.importorskip("gymnasium")
 ppo = pytest.importorskip("ray.rllib.algorithms.ppo")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 BATCH = 400
 

@@ -172,6 +172,7 @@ def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) 
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_vllm_generation_is_served_by_the_jobs_replicas(
     ray_session: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

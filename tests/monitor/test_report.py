@@ -1,10 +1,11 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 from rich.console import Console
 
-from rlix.monitor.report import Report, build_report, render_html, summary, write_report
+from rlix.monitor.report import Report, build_report, page_data, render_html, summary, write_report
 from rlix.monitor.tables import duration, render_text
 from rlix.monitor.trace import JOB_PROCESS_OFFSET, trace_events, write_trace
 from tests.monitor.synthetic import demo_runs, job_event, pool, span, write_run
@@ -44,6 +45,15 @@ def test_an_empty_run_still_makes_a_report(tmp_path: Path) -> None:
     report = build_report([write_run(tmp_path / "run", events=[], metrics=[])])
     assert "0 devices" in render_html(report)
     json.dumps(summary(report), allow_nan=False)
+
+
+def test_the_adapters_of_a_job_have_a_table_and_curves(tmp_path: Path) -> None:
+    (folder, *_) = demo_runs(tmp_path, steps=6)
+    shutil.copytree(folder, folder / "runs" / "a", ignore=lambda _, names: [n for n in names if n == "runs"])
+    report = build_report([folder])
+    assert [run.name for run in report.runs] == [f"{folder.name}/a"]
+    assert report.tables[1].rows[0][:2] == (f"{folder.name}/a", report.runs[0].state)
+    assert [run["name"] for run in page_data(report)["runs"]] == [f"{folder.name}/a"]
 
 
 def text_of(report: Report) -> str:

@@ -51,6 +51,8 @@ class Generator:
 
     def abandon(self) -> None: ...
 
+    late_s = 0.0
+
     def slot_use(self) -> dict[str, float]:
         return {}
 
@@ -122,4 +124,5 @@ class InProcess(FullFinetunePipeline):
         torch.manual_seed(0)
         built: Any = build_module(spec, torch.device("cpu"), None)
         built.configure_optimizer(optimizer)
+        built.declare_speed(self.spec.speed)
         return Engine(built, path)

@@ -12,6 +12,7 @@ import pytest
 from rlix.pipeline.algorithms.choice import CLASSES
 from rlix.pipeline.schedules.choice import CLASSES as SCHEDULE_CLASSES
 from rlix.pipeline.spec.algorithm import ALGORITHMS
+from rlix.pipeline.spec.declared import DeclaredSpeedSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.schedule import SCHEDULES
 from tests.pipeline import sandboxes
@@ -115,3 +116,20 @@ def test_curves_are_those_of_all_that_was_sampled(tmp_path: Path) -> None:
     assert filtered["tokens"] > plain["tokens"]
     assert filtered["reward"] == plain["reward"]
     assert filtered["trajectories_digest"] != plain["trajectories_digest"]
+
+
+def test_a_declared_speed_changes_how_long_steps_last_and_nothing_else(tmp_path: Path) -> None:
+    declared = {"token_ms": 100.0, "trained_token_ms": 10.0, "scored_token_ms": 5.0}
+    spec = job(
+        "task", "on_policy", {"name": "grpo", "options": {"kl_coefficient": 0.1}}, tmp_path, warmup=None, steps=2
+    )
+    plain = InProcess(spec, tmp_path / "plain").run_steps()
+    slow = spec.model_copy(update={"declared_speed": DeclaredSpeedSpec.model_validate(declared)})
+    rows = InProcess(slow, tmp_path / "declared").run_steps()
+    for before, after in zip(plain, rows, strict=True):
+        assert {k: v for k, v in after.items() if not k.endswith("_s")} == {
+            k: v for k, v in before.items() if not k.endswith("_s")
+        }
+        assert after["train_s"] >= 8 * after["context"] * 0.010, "eight samples at 10 ms for each token"
+        assert (after["late_s"], after["decode_late_s"]) >= (0.0, 0.0)
+        assert not {"late_s", "decode_late_s"} & before.keys()

@@ -8,6 +8,7 @@ from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
 from rlix.monitor.records import SWITCHING_KINDS, RunRecord
 
 EDGE_STEPS = 5
+FIRST, LAST = slice(None, EDGE_STEPS), slice(-EDGE_STEPS, None)
 """Reward and exact match at the start and at the end of a run are means over this many steps."""
 
 
@@ -159,14 +160,14 @@ def _job_use(record: RunRecord) -> JobUse:
         busy_device_s=sum(use.busy_s for use in by_device),
         switching_device_s=sum(use.switching_s for use in by_device),
         shrinks=sum(1 for lease in record.leases if lease.event == "shrinking"),
-        reward_first=_edge_mean(record, "reward", slice(None, EDGE_STEPS)),
-        reward_last=_edge_mean(record, "reward", slice(-EDGE_STEPS, None)),
-        exact_first=_edge_mean(record, "exact", slice(None, EDGE_STEPS)),
-        exact_last=_edge_mean(record, "exact", slice(-EDGE_STEPS, None)),
+        reward_first=edge_mean(record, "reward", FIRST),
+        reward_last=edge_mean(record, "reward", LAST),
+        exact_first=edge_mean(record, "exact", FIRST),
+        exact_last=edge_mean(record, "exact", LAST),
     )
 
 
-def _edge_mean(record: RunRecord, key: str, edge: slice) -> float | None:
+def edge_mean(record: RunRecord, key: str, edge: slice) -> float | None:
     values = [row[key] for row in record.metrics if key in row][edge]
     return fmean(values) if values else None
 

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -209,6 +209,12 @@ def _parse(where: str, row: dict[str, Any], parser: Callable[[dict[str, Any]], T
         raise SpecError(f"{where}: the key {error} is missing") from error
     except (TypeError, ValueError) as error:
         raise SpecError(f"{where}: {error}") from error
+
+
+def runs_of(record: RunRecord) -> tuple[RunRecord, ...]:
+    """The runs of a job that trains many adapters, each by the job's name and its own; those that have begun."""
+    folders = sorted(path.parent for path in record.directory.glob("runs/*/metrics.jsonl"))
+    return tuple(replace(load_run(folder), name=f"{record.name}/{folder.name}") for folder in folders)
 
 
 def _metrics_row(row: dict[str, Any]) -> dict[str, float]:

@@ -12,9 +12,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rlix.monitor.accounting import Accounting, account, contended_window, device_ids, shared_window
-from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run
+from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run, runs_of
 from rlix.monitor.split import SplitEstimate, split_estimate
-from rlix.monitor.tables import TableData, count, device_table, duration, job_table, percent, split_table
+from rlix.monitor.tables import TableData, count, device_table, duration, job_table, percent, run_table, split_table
 from rlix.protocol.types import Phase
 
 SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
@@ -30,6 +30,7 @@ class Report:
     accounting: Accounting
     contended: Accounting
     estimate: SplitEstimate | None
+    runs: tuple[RunRecord, ...] = ()  # the adapters of jobs that train many
 
     @property
     def pool(self) -> tuple[PoolDevice, ...]:
@@ -40,6 +41,8 @@ class Report:
     @property
     def tables(self) -> tuple[TableData, ...]:
         tables = [job_table(self.accounting), device_table(self.accounting, self.pool)]
+        if self.runs:
+            tables.insert(1, run_table(self.runs))
         if self.estimate is not None:
             tables.append(split_table(self.accounting, self.contended, self.estimate))
         return tuple(tables)
@@ -53,6 +56,7 @@ def build_report(directories: Sequence[Path]) -> Report:
         accounting=account(records),
         contended=account(records, contended_window(records)),
         estimate=split_estimate(records),
+        runs=tuple(run for record in records for run in runs_of(record)),
     )
 
 
@@ -133,6 +137,7 @@ def page_data(report: Report) -> dict[str, Any]:
         "phases": phases,
         "spans": sorted(spans, key=lambda row: (row[0], row[4])),
         "jobs": [_job_data(record, origin) for record in report.records],
+        "runs": [_job_data(record, origin) for record in report.runs],
     }
 
 

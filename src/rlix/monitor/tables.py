@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rlix.monitor.accounting import Accounting, DeviceUse
-from rlix.monitor.records import PoolDevice
+from rlix.monitor.accounting import FIRST, LAST, Accounting, DeviceUse, edge_mean
+from rlix.monitor.records import PoolDevice, RunRecord
 from rlix.monitor.split import SplitEstimate
 
 
@@ -137,6 +137,21 @@ def _use_row(label: str, use: DeviceUse, total_s: float) -> tuple[str, ...]:
         share(use.switching_s),
         share(use.idle_s),
     )
+
+
+def run_table(runs: Sequence[RunRecord]) -> TableData:
+    """Of adapters that share a job."""
+    rows = tuple(
+        (
+            run.name,
+            run.state,
+            count(len(run.metrics)),
+            _change(edge_mean(run, "reward", FIRST), edge_mean(run, "reward", LAST)),
+            _change(edge_mean(run, "exact", FIRST), edge_mean(run, "exact", LAST)),
+        )
+        for run in runs
+    )
+    return TableData("Adapters", ("adapter", "state", "steps", "reward", "exact match"), rows)
 
 
 def _change(first: float | None, last: float | None) -> str:

@@ -52,7 +52,7 @@ class AdapterRun(LoraFinetunePipeline):
 
     def _start_engines(self) -> None:
         self.actor, self.served = self.job.actor, self.job.served
-        self.rollouts = AdapterRollouts(self.served, self.adapter)
+        self.rollouts = AdapterRollouts(self.served, self.adapter, alone=False)
 
     def initialize(self) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
@@ -109,6 +109,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         self._threads: dict[str, threading.Thread] = {}
         self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
         self._steps = 0  # of all runs together
+        self._unsaved = False
 
     # ---- what can be asked for while it runs -----------------------------------------------------------------
 
@@ -208,6 +209,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
                 if not any(thread.is_alive() for thread in self._threads.values()):
                     break
             self._write_lease_events()
+        self._save_progress()
         failed = {name: status.error for name, r in self.runs.items() if (status := r.status()).state == "failed"}
         if failed:
             text = "; ".join(f"{name}: {error}" for name, error in failed.items())
@@ -259,15 +261,21 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             self._steps += 1
 
     def checkpointed(self) -> None:
-        """A run has written a checkpoint: what resumes the job knows how far all are."""
+        """A run has written a checkpoint: what resumes the job should know how far all are."""
+        self._unsaved = True
+
+    def _save_progress(self) -> None:
+        """Only the thread that holds the gang may, or whoever knows that there is none."""
         with self._runs_lock:
-            if not (self.folder.checkpoints / f"step_{self._steps}").exists():
+            if self._unsaved and not (self.folder.checkpoints / f"step_{self._steps}").exists():
                 self.checkpoints.begin(self._steps, self.save)
+            self._unsaved = False
 
     # ---- the gang --------------------------------------------------------------------------------------------
 
     @contextmanager
     def _held(self, phase: Phase) -> Iterator[None]:
+        self._save_progress()
         with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.actor, self.engine_lock)):
             yield
 

@@ -42,9 +42,9 @@ class ExecutorOptions:
             for less speed. None: True on a virtual GPU, so that sharing is invisible to learning; False on a GPU.
         tile_tokens: most tokens per forward of an exact executor; None lets it choose. Results are equal to the bit
             only between replicas of the same value.
-        declared: on a virtual GPU, how long decoding and moves last at least.
         adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
             room for so many when it starts. The transformers executor needs neither.
+        declared: on a virtual GPU, how long decoding and moves last at least.
         more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
@@ -56,9 +56,9 @@ class ExecutorOptions:
     dtype: str = "auto"
     exact: bool | None = None
     tile_tokens: int | None = None
-    declared: DeclaredSpeed = AS_IT_IS
     adapters: int = 0
     adapter_rank: int = 0
+    declared: DeclaredSpeed = AS_IT_IS
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

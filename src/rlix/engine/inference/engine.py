@@ -81,9 +81,9 @@ class InferenceEngine(Engine):
         kv_cache_bytes: int | None = None,
         dtype: str = "auto",
         exact: bool | None = None,
-        declared: DeclaredSpeed = AS_IT_IS,
         adapters: int = 0,
         adapter_rank: int = 0,
+        declared: DeclaredSpeed = AS_IT_IS,
         executor_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         load: bool = True,
@@ -130,9 +130,9 @@ class InferenceEngine(Engine):
             kv_cache_bytes=kv_cache_bytes,
             dtype=dtype,
             exact=exact,
-            declared=declared,
             adapters=adapters,
             adapter_rank=adapter_rank,
+            declared=declared,
             more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s

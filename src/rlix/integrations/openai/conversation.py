@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlix.pipeline.samples import Answer, Turn
@@ -25,12 +25,20 @@ class ChatFormat:
     Args:
         ends: tokens that end an answer.
         template: instead of the tokenizer's.
+        options: further variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int], template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._template = template
+        self._options = dict(options or {})
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
         return self.encode(self._render(messages, tools))
@@ -68,6 +76,7 @@ class ChatFormat:
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
+                **self._options,
             )
         )
 
@@ -88,57 +97,64 @@ def reply_of(text: str, tools: Sequence[Any], id: str) -> dict[str, Any]:
     return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A request that is not answered yet. `read`: what the policy reads after the turns that are kept."""
+
+    turns: tuple[Turn, ...]
+    read: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return (*_tokens(self.turns), *self.read)
+
+
 @dataclass(slots=True)
 class Conversation:
     """What was read and answered so far; one that is begun anew, or whose past is changed, starts again from nothing.
 
-    `branches`: how often that happened. An agent learns from its last branch.
+    A request changes nothing until it is answered, so that it can be made again. `branches`: how often it started
+    again. An agent learns from its last branch.
     """
 
     chat: ChatFormat
-    turns: list[Turn] = field(default_factory=list)
+    turns: tuple[Turn, ...] = ()
     branches: int = 0
-    _messages: list[Message] = field(default_factory=list)  # up to the last answer, without it
+    _messages: tuple[Message, ...] = ()  # up to the last answer, without it
     _reply: Message | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(id for turn in self.turns for id in turn.observation_ids + turn.answer.token_ids)
+        return _tokens(self.turns)
 
-    def heard(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
-        """Takes in a request; returns what the policy reads before it answers, beyond `token_ids`."""
-        before = len(self._messages)
-        messages = [_plain(message) for message in messages]
-        if messages == self._messages and self._reply is not None:  # the client asks again, so it got no answer
-            read = self.turns.pop().observation_ids
-        elif (
-            self._reply is not None
-            and len(messages) > before
-            and messages[:before] == self._messages
-            and _same(messages[before], self._reply)
-        ):
-            read = self.chat.continuation(messages, before, self.turns[-1].answer.token_ids, tools)
-        else:
-            read = self.chat.opening(messages, tools)
-            self._begin_again()
-        self._messages, self._reply = messages, None
-        return read
+    def heard(self, messages: Sequence[Message], tools: Sequence[Any]) -> Heard:
+        """Raises RequestError when the messages cannot be rendered."""
+        before, given = len(self._messages), tuple(_plain(message) for message in messages)
+        if self._reply is not None and given == self._messages:  # the client asks again, so it got no answer
+            return Heard(self.turns[:-1], self.turns[-1].observation_ids, given)
+        goes_on = len(given) > before and given[:before] == self._messages
+        if self._reply is not None and goes_on and _same(given[before], self._reply):
+            read = self.chat.continuation(given, before, self.turns[-1].answer.token_ids, tools)
+            return Heard(self.turns, read, given)
+        return Heard((), self.chat.opening(given, tools), given)
 
-    def heard_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def heard_tokens(self, token_ids: Sequence[int]) -> Heard:
         """The same for a plain prompt."""
-        said = self.token_ids
-        if said and tuple(token_ids[: len(said)]) == said and len(token_ids) > len(said):
-            return tuple(token_ids[len(said) :])
-        self._begin_again()
-        return tuple(token_ids)
+        said, given = self.token_ids, tuple(token_ids)
+        if said and given[: len(said)] == said and len(given) > len(said):
+            return Heard(self.turns, given[len(said) :])
+        return Heard((), given)
 
-    def answered(self, read: tuple[int, ...], answer: Answer, reply: Message | None = None) -> None:
-        self.turns.append(Turn(read, answer))
+    def answered(self, heard: Heard, answer: Answer, reply: Message | None = None) -> None:
+        self.branches += bool(self.turns) and len(heard.turns) < len(self.turns) - 1
+        self.turns = (*heard.turns, Turn(heard.read, answer))
+        self._messages = heard.messages
         self._reply = None if reply is None else _plain(reply)
 
-    def _begin_again(self) -> None:
-        self.branches += bool(self.turns)
-        self.turns = []
+
+def _tokens(turns: Sequence[Turn]) -> tuple[int, ...]:
+    return tuple(id for turn in turns for id in turn.observation_ids + turn.answer.token_ids)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -102,18 +102,17 @@ class Episodes:
             if error is None and not counts:
                 error = "the agent asked the policy nothing"
             end = End.FAILED if error else episode.end
-            turns = tuple(episode.conversation.turns)
+            turns = episode.conversation.turns
             episode.done.set_result(Sample(episode.id, turns, reward, exact, end, counts=counts, error=error))
 
     def start(
-        self, episode: Episode, read: Sequence[int], limit: int | None
+        self, episode: Episode, prompt: tuple[int, ...], limit: int | None
     ) -> tuple[Trajectory, "Future[Trajectory]"]:
         """Begins to answer; the trajectory's tokens can be watched as they come.
 
         Raises:
             AbortedError: there is no room in the model's context.
         """
-        prompt = (*episode.conversation.token_ids, *read)
         most = self.policy.sampling.max_new_tokens
         room = min(most, limit or most, self.policy.context - len(prompt))
         if room < 1:

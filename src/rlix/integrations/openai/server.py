@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlix.integrations.openai.conversation import Conversation, RequestError, reply_of
+from rlix.integrations.openai.conversation import Heard, RequestError, reply_of
 from rlix.integrations.openai.episodes import AbortedError, Episode, Episodes
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import End
@@ -27,10 +27,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a client wants. `read`: what the policy reads before it answers."""
+    """What a client wants."""
 
     chat: bool
-    read: tuple[int, ...]
+    heard: Heard
     tools: Sequence[Any]
     limit: int | None
     stream: bool
@@ -97,9 +97,9 @@ class _Endpoint:
         episode, body = self._episode(request), await request.json()
         _check(body)
         tools = body.get("tools") or ()
-        read = episode.conversation.heard(body["messages"], tools)
+        heard = episode.conversation.heard(body["messages"], tools)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        asked = _Asked(True, read, tools, limit, bool(body.get("stream")), bool(body.get("logprobs")))
+        asked = _Asked(True, heard, tools, limit, bool(body.get("stream")), bool(body.get("logprobs")))
         return await self._answer(episode, asked)
 
     async def complete(self, request: Request) -> Response:
@@ -107,9 +107,9 @@ class _Endpoint:
         _check(body)
         prompt = body["prompt"]
         ids = self._episodes.policy.chat.encode(prompt) if isinstance(prompt, str) else [int(id) for id in prompt]
-        read = episode.conversation.heard_tokens(ids)
+        heard = episode.conversation.heard_tokens(ids)
         logprobs = body.get("logprobs") is not None
-        asked = _Asked(False, read, (), body.get("max_tokens"), bool(body.get("stream")), logprobs)
+        asked = _Asked(False, heard, (), body.get("max_tokens"), bool(body.get("stream")), logprobs)
         return await self._answer(episode, asked)
 
     # ---- below -----------------------------------------------------------------------------------------------
@@ -121,16 +121,16 @@ class _Endpoint:
         return found
 
     async def _answer(self, episode: Episode, asked: _Asked) -> Response:
-        prompt_length = len(episode.conversation.token_ids) + len(asked.read)
-        trajectory, done = self._episodes.start(episode, asked.read, asked.limit)
+        prompt = asked.heard.prompt_ids
+        trajectory, done = self._episodes.start(episode, prompt, asked.limit)
         if asked.stream:
             return StreamingResponse(self._stream(episode, asked, trajectory, done), media_type="text/event-stream")
         choice = await self._choice(episode, asked, done)
         generated = len(choice["token_ids"])
         usage = {
-            "prompt_tokens": prompt_length,
+            "prompt_tokens": len(prompt),
             "completion_tokens": generated,
-            "total_tokens": prompt_length + generated,
+            "total_tokens": len(prompt) + generated,
         }
         return JSONResponse({**self._head(trajectory.id, asked, ""), "choices": [choice], "usage": usage})
 
@@ -141,8 +141,7 @@ class _Endpoint:
         chat = self._episodes.policy.chat
         text = chat.decode(answer.token_ids)
         reply = reply_of(text, asked.tools, trajectory.id) if asked.chat else None
-        conversation: Conversation = episode.conversation
-        conversation.answered(asked.read, answer, reply)
+        episode.conversation.answered(asked.heard, answer, reply)
         reason = "length" if end is End.LENGTH else "tool_calls" if reply and "tool_calls" in reply else "stop"
         choice = {
             "index": 0,

@@ -76,6 +76,7 @@ class Session:
         self._dismiss = dismiss
         self.stages = stages
         self.error: str | None = None
+        self.training = False
 
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""
@@ -92,7 +93,7 @@ class Session:
 
     def close(self) -> None:
         if self._record is not None:
-            self._record.close(self.error)
+            self._record.close(self.error, stopped=self.training)
         if self._dismiss is not None and self.stages.stage is None:
             with contextlib.suppress(RlixError):
                 self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
@@ -147,11 +148,16 @@ def _serve(start_rollouts: Callable[[str], Rollouts]) -> None:
         module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)
 
 
+def _only_on_one_rank(model: str) -> Rollouts:
+    raise SpecError("rlix.trl: use_vllm on several ranks is not supported yet")
+
+
 def _other(name: str, ranks: Ranks, store: Any) -> Session:
     pid = os.getpid()
     store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
     _await(store, "devices", "rank 0 to join the pool")
     _show(json.loads(store.get("devices").decode()))
+    _serve(_only_on_one_rank)
     return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None)))
 
 
@@ -212,7 +218,10 @@ def hook(session: Session) -> None:
 
     @functools.wraps(train)
     def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        return session.attached(self).train(functools.partial(train, self), *args, **kwargs)
+        session.training = True  # until it returns: who is ended by a signal does not
+        found = session.attached(self).train(functools.partial(train, self), *args, **kwargs)
+        session.training = False
+        return found
 
     Trainer.__init__, Trainer.train = leased_init, leased_train
     for method in ("evaluate", "predict"):

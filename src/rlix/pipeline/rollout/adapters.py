@@ -49,8 +49,8 @@ class Served:
 class AdapterRollouts:
     """What a source and a schedule see of a job's rollouts: their own adapter's."""
 
-    def __init__(self, served: Served, name: str) -> None:
-        self._served, self._name = served, name
+    def __init__(self, served: Served, name: str, *, alone: bool = True) -> None:
+        self._served, self._name, self._alone = served, name, alone
         self._rollouts = served.rollouts
 
     def publish(self, adapter: PublishedAdapter) -> None:
@@ -71,14 +71,13 @@ class AdapterRollouts:
     def expect_gpu_s(self, left: float) -> None:
         self._rollouts.expect_gpu_s(left)
 
+    def slot_use(self) -> dict[str, float]:
+        """Nothing where others use the slots, too."""
+        return self._rollouts.slot_use() if self._alone else {}
+
     @property
     def late_s(self) -> float:
-        """Of all adapters together."""
         return self._rollouts.late_s
-
-    def slot_use(self) -> dict[str, float]:
-        """Of all adapters together, since any of them asked."""
-        return self._rollouts.slot_use()
 
     def abandon(self) -> None:
         self._rollouts.abandon(self._name)

@@ -16,7 +16,8 @@ from rlix.engine.weights.publication import PublishedAdapter, publish
 from rlix.nn import configures
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.spec.training import OptimizerSpec
-from rlix.pipeline.training.module import OptimizedModule
+from rlix.pipeline.training.module import OptimizedModule, adjust
+from rlix.pipeline.training.parameter_groups import ParameterGroup
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 STATE_FILE = "optimizer.safetensors"
@@ -33,7 +34,7 @@ class AdaptedModule(OptimizedModule):
         super().__init__(*args, **kwargs)
         self.adapter_configs: dict[str, AdapterConfig] = {}
         self.adapter_optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.adapter_schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler] = {}
+        self.adapter_schedulers: dict[str, torch.optim.lr_scheduler.LambdaLR] = {}
         self._adapter_seeds: dict[str, int] = {}
         self._adapter: str | None = None
 
@@ -71,6 +72,8 @@ class AdaptedModule(OptimizedModule):
         if folder is not None:
             try:
                 self._load_adapter(name, folder)
+                group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
+                adjust(self.adapter_optimizers[name], self.adapter_schedulers[name], [group], optimizer, updates)
             except BaseException:  # raised again: half an adapter is none
                 self.remove_adapter(name)
                 raise
@@ -172,7 +175,6 @@ class AdaptedModule(OptimizedModule):
         save_file(_contiguous(state), folder / STATE_FILE)
         progress = {
             "seed": self._adapter_seeds[name],
-            "learning_rates": [group["lr"] for group in optimizer.param_groups],
             "scheduler": self.adapter_schedulers[name].state_dict(),
         }
         (folder / PROGRESS_FILE).write_text(json.dumps(progress))
@@ -188,8 +190,6 @@ class AdaptedModule(OptimizedModule):
             parameter = own[owner]
             kept = value if part == "step" else value.to(parameter.device)
             optimizer.state[parameter][part] = kept
-        for group, rate in zip(optimizer.param_groups, progress["learning_rates"], strict=True):
-            group["lr"] = rate
         self.adapter_schedulers[name].load_state_dict(progress["scheduler"])
 
 
