@@ -22,23 +22,34 @@ from rlix.protocol.errors import SpecError
 MOST_CHUNK_SIZES = 24
 MOST_CHUNKS = 256
 KEPT = 6  # runners-up
+SLACK = 0.01
 
 
 def make_plan(
-    graph: Graph, items: int, devices: int, *, device_bytes: float = float("inf"), mode: Mode | None = None
+    graph: Graph,
+    items: int,
+    devices: int,
+    *,
+    device_bytes: float = float("inf"),
+    mode: Mode | None = None,
+    slack: float = SLACK,
 ) -> Planned:
     """The fastest plan for steps of `items` items on `devices` equal devices of `device_bytes` each.
 
     `mode`: the fastest of this mode, whatever others would take. Takes milliseconds for three parts.
+
+    Of plans that are at most `slack` slower than the fastest, the one with the fewest stages: tables are no better.
 
     Raises:
         SpecError: there is no plan: the devices are too few or too small, or the batch cannot be divided.
     """
     search = _Search(graph, items, Costs(devices, device_bytes))
     plans = sorted(search.plans(), key=lambda plan: (plan.seconds, len(plan.segments), plan.shape))
-    best = next((plan for plan in plans if mode is None or plan.mode is mode), None)
-    if best is None:
+    eligible = [plan for plan in plans if mode is None or plan.mode is mode]
+    if not eligible:
         raise SpecError(_why_none(graph, items, devices, device_bytes, mode))
+    close = [plan for plan in eligible if plan.seconds <= eligible[0].seconds * (1 + slack)]
+    best = min(close, key=lambda plan: sum(len(segment.stages) - 1 for segment in plan.segments))
     plans.remove(best)
     fastest = {plan.mode: plan for plan in reversed(plans)}.values()  # of each mode
     others = plans[:KEPT] + [plan for plan in fastest if plan not in plans[:KEPT]]

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import SegmentPlan, StagePlan
@@ -46,6 +47,7 @@ class SegmentRun:
         """Do a stage's part of every chunk, in order. What goes wrong stops all stages, and `check` raises it."""
         index = 0
         try:
+            self._bring(stage)
             while (bounds := self._chunk(index)) is not None:
                 for placed in sorted(stage.parts, key=lambda part: self._order[part.name]):
                     self._part(placed.name, stage, index, bounds)
@@ -79,11 +81,21 @@ class SegmentRun:
                 self._bounds.append((begin, min(total, begin + self.chunk)))
             return self._bounds[index]
 
+    def _bring(self, stage: StagePlan) -> None:
+        """Load a stage that stays loaded while it waits for its first chunk, not after."""
+        for placed in stage.parts if not stage.switch_s else ():
+            with self._turn(placed.name, stage, -1):
+                pass
+
+    def _turn(self, name: str, stage: StagePlan, index: int) -> AbstractContextManager[object]:
+        devices = range(stage.first, stage.first + stage.devices)
+        order = (index, self._order[name])
+        return self._lock.turn(self._groups[name], devices, order, timeout_s=self._timeout_s)
+
     def _part(self, name: str, stage: StagePlan, index: int, bounds: tuple[int, int]) -> None:
         part, group = self._flow.part(name), self._groups[name]
         inputs = [self._input(before, index, bounds) for before in part.after] or [cut(self._source, *bounds)]
-        devices = range(stage.first, stage.first + stage.devices)
-        with self._lock.turn(group, devices, (index, self._order[name]), timeout_s=self._timeout_s):
+        with self._turn(name, stage, index):
             began = time.monotonic()
             refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
             counts = call.wait(self._timeout_s)

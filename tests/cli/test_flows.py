@@ -1,0 +1,37 @@
+"""`rlix plan` on tables that are there already; measuring them is what examples/flow.py does."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlix.cli.flows import load_flow
+from rlix.cli.main import app
+from rlix.flow.planner import Point
+from rlix.flow.profiler.profile import PartProfile, Profile, path_of
+from rlix.protocol.errors import SpecError
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "flow.py")
+
+
+def test_a_flow_is_planned_from_its_tables(rlix_home: Path) -> None:
+    run = CliRunner().invoke
+    missing = run(app, ["plan", f"{EXAMPLE}:flow"])
+    assert missing.exit_code == 2
+    points = tuple(Point(w, w * n, 0.01 * n) for w in (1, 4) for n in (1, 16, 64))
+    parts = dict.fromkeys(("guess", "judge", "learn"), PartProfile(points))
+    Profile("guess", "here", parts).write(path_of(rlix_home, "guess"))
+    planned = run(app, ["plan", EXAMPLE, "--gpus", "4"])
+    assert planned.exit_code == 0, planned.output
+    assert "collocated: guess on 4 → judge on 4 → learn on 4" in planned.output
+    assert "runner-up" in planned.output
+    assert "disaggregated: " in run(app, ["plan", EXAMPLE, "--mode", "disaggregated"]).output
+    assert run(app, ["plan", EXAMPLE, "--mode", "fast"]).exit_code == 2
+
+
+def test_a_flow_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no such file"):
+        load_flow("nowhere.py:flow")
+    (tmp_path / "empty_flow.py").write_text("")
+    with pytest.raises(SpecError, match="defines no flow 'mine'"):
+        load_flow(f"{tmp_path}/empty_flow.py:mine")
