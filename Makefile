@@ -56,8 +56,9 @@ format: $(VENV)/.stamp-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two files of tests at a time, each with a Ray of its own; one where there are real GPUs, which they would share.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile)
 
 bench: $(VENV)/.stamp-test
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done

@@ -218,7 +218,7 @@ JOB = """
 name: agents
 steps: 1
 model: {{alphabet: "0123456789abcdefghijklmnopqrstuvwxyz<>"}}
-source: {{openai: {{name: "agent.py:play", chat_template: {template}}}}}
+source: {{openai: "agent.py:play", chat: {{template: template.jinja}}}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_new_tokens: 6}}
 clusters: {{actor_train: {{gpus: 1}}}}
 """
@@ -242,7 +242,7 @@ def play(call):
 def job(tmp_path: Path, rlix_home: Path) -> Iterator[InProcess]:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    (tmp_path / "job.yaml").write_text(JOB.format(template=tmp_path / "template.jinja"))
+    (tmp_path / "job.yaml").write_text(JOB.format())
     yield InProcess(load_job(tmp_path / "job.yaml"), tmp_path / "run")
 
 

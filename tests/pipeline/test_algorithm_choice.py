@@ -15,8 +15,7 @@ from rlix.pipeline.algorithms import (
     truncated_importance_weights,
     whiten,
 )
-from rlix.pipeline.batch import align
-from rlix.pipeline.full_finetune import stale_tokens
+from rlix.pipeline.batch import align, stale_tokens
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, digest, measured
 from rlix.pipeline.schedules.ahead import StalenessError, checked

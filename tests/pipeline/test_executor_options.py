@@ -18,6 +18,7 @@ vllm = pytest.mark.skipif(vllm_options.known() is None, reason="needs vLLM")
         ("vllm", {"max_num_seqs": 8}, "max_num_seqs", "is written as 'rollout.max_num_seqs'"),
         ("vllm", {"dtype": "bfloat16"}, "dtype", "is written as 'model.dtype'"),
         ("vllm", {"async_scheduling": True}, "async_scheduling", "is set by RLix"),
+        ("vllm", {"enable_lora": True}, "enable_lora", "is set by RLix"),
         ("vllm", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", "must be less than or equal to 1, not 1.5"),
         ("vllm", {"enforce_eager": "yes"}, "enforce_eager", "must be a valid boolean, not 'yes'"),
         ("vllm", {"max_model_len": 100}, "max_model_len", "100 leaves no room for a prompt before the 100 tokens"),
@@ -37,8 +38,8 @@ def test_what_the_executor_is_built_with() -> None:
         "max_model_len": 4096,
         "kv_cache_memory_bytes": 2**30,
         "quantization": "fp8",
-        "enable_lora": True,
-        "max_lora_rank": 32,
+        "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 4096,
         "compilation_config": {"cudagraph_mode": "PIECEWISE"},
     }
     assert not list(executor_problems("vllm", options, 100))
@@ -48,8 +49,8 @@ def test_what_the_executor_is_built_with() -> None:
         "kv_cache_bytes": 2**30,
         "executor_options": {
             "quantization": "fp8",
-            "enable_lora": True,
-            "max_lora_rank": 32,
+            "kv_cache_dtype": "fp8",
+            "max_num_batched_tokens": 4096,
             "compilation_config": {"cudagraph_mode": "PIECEWISE"},
         },
     }

@@ -109,3 +109,12 @@ def test_a_state_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"weights are not those of a Qwen2ForCausalLM: model\.layers\.2"):
         export(run, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_of_an_adapter_it_is_the_adapter(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step_1" / "adapter"
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.json"):
+        (folder / name).write_text(name)
+    out, _ = export(tmp_path / "run", tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

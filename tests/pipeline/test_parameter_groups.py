@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn
 from rlix.pipeline.spec.job import load_job
 from rlix.pipeline.spec.training import GroupSpec, OptimizerSpec
-from rlix.pipeline.training.parameter_groups import ParameterGroup, parameter_groups, unmatched
+from rlix.pipeline.training.parameter_groups import ParameterGroup, check_patterns, parameter_groups
 from rlix.pipeline.training.schedule import learning_rate_factor
 from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess
@@ -47,7 +47,7 @@ def test_the_first_pattern_counts_and_says_what_it_says() -> None:
         ParameterGroup(("embed.weight", "layers.0.mlp.weight"), 1e-3, 0.2),
         ParameterGroup(("layers.0.norm.weight",), 1e-3, 0.2),
     ]
-    assert unmatched(SHAPES, spec_of(groups=groups | {"score.*": GroupSpec()})) == ["score.*"]
+    check_patterns(list(SHAPES), spec_of(groups=groups))
 
 
 @given(st.lists(st.sampled_from(["*", "embed*", "layers.*", "*.bias", "x"]), unique=True), st.floats(0, 1))
@@ -84,6 +84,12 @@ def test_a_pattern_for_nothing_is_refused(tmp_path: Path) -> None:
     ):
         pipeline.setup()
     pipeline.teardown()
+
+
+def test_adapters_have_no_groups(tmp_path: Path) -> None:
+    optimizer = {"groups": {"lm_head*": {"learning_rate": 1.0}}}
+    with pytest.raises(ValueError, match=r"optimizer\.groups: has no effect on an adapter"):
+        job("task", "on_policy", "grpo", tmp_path, lora={}, optimizer=optimizer)
 
 
 def test_a_mistake_in_a_group_is_said_by_its_pattern(tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ def run(
     private: Annotated[
         bool, typer.Option("--private", help="Use a control plane that ends with this run and is not shared.")
     ] = False,
+    memory_check: Annotated[
+        bool, typer.Option(help="On GPUs, refuse jobs that by the estimate of `rlix check` do not fit.")
+    ] = True,
     trl: Annotated[
         bool, typer.Option("--trl", help="SPEC is a TRL script; what follows `--` is for the script.")
     ] = False,
@@ -85,6 +88,7 @@ def run(
             as_json=as_json,
             live=live,
             private=private,
+            memory_check=memory_check,
         )
         code = run_jobs(options)
     raise typer.Exit(code)

@@ -19,6 +19,7 @@ from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
+from rlix.monitor.report import Report
 from rlix.pipeline.jobs.launch import JobHandle, find_jobs, launch, split_devices
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
 from rlix.protocol.errors import SpecError
@@ -40,6 +41,7 @@ class RunOptions:
     as_json: bool = False
     live: bool = True
     private: bool = False
+    memory_check: bool = True
 
 
 def run_jobs(options: RunOptions) -> int:
@@ -63,7 +65,7 @@ def run_jobs(options: RunOptions) -> int:
     try:
         with quiet, interrupts.handled():
             statuses, run_dirs = _run_to_end(specs, options, console, interrupts)
-            report = write_reports(run_dirs, target)
+            report = _reported(run_dirs, target, console)
             if not options.as_json:
                 print_report(report, statuses, run_dirs, target, console)
     except (KilledError, SystemError):  # while starting or while reporting: there is nothing more to say
@@ -90,6 +92,15 @@ def run_script(command: Sequence[str], runs_dir: Path, devices: int | None) -> N
         environment["RLIX_VIRTUAL_GPUS"] = str(devices)
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "rlix.trl", *command], environment)
+
+
+def _reported(run_dirs: Sequence[Path], target: Path, console: Console) -> Report | None:
+    """The report, unless it cannot be written: on a full disk there is more to say than that."""
+    try:
+        return write_reports(run_dirs, target)
+    except OSError as error:
+        console.print(f"no report: {error}", markup=False, highlight=False, soft_wrap=True)
+        return None
 
 
 def _check_output(runs_dir: Path) -> None:
@@ -119,7 +130,7 @@ def _run_to_end(
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
             check_jobs(specs, ids)
-            if (memory := smallest_memory(devices)) is not None:
+            if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (
                     check_memory,
                 )  # imports torch, which virtual devices need not wait for

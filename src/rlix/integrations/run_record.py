@@ -69,13 +69,13 @@ class RunRecord:
             self._step, self._last_time = step + 1, now
             self._write_leases()
 
-    def close(self, error: str | None = None) -> None:
-        """How it ended. Calling it again changes nothing."""
+    def close(self, error: str | None = None, *, stopped: bool = False) -> None:
+        """How it ended: it failed, was stopped in the middle, or finished. Calling it again changes nothing."""
         if not self._folder.is_open:
             return
         with self._lock:
             self._write_leases()
-        self._event("job", event="failed" if error else "finished", detail=error)
+        self._event("job", event="failed" if error else "stopped" if stopped else "finished", detail=error)
         self._folder.close()
 
     def __enter__(self) -> Self:

@@ -109,7 +109,7 @@ class Pipeline(ABC):
         self.folder = RunFolder(config.run_dir)
         self.checkpoints = Checkpoints(self.folder, 1, None, self._note_checkpoint)
         self.loggers: Loggers | None = None
-        self._log: JobLog | None = None
+        self._log: logging.Handler = logging.NullHandler()
         self.stop_requested = threading.Event()
         self._ended = threading.Event()
         self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
@@ -177,11 +177,11 @@ class Pipeline(ABC):
                 self._ended.set()
                 if state == "failed":
                     self.folder.close()
-                    self._close_log()
+                    self._log.close()
         self._update(state=state, phase=state)
         self._event("job", event=state, detail=None)
         self.folder.close()
-        self._close_log()
+        self._log.close()
         return self._summary(state)
 
     def wait_ended(self) -> None:
@@ -347,7 +347,7 @@ class Pipeline(ABC):
         try:
             self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
         except (RlixError, OSError) as error:
-            logger.warning("%s: its last checkpoint was not completed: %s", self.spec.name, error)
+            logger.warning("%s: its last checkpoint was not completed: %s", self.spec.name, self._said(error))
 
     def _note_checkpoint(self, done: int, path: Path) -> None:
         self._event("checkpoint", step=done, path=str(path))
@@ -365,7 +365,7 @@ class Pipeline(ABC):
     def _said(self, error: BaseException) -> str:
         """In one line, what ended the job."""
         if is_full_disk(error):
-            return f"the disk of {self.folder.path} is full; free some space, then go on with --resume ({error})"
+            return f"the disk of {self.folder.path} is full: free some space, then go on with --resume"
         return where_raised(error)
 
     def _note_failure(self, detail: str) -> None:
@@ -373,10 +373,6 @@ class Pipeline(ABC):
             self._event("job", event="failed", detail=detail)
         except OSError as error:  # a full disk, say: what went wrong first is what counts
             logger.warning("%s: the failure is not in its events: %s", self.spec.name, error)
-
-    def _close_log(self) -> None:
-        if self._log is not None:
-            self._log.close()
 
     def _event(self, kind: str, **fields: object) -> None:
         self.folder.event({"type": kind, "time": time.time(), **fields})

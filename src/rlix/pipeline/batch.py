@@ -6,6 +6,8 @@ from typing import NotRequired, TypedDict, cast
 import torch
 from torch import Tensor
 
+from rlix.pipeline.samples import Samples
+
 Row = tuple[Sequence[int], Sequence[bool]]
 """Tokens, and which of them are learnt (none, when empty)."""
 
@@ -47,6 +49,13 @@ def collate(rows: Sequence[Row], pad_id: int) -> TokenBatch:
         if learnt:
             mask[row, : len(tokens) - 1] = torch.tensor(learnt[1:], dtype=mask.dtype)
     return TokenBatch(input_ids=input_ids, mask=mask)
+
+
+def stale_tokens(samples: Samples, mask: Tensor) -> Tensor:
+    """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
+    marks = zip(samples.samples, mask, strict=True)
+    learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
+    return align(learnt, mask).bool()
 
 
 def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:

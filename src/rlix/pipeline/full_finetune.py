@@ -1,6 +1,5 @@
 """The pipeline that ships: samples from a source, made on a schedule, and what an algorithm learns from them."""
 
-import itertools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_im
 from rlix.pipeline.algorithms.base import Estimate, Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, tokens_of
+from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, stale_tokens, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -40,8 +39,7 @@ from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
-from rlix.pipeline.training.parameter_groups import unmatched
-from rlix.protocol.errors import SpecError
+from rlix.pipeline.training.parameter_groups import check_patterns
 from rlix.protocol.types import ClusterName, Phase
 
 
@@ -365,9 +363,7 @@ class FullFinetunePipeline(Pipeline):
 
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
         module = policy_on_meta(path)
-        if missing := unmatched((n for n, _ in module.named_parameters()), self.spec.optimizer):
-            some = ", ".join(n for n, _ in itertools.islice(module.named_parameters(), 3))
-            raise SpecError(f"optimizer.groups: no parameter is called {missing[0]!r}; names are like {some}")
+        check_patterns([name for name, _ in module.named_parameters()], self.spec.optimizer)
         return self.build_train_engine(name, module, path, self.spec.optimizer)
 
     def build_train_engine(
@@ -394,10 +390,3 @@ class FullFinetunePipeline(Pipeline):
             engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)
         return engine
-
-
-def stale_tokens(samples: Samples, mask: torch.Tensor) -> torch.Tensor:
-    """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
-    marks = zip(samples.samples, mask, strict=True)
-    learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
-    return align(learnt, mask).bool()

@@ -25,12 +25,20 @@ class ChatFormat:
     Args:
         ends: tokens that end an answer.
         template: instead of the tokenizer's.
+        options: further variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int], template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends)
         self._template = template
+        self._options = dict(options or {})
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
         return self.encode(self._render(messages, tools))
@@ -68,6 +76,7 @@ class ChatFormat:
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
+                **self._options,
             )
         )
 

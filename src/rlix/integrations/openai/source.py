@@ -19,11 +19,12 @@ from rlix.integrations.openai.conversation import ChatFormat
 from rlix.integrations.openai.episodes import Episode, Episodes, Policy
 from rlix.integrations.openai.server import make_app
 from rlix.pipeline.batch import Row
+from rlix.pipeline.chat import chat_template
 from rlix.pipeline.samples import Sample, Samples, measured
 from rlix.pipeline.sources.base import Patience, Source, Surroundings
 from rlix.pipeline.sources.environments.loop import LoopThread
 from rlix.pipeline.spec.named import import_object, where_raised
-from rlix.pipeline.spec.source import AgentSpec
+from rlix.pipeline.spec.source import AgentSpec, ChatSpec
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Demand
 
@@ -64,18 +65,17 @@ class _Begun:
 class AgentSource(Source):
     """A group of episodes for each of the step's tasks, each the last branch of one agent's conversation."""
 
-    def __init__(self, spec: AgentSpec, around: Surroundings) -> None:
+    def __init__(self, spec: AgentSpec, around: Surroundings, chat: ChatSpec) -> None:
         super().__init__(spec, around)
         self._spec = spec
         self._agent = _find_agent(spec)
-        template = Path(spec.chat_template).read_text() if spec.chat_template else None
-        chat = ChatFormat(around.tokenizer, around.ends.token_ids, template)
+        template = chat_template(around.tokenizer, chat) if chat.template else None
         policy = Policy(
             seed=around.seed,
             sampling=around.sampling,
             context=around.context,
             ends=around.ends,
-            chat=chat,
+            chat=ChatFormat(around.tokenizer, around.ends.token_ids, template, chat.options),
             generate=lambda step, trajectory: around.generator().submit(step, trajectory),
         )
         self._episodes = Episodes(policy)

@@ -76,6 +76,7 @@ class Session:
         self._dismiss = dismiss
         self.stages = stages
         self.error: str | None = None
+        self.training = False
 
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""
@@ -92,7 +93,7 @@ class Session:
 
     def close(self) -> None:
         if self._record is not None:
-            self._record.close(self.error)
+            self._record.close(self.error, stopped=self.training)
         if self._dismiss is not None and self.stages.stage is None:
             with contextlib.suppress(RlixError):
                 self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
@@ -217,7 +218,10 @@ def hook(session: Session) -> None:
 
     @functools.wraps(train)
     def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        return session.attached(self).train(functools.partial(train, self), *args, **kwargs)
+        session.training = True  # until it returns: who is ended by a signal does not
+        found = session.attached(self).train(functools.partial(train, self), *args, **kwargs)
+        session.training = False
+        return found
 
     Trainer.__init__, Trainer.train = leased_init, leased_train
     for method in ("evaluate", "predict"):

@@ -15,13 +15,16 @@ from rlix.pipeline.jobs.run_folder import PARTIAL, list_checkpoints
 from rlix.pipeline.models import describe_model
 from rlix.protocol.errors import SpecError
 
-STATE, DESCRIPTION = "state", "model"
+STATE, DESCRIPTION, ADAPTER = "state", "model", "adapter"
+_OF_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def export(
     run_dir: Path, out: Path, *, step: int | Literal["best"] | None = None, dtype: str | None = None
 ) -> tuple[Path, Path]:
     """Write configuration, weights (safetensors) and tokenizer of a run's policy to the new folder `out`.
+
+    Of a run that trains an adapter, the adapter as PEFT loads it; its configuration names the model that it is on.
 
     Args:
         step: of which checkpoint; default: the newest that is whole.
@@ -39,17 +42,26 @@ def export(
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        config = AutoConfig.from_pretrained(source / DESCRIPTION)
-        chosen = dtype or str(config.dtype).removeprefix("torch.")
-        describe_model(source / DESCRIPTION, partial, chosen)
-        names = _names(config, source / STATE)
-        write_weights(saved_weights(source / STATE, names), partial, getattr(torch, chosen))
+        if (source / ADAPTER).is_dir():
+            partial.mkdir(parents=True)
+            for name in _OF_ADAPTER:
+                shutil.copy2(source / ADAPTER / name, partial / name)
+        else:
+            _write_model(source, partial, dtype)
         partial.rename(out)
     except (OSError, SafetensorError, ValueError) as error:
         raise SpecError(f"{source} cannot be exported to {out}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out, source
+
+
+def _write_model(source: Path, folder: Path, dtype: str | None) -> None:
+    config = AutoConfig.from_pretrained(source / DESCRIPTION)
+    chosen = dtype or str(config.dtype).removeprefix("torch.")
+    describe_model(source / DESCRIPTION, folder, chosen)
+    names = _names(config, source / STATE)
+    write_weights(saved_weights(source / STATE, names), folder, getattr(torch, chosen))
 
 
 def _names(config: Any, state: Path) -> list[str]:
@@ -86,6 +98,8 @@ def _checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Path:
         chosen = found[max(found)]
     if (what := damage(chosen)) is not None:
         raise SpecError(f"{chosen}: is broken ({what}); choose another with --step, there are {known}")
+    if (chosen / ADAPTER).is_dir():
+        return chosen
     if not (chosen / STATE).is_dir() or not (chosen / DESCRIPTION / "config.json").is_file():
         raise SpecError(f"{chosen}: holds no model that is known here; a pipeline of your own saves what it wants")
     return chosen

@@ -19,7 +19,7 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
         return EpisodeSource(spec.environment, around, spec.chat)
     if spec.openai is not None:  # by name: what ships for others is above this layer
         agents: Any = import_object("rlix.integrations.openai.source:AgentSource")
-        return cast(Source, agents(spec.openai, around))
+        return cast(Source, agents(spec.openai, around, spec.chat))
     if spec.task is not None:
         return PromptSource(build_task(spec.task, around.tokenizer), around)
     if spec.data is not None:

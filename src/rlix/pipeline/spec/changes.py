@@ -18,6 +18,7 @@ _APPLIED = (
     "optimizer",
     "pipeline.options",
     "rollout",
+    "runs",  # each of which is looked at as it begins
     "schedule",
     "seed",
     "source",

@@ -58,6 +58,8 @@ def _lora(spec: Sections) -> Iterator[Problem]:
         yield Problem("runs", "is missing: multi_lora trains an adapter for each of them; add e.g. 'runs: {a: {}}'")
     if (spec.lora or spec.runs) and spec.clusters.reference:
         yield Problem("clusters.reference", "is not used: with LoRA it is the model without its adapter; remove this")
+    if (spec.lora or spec.multi_lora) and spec.optimizer.groups:
+        yield Problem("optimizer.groups", "has no effect on an adapter, whose parameters all learn alike; remove it")
     if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
         yield Problem(f"lora.{given[0]}", f"is what the adapter in {path} has; remove this, or the path")
 

@@ -46,8 +46,6 @@ class VllmOptions(_Options):
     quantization: str | None = None
     """How vLLM holds the weights that it is sent, `fp8` for instance. Tokens are then drawn by another policy than the
     one that trains: set `algorithm.importance_cap`."""
-    enable_lora: bool | None = None
-    """Room for adapters, with `max_loras`, `max_lora_rank` and the other options of vLLM's."""
     max_num_batched_tokens: Count | None = None
     """Most tokens of one forward pass, those of prompts included."""
 

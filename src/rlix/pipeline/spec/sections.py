@@ -42,7 +42,7 @@ class RolloutSpec(Section):
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
     timeout_s: Positive = 3600.0
-    """Longest that the samples of a step may take, once there are devices for them; then the job fails and says whom it
+    """Longest that the samples of a step may take, waiting for devices included; then the job fails and says whom it
     waited for."""
 
     def longest(self, context: int) -> int:

@@ -153,8 +153,6 @@ class AgentSpec(Named):
     """Longest an agent of your own may take for an episode."""
     failure_reward: float | None = None
     """Reward of an episode whose agent failed; null leaves it out of the update."""
-    chat_template: str | None = None
-    """File with a Jinja chat template, in place of the tokenizer's."""
 
 
 class SourceSpec(Section):

@@ -16,7 +16,8 @@ from rlix.engine.weights.publication import PublishedAdapter, publish
 from rlix.nn import configures
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.spec.training import OptimizerSpec
-from rlix.pipeline.training.module import OptimizedModule
+from rlix.pipeline.training.module import OptimizedModule, adjust
+from rlix.pipeline.training.parameter_groups import ParameterGroup
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 STATE_FILE = "optimizer.safetensors"
@@ -33,7 +34,7 @@ class AdaptedModule(OptimizedModule):
         super().__init__(*args, **kwargs)
         self.adapter_configs: dict[str, AdapterConfig] = {}
         self.adapter_optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.adapter_schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler] = {}
+        self.adapter_schedulers: dict[str, torch.optim.lr_scheduler.LambdaLR] = {}
         self._adapter_seeds: dict[str, int] = {}
         self._adapter: str | None = None
 
@@ -70,7 +71,9 @@ class AdaptedModule(OptimizedModule):
         self.adapter_schedulers[name] = torch.optim.lr_scheduler.LambdaLR(self.adapter_optimizers[name], factor)
         if folder is not None:
             try:
-                self._load_adapter(name, folder, optimizer.learning_rate, factor)
+                self._load_adapter(name, folder)
+                group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
+                adjust(self.adapter_optimizers[name], self.adapter_schedulers[name], [group], optimizer, updates)
             except BaseException:  # raised again: half an adapter is none
                 self.remove_adapter(name)
                 raise
@@ -176,8 +179,7 @@ class AdaptedModule(OptimizedModule):
         }
         (folder / PROGRESS_FILE).write_text(json.dumps(progress))
 
-    def _load_adapter(self, name: str, folder: Path, rate: float, factor: Callable[[int], float]) -> None:
-        """The learning rate is what it would be by now, had it always been this one."""
+    def _load_adapter(self, name: str, folder: Path) -> None:
         own, optimizer = lora.parameters(self, name), self.adapter_optimizers[name]
         lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
         if not (folder / PROGRESS_FILE).is_file():
@@ -188,10 +190,7 @@ class AdaptedModule(OptimizedModule):
             parameter = own[owner]
             kept = value if part == "step" else value.to(parameter.device)
             optimizer.state[parameter][part] = kept
-        scheduler = self.adapter_schedulers[name]
-        scheduler.load_state_dict(progress["scheduler"])
-        scheduler.base_lrs = [rate]
-        optimizer.param_groups[0] |= {"initial_lr": rate, "lr": rate * factor(scheduler.last_epoch)}
+        self.adapter_schedulers[name].load_state_dict(progress["scheduler"])
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """What the policy and the critic have in common: an optimizer, and passes over a batch in parts that fit in memory."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.metrics import LATE, SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
-from rlix.pipeline.training.parameter_groups import parameter_groups
+from rlix.pipeline.training.parameter_groups import ParameterGroup, parameter_groups
 from rlix.pipeline.training.schedule import learning_rate_factor
 
 logger = logging.getLogger(__name__)
@@ -59,14 +59,7 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
 
     def adjust_optimizer(self, spec: OptimizerSpec, updates: int) -> None:
         """After a state was loaded that was saved with other numbers: go on with these."""
-        factor = learning_rate_factor(spec, updates)
-        groups = parameter_groups(self._trained(), spec)
-        for group, wanted in zip(self.optimizer.param_groups, groups, strict=True):
-            rate = wanted.learning_rate * factor(self.scheduler.last_epoch)
-            group |= {"initial_lr": wanted.learning_rate, "lr": rate}
-            group |= {"betas": spec.betas, "weight_decay": wanted.weight_decay}
-        self.scheduler.base_lrs = [group.learning_rate for group in groups]
-        self.scheduler.lr_lambdas = [factor] * len(groups)
+        adjust(self.optimizer, self.scheduler, parameter_groups(self._trained(), spec), spec, updates)
 
     def new_optimizer(self, spec: OptimizerSpec) -> torch.optim.Optimizer:
         trained = self._trained()
@@ -195,6 +188,23 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
 def _context(batch: Mapping[str, Tensor]) -> int:
     """Tokens of a batch, up to the last of each row that counts."""
     return sum(row_lengths(batch["mask"]))
+
+
+def adjust(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    groups: Sequence[ParameterGroup],
+    spec: OptimizerSpec,
+    updates: int,
+) -> None:
+    """Have a loaded optimizer go on with the spec's numbers, at the place of the schedule where it is."""
+    factor = learning_rate_factor(spec, updates)
+    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+        rate = wanted.learning_rate * factor(scheduler.last_epoch)
+        group |= {"initial_lr": wanted.learning_rate, "lr": rate}
+        group |= {"betas": spec.betas, "weight_decay": wanted.weight_decay}
+    scheduler.base_lrs = [group.learning_rate for group in groups]
+    scheduler.lr_lambdas = [factor] * len(groups)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:

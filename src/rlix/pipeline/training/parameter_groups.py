@@ -1,11 +1,12 @@
 """Which parameters learn at which rate and decay. Pure functions of names and shapes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
 
 from rlix.pipeline.spec.training import OptimizerSpec
+from rlix.protocol.errors import SpecError
 
 _MATRIX = 2  # dimensions; what has fewer is a norm's weight or a bias
 
@@ -37,10 +38,12 @@ def parameter_groups(parameters: Mapping[str, Shaped], spec: OptimizerSpec) -> l
     return [_group(spec, patterns, key, names) for key, names in sorted(members.items())]
 
 
-def unmatched(names: Iterable[str], spec: OptimizerSpec) -> list[str]:
-    """The patterns that no parameter has the name for."""
-    given = list(names)
-    return [pattern for pattern in spec.groups if not any(fnmatchcase(name, pattern) for name in given)]
+def check_patterns(names: Sequence[str], spec: OptimizerSpec) -> None:
+    """Raises SpecError when there is a pattern for nothing."""
+    for pattern in spec.groups:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(names[:3])
+            raise SpecError(f"optimizer.groups: no parameter is called {pattern!r}; names are like {some}")
 
 
 def _group(spec: OptimizerSpec, patterns: list[str], key: tuple[int, bool], names: list[str]) -> ParameterGroup:

@@ -1,0 +1,140 @@
+"""Running a flow with workers that are plain objects: what follows from drift, and that every mode makes the same."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from rlix.flow.planner import Mode, Point
+from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.flow.programs import running as module
+from rlix.flow.programs.drift import WINDOW
+from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.pieces import Pieces
+from rlix.flow.programs.running import Running
+from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.protocol.errors import WorkerError
+from rlix.protocol.messages import Device, DeviceKind
+
+ITEMS, DEVICES = 16, 4
+POOL = [Device(i, "here", "::1", i, DeviceKind.CPU) for i in range(DEVICES)]
+
+
+class Adds(FlowWorker):
+    def __init__(self, number: int) -> None:
+        self.number, self.calls = number, 0
+
+    def add(self, items: list[int]) -> list[int]:
+        self.calls += 1
+        return [item + self.number for item in items]
+
+    def short(self, items: list[int]) -> list[int]:
+        return items[1:]
+
+    def save(self) -> int:
+        return self.calls
+
+    def restore(self, state: int) -> None:
+        self.calls = state
+
+
+class Group:
+    """As `rlix.flow.workers.launch.Group`, of objects in this process."""
+
+    def __init__(self, part: Part, ranks: int, first: int, name: str) -> None:
+        self.name, self.first = name, first
+        self.members = [part.worker(**part.kwargs) for _ in range(ranks)]
+        self.workers = SimpleNamespace(world_size=ranks, processes={})
+        self.lease = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        return SimpleNamespace(wait=lambda *_: [getattr(member, method)(*args) for member in self.members])
+
+    def on(self, rank: int) -> Any:
+        return SimpleNamespace(
+            call=lambda method: SimpleNamespace(wait=lambda *_: [getattr(self.members[rank], method)()])
+        )
+
+    def part(self, method: str, inputs: Sequence[Sequence[Pieces]]) -> tuple[list[Any], Any]:
+        made = []
+        for member, lists in zip(self.members, inputs, strict=True):
+            made.append(getattr(member, method)([item for ref, a, b in lists[0] for item in ref[a:b]]))
+        return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
+
+    def onload(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "start", lambda part, ranks, devices, first, name: Group(part, ranks, first, name))
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    yield
+
+
+def flow(**first: Any) -> Flow:
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}, **first),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+        Part("more", Adds, "add", ("tens",), kwargs={"number": 100}),
+    ]
+    return Flow("sums", parts, ITEMS)
+
+
+def profile(**each: float) -> Profile:
+    parts = {
+        name: PartProfile(tuple(Point(w, w * load, 0.01 + each[name] * load) for w in (1, 4) for load in (1, 4, 16)))
+        for name in each
+    }
+    return Profile("sums", "here", parts)
+
+
+@pytest.mark.parametrize("mode", [*Mode, "auto"])
+def test_every_mode_makes_the_same(mode: Mode | str) -> None:
+    with Running(flow(), POOL, plan=mode, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        if isinstance(mode, Mode):
+            assert running.plan.mode is mode
+        for chunk in (None, 5, 1):
+            for segment in range(len(running.plan.segments)):
+                if chunk is not None:
+                    running.set_chunk(chunk, segment)
+            assert running.step(list(range(ITEMS))) == [n + 111 for n in range(ITEMS)]
+
+
+def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
+    """A part that can use one device only becomes slow: from then on it works beside the others."""
+    with Running(flow(most=1), POOL, profile=profile(ones=0.02, tens=0.2, more=0.2)) as running:
+        running.step([0] * ITEMS)
+        before = running.plan
+        calls = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        running._drift = type(running._drift)(before)
+        sizes = {part.name: (segment.chunk, part.seconds) for segment in before.segments
+                 for stage in segment.stages for part in stage.parts}  # fmt: skip
+        for _ in range(WINDOW):
+            running._drift.saw({n: [(c, s * (8 if n == "ones" else 1))] for n, (c, s) in sizes.items()})
+        running._look_for_drift()
+        assert running.replanned == 1
+        assert running.plan.shape != before.shape
+        assert running.plan.mode is not Mode.COLLOCATED
+        assert running.profile is not None
+        assert running.profile.parts["ones"].points[0].seconds == pytest.approx(8 * 0.03)
+        assert {n: g.members[0].calls for n, g in running.groups.items()} == calls  # type: ignore[attr-defined]
+        assert running.step([0] * ITEMS) == [111] * ITEMS
+
+
+def test_a_part_that_loses_items_is_an_error() -> None:
+    parts = [Part("ones", Adds, "short", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 1})]
+    known = profile(ones=0.1, tens=0.1)
+    with (
+        Running(Flow("f", parts, ITEMS), POOL, plan=Mode.DISAGGREGATED, profile=known) as running,
+        pytest.raises(WorkerError, match=r"ones made \d+ items of \d+"),
+    ):
+        running.step([0] * ITEMS)
+    with pytest.raises(ValueError, match="needs a profile"):
+        Running(flow(), POOL)
