@@ -21,7 +21,7 @@ import yaml
 
 MIB = 2**20
 JOB: dict[str, Any] = {
-    "model": {"kind": "tiny", "hidden_size": 512, "layers": 6, "heads": 8},
+    "model": {"kind": "tiny", "hidden_size": 256, "layers": 4, "heads": 8},
     "source": {"task": {"name": "sort_digits", "options": {"digits": 4}}},
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 5},
     "optimizer": {"learning_rate": 1e-3},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlix.engine.weights.publication import named_weights, tied_names
 from rlix.nn import BaseTrainModule
@@ -134,7 +134,11 @@ def _merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
         if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
             raise NotImplementedError(f"only plain LoRA can be merged on publication, not adapter {adapter!r}'s kind")
         delta = layer.get_delta_weight(adapter)
-        if isinstance(base, DTensor) and isinstance(delta, DTensor):
-            delta = delta.redistribute(base.device_mesh, base.placements)
+        if isinstance(base, DTensor):
+            place = base.device_mesh, base.placements
+            if isinstance(delta, DTensor):
+                delta = delta.redistribute(*place)
+            else:  # put on after the sharding: every rank has all of it
+                delta = distribute_tensor(delta, *place, src_data_rank=None)
         merged = merged + delta.to(merged.dtype)
     return merged
