@@ -15,7 +15,7 @@ import rlix
 from rlix.control.program import Program, attach
 from rlix.control.rollout_lease import Granted, Taken
 from rlix.node.device_lock import holder
-from rlix.protocol.errors import DeadlockError, SpecError
+from rlix.protocol.errors import DeadlockError, RlixError, SpecError
 from rlix.protocol.types import Phase
 from tests.control.conftest import MakeJob
 from tests.control.test_pipelines import ask
@@ -55,6 +55,8 @@ def test_a_rollout_comes_and_goes(program: Program, make_job: MakeJob) -> None:
         assert taken.lease.devices == (3,)
         assert 3 not in rollout.devices
         rollout.give_back(taken.lease)
+        with pytest.raises(RlixError, match="a rollout of actor_infer is open already"):
+            program.rollout()
         trainer.client.release(waiting.result(20))
     assert program.client.leases() == ()
 
@@ -66,7 +68,22 @@ def test_wrong_sizes_and_names_are_refused(ray_session: Any) -> None:
         attach("x", gangs={"a": 1}, rollouts={"a": 1})
     with pytest.raises(SpecError, match="99999999"):
         attach("x", gpus=99999999)
+    with pytest.raises(SpecError, match="gangs must be a dict by cluster"):
+        attach("x", gangs=["a"])  # type: ignore[arg-type]
+    for name in ("", "two\nlines", "x" * 65, 3):
+        with pytest.raises(SpecError, match="1 to 64 printable characters"):
+            attach(name, gpus=1)  # type: ignore[arg-type]
     job = attach("x", gangs={"left": 1, "right": 1})
+    for phase in ("ACTOR_TRAINING", 1, None):
+        with pytest.raises(SpecError, match=r"one of rlix\.Phase, as Phase\.ACTOR_TRAINING"), job.phase(phase, "left"):  # type: ignore[arg-type]
+            pass
+    for timeout_s in (0, -1, float("nan"), float("inf"), "x"):
+        wrong: Any = timeout_s
+        with (
+            pytest.raises(SpecError, match="timeout_s must be seconds above 0"),
+            job.phase(Phase.ACTOR_TRAINING, "left", timeout_s=wrong),
+        ):
+            pass
     with pytest.raises(SpecError, match=r"has 2 gangs \(left, right\): say which"), job.phase(Phase.ACTOR_TRAINING):
         pass
     job.close()

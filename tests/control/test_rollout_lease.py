@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rlix.control.rollout_lease import Granted, RolloutLease, Taken
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus, RolloutAnswer
 from rlix.protocol.types import Phase
 
@@ -78,3 +81,13 @@ def test_a_bundle_is_asked_back_once_and_no_longer_offered() -> None:
     assert rollout.leases == ()
     rollout.give_back(bundle(1))
     assert client.state == {}
+
+
+def test_nothing_is_asked_for_after_the_end() -> None:
+    client = Client(LeaseState.ACTIVE)
+    with lease_of(client) as rollout:
+        rollout.poll()
+    for call in (lambda: rollout.report(3), rollout.poll):
+        with pytest.raises(RlixError, match="this rollout of infer has ended"):
+            call()
+    assert (client.demand, list(rollout.changes())) == (0, [])

@@ -1,6 +1,7 @@
 """What a job uses to ask for devices: a synchronous face of the scheduler service, for any process."""
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from rlix.control.heartbeat import Heartbeat
 from rlix.control.rollout_lease import RolloutLease
 from rlix.control.rpc import Patient
 from rlix.node.process import this_process
-from rlix.protocol.errors import PipelineGoneError, RlixError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import (
     Demand,
     Device,
@@ -112,6 +113,10 @@ class JobClient:
             DeadlockError: it waits for what this job itself keeps.
             InterruptedError: `stop` was set.
         """
+        if not isinstance(phase, Phase):
+            raise SpecError(f"{cluster}: the phase must be one of rlix.Phase, as Phase.ACTOR_TRAINING, got {phase!r}")
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+            raise SpecError(f"{cluster}: timeout_s must be seconds above 0, or None to wait on, got {timeout_s!r}")
         key = uuid.uuid4().hex
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         holding = tuple(self._held_here())

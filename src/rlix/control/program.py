@@ -21,6 +21,7 @@ from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
 
 Size = int | Sequence[int] | Mapping[str, int] | None
 
+_LONGEST_NAME = 64
 _CALL_TIMEOUT_S = 30.0
 _LOCK_TIMEOUT_S = 10.0  # for whoever had the devices before to be gone
 
@@ -52,8 +53,12 @@ def attach(
         SpecError: sizes or names are wrong, or the pool is too small.
         RlixError: there is no control plane, and none could be started.
     """
+    _check_name(name)
     if (gpus is None) == (gangs is None and rollouts is None):
         raise SpecError(f"rlix.attach({name!r}): say either gpus=8, or gangs={{...}} and rollouts={{...}}")
+    for kind, given in (("gangs", gangs), ("rollouts", rollouts), ("tensor_parallel", tensor_parallel)):
+        if given is not None and not isinstance(given, Mapping):
+            raise SpecError(f"rlix.attach({name!r}): {kind} must be a dict by cluster, as {{'mine': 2}}, got {given!r}")
     gangs = {ClusterName.ACTOR_TRAIN.value: gpus} if gpus is not None else dict(gangs or {})
     rollouts = {ClusterName.ACTOR_INFER.value: None} if gpus is not None else dict(rollouts or {})
     twice = sorted(gangs.keys() & rollouts.keys())
@@ -161,8 +166,14 @@ class Program:
                 self._locks.drop(lease)
 
     def rollout(self, cluster: str | None = None, *, demand: Demand | int = 0) -> RolloutLease:
-        """The bundles of an elastic cluster, as they come and go; `cluster` may be left out when there is one."""
+        """The bundles of an elastic cluster, as they come and go; `cluster` may be left out when there is one.
+
+        Raises:
+            RlixError: this program has one of that cluster open: both would be told of the same bundles.
+        """
         name = cluster or self._only(elastic=True)
+        if any(other.cluster == name and not other.closed for other in self._rollouts):
+            raise RlixError(f"{self.name}: a rollout of {name} is open already: use that one, or end its `with` block")
         rollout = RolloutLease(self.client, name, self._locks)
         self._rollouts.add(rollout)
         rollout.report(demand)
@@ -189,6 +200,11 @@ class Program:
             kind = "elastic cluster" if elastic else "gang"
             raise SpecError(f"job {self.name!r} has {len(names)} {kind}s ({', '.join(names)}): say which one")
         return names[0]
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise SpecError(f"rlix.attach: the name must be 1 to {_LONGEST_NAME} printable characters, got {name!r}")
 
 
 def _end(client: JobClient) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
-from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, StaleEpochError
+from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, RlixError, StaleEpochError
 from rlix.protocol.messages import Demand, Lease, LeaseState, RolloutAnswer
 from rlix.protocol.types import Phase
 
@@ -74,6 +74,7 @@ class RolloutLease:
         self._draining: set[int] = set()  # asked back
         self._giving: set[int] = set()  # being given back right now
         self._reader: int | None = None  # the thread that is in `changes`
+        self.closed = False
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -91,8 +92,8 @@ class RolloutLease:
         wait_s = _POLL_S if stop is None else _STOP_POLL_S
         self._reader = threading.get_ident()
         try:
-            while stop is None or not stop.is_set():
-                yield from self.poll(wait_s)
+            while not self.closed and (stop is None or not stop.is_set()):
+                yield from self._poll(wait_s)
         except PipelineGoneError as error:
             logger.info("the rollout of %s ends: %s", self.cluster, error)
         finally:
@@ -103,7 +104,15 @@ class RolloutLease:
         return () if self._reader not in (None, threading.get_ident()) else self.leases
 
     def poll(self, wait_s: float = 0.0) -> list[Change]:
-        """What has happened since the last call, waiting up to `wait_s` seconds for something to happen."""
+        """What has happened since the last call, waiting up to `wait_s` seconds for something to happen.
+
+        Raises:
+            RlixError: its block has ended.
+        """
+        self._check_open()
+        return self._poll(wait_s)
+
+    def _poll(self, wait_s: float) -> list[Change]:
         with self._lock:
             held, draining = tuple(self._held), tuple(self._draining)
         answer = self._client.poll_rollout(self.cluster, held, draining, wait_s)
@@ -112,7 +121,12 @@ class RolloutLease:
         return [change for change in changes if self._usable(change)]
 
     def report(self, demand: Demand | int) -> None:
-        """What is still to do; zero: nothing, and bundles go to whoever can use them."""
+        """What is still to do; zero: nothing, and bundles go to whoever can use them.
+
+        Raises:
+            RlixError: its block has ended: nobody would give back what is granted.
+        """
+        self._check_open()
         self._client.report_demand(self.cluster, demand)
 
     def give_back(self, *leases: Lease) -> None:
@@ -132,6 +146,10 @@ class RolloutLease:
                 self._held.pop(epoch, None)
             self._draining -= epochs
             self._giving -= epochs
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RlixError(f"this rollout of {self.cluster} has ended: open another one")
 
     def _usable(self, change: Change) -> bool:
         """Takes the locks of a new bundle; one that somebody else uses goes back."""
@@ -186,8 +204,9 @@ class RolloutLease:
                     self.give_back(*held)
                 given.update(lease.epoch for lease in held)
                 if not self._more(given):
-                    return
-                self.poll(_STOP_POLL_S)
+                    break
+                self._poll(_STOP_POLL_S)
+        self.closed = True
 
     def _more(self, given: set[int]) -> bool:
         """Whether the cluster has leases besides those that were given back and those that nobody can give back."""
