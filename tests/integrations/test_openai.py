@@ -215,6 +215,69 @@ def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
     run(play)
 
 
+def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        slow = await endpoint.ask(episode, max_tokens=8)
+        again = await endpoint.ask(episode, max_tokens=2)  # the client's second try: it has given up the first
+        endpoint.world.settle()
+        kept = (await again).json()["choices"][0]
+        assert (await slow).json()["choices"][0]["token_ids"] == list(range(8))
+        (turn,) = episode.conversation.turns
+        assert list(turn.answer.token_ids) == kept["token_ids"] == [0, 1]
+
+    run(play)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said_why"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"seed": 1}, "seed"),
+        ({"max_tokens": -1}, "max_tokens must be"),
+        ({"messages": ["hi"]}, "messages must be"),
+        ({"messages": [said("user", "a" * 300)]}, "fill the model's context"),
+        ({"messages": [said("user", "hi"), {"content": "no role"}]}, "template does not render"),
+    ],
+)
+def test_what_cannot_be_done_is_the_clients_error(wrong: dict[str, Any], said_why: str) -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
+        body = {"messages": [said("user", "hi")], **wrong}
+        response = await endpoint.client.post("/chat/completions", json=body, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, said_why in error["message"]) == (400, True), error
+        assert error["code"] == ("context_length_exceeded" if "context" in said_why else "invalid_request_error")
+
+    run(play)
+
+
+def test_a_reward_that_is_no_number_is_refused_and_leaves_the_episode_open() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
+        response = await endpoint.client.post("/reward", content='{"reward": NaN}', headers=headers)
+        assert (response.status_code, episode.done.done()) == (400, False)
+        assert "must be a finite number" in response.json()["error"]["message"]
+
+    run(play)
+
+
+def test_an_episodes_key_opens_that_episode_and_nothing_else() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode, other = (endpoint.episodes.open(0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
+        key = endpoint.episodes.key_of(episode)
+        assert endpoint.episodes.of_key(key) is episode
+        assert not endpoint.episodes.known(key.replace(episode.id, other.id))
+        assert not endpoint.episodes.known(f"key/{other.id}")
+        taken = await endpoint.client.post("/episodes", headers={"Authorization": f"Bearer {key}"})
+        assert taken.status_code == 401
+
+    run(play)
+
+
 # ---- a job -----------------------------------------------------------------------------------------------------------
 
 JOB = """

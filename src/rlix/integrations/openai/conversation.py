@@ -19,6 +19,14 @@ _TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 class RequestError(RlixError):
     """The client asks for something that the endpoint cannot do; the message is for the client."""
 
+    code = "invalid_request_error"
+
+
+class ContextFullError(RequestError):
+    """Asking again would not help: clients know it by the code."""
+
+    code = "context_length_exceeded"
+
 
 class ChatFormat:
     """One model's messages and tokens, with whatever tools a request brings. Raises SpecError as `Chat` does.
