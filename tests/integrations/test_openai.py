@@ -100,6 +100,10 @@ def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back
 # ---- the endpoint ----------------------------------------------------------------------------------------------------
 
 
+def policy(length: int, generate: Callable[[int, Trajectory], "Future[Trajectory]"]) -> Policy:
+    return Policy(0, Sampling(max_new_tokens=length), 200, Ends(TOKENIZER, Path("/nowhere")), CHAT, generate)
+
+
 class Endpoint:
     """The app over a rollout whose replicas a test moves by hand."""
 
@@ -108,9 +112,7 @@ class Endpoint:
         self.world.manager.publish(Weights(0))  # type: ignore[arg-type]
         self.world.grant(0)
         self.world.settle()
-        ends = Ends(TOKENIZER, Path("/nowhere"))
-        policy = Policy(0, Sampling(max_new_tokens=length), 200, ends, CHAT, self.generate)
-        self.episodes = Episodes(policy, "key")
+        self.episodes = Episodes(policy(length, self.generate), "key")
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(make_app("job", self.episodes)), base_url="http://job/v1"
         )
@@ -276,6 +278,26 @@ def test_an_episodes_key_opens_that_episode_and_nothing_else() -> None:
         assert taken.status_code == 401
 
     run(play)
+
+
+def test_an_episode_whose_player_died_ends_as_failed() -> None:
+    async def play() -> None:
+        now = 0.0
+        episodes = Episodes(policy(8, lambda *_: Future()), "key", clock=lambda: now)
+        taken, waiting = (episodes.open(0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
+        now = 100.0
+        episodes.expire(10.0)
+        assert episodes.take() is taken  # to stand in the queue is no failure
+        now = 110.0
+        episodes.expire(10.0)
+        assert not taken.done.done()
+        now = 111.0
+        episodes.expire(10.0)
+        assert (taken.done.result().failed, taken.done.result().counts) == (True, False)
+        assert "no reward within 10 s" in str(taken.done.result().error)
+        assert not waiting.done.done()
+
+    asyncio.run(play())
 
 
 # ---- a job -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ class Episode:
     calls: int = 0
     cached_on: tuple[int, int] | None = None
     end: End = End.DONE
+    taken: float | None = None  # when somebody from outside began to play it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,9 @@ class Policy:
 class Episodes:
     """Lives on one event loop."""
 
-    def __init__(self, policy: Policy, key: str | None = None) -> None:
+    def __init__(self, policy: Policy, key: str | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy
+        self._clock = clock
         self.key = key or secrets.token_urlsafe(24)
         self._open: dict[str, Episode] = {}
         self._waiting: deque[str] = deque()
@@ -101,8 +104,16 @@ class Episodes:
         """One that nobody plays yet."""
         while self._waiting:
             if (found := self._open.get(self._waiting.popleft())) is not None:
+                found.taken = self._clock()
                 return found
         return None
+
+    def expire(self, timeout_s: float) -> None:
+        """Ends, as failed, what was taken longer ago than that: its player may be dead."""
+        for episode in list(self._open.values()):
+            if episode.taken is not None and self._clock() - episode.taken > timeout_s:
+                error = f"whoever took the episode posted no reward within {timeout_s:g} s"
+                self.rewarded(episode, 0.0, error=error)
 
     def rewarded(self, episode: Episode, reward: float, *, exact: bool = False, error: str | None = None) -> None:
         """The conversation is over, and becomes a sample. A second reward changes nothing.
