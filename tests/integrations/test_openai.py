@@ -65,7 +65,6 @@ def test_what_was_generated_is_kept_token_by_token() -> None:
     assert heard.read == (END, *ids("<u>x<a>"))
     assert conversation.token_ids == (*ids("<u>hi<a>ok"), END, *ids("<u>go<a>no"))
     assert heard.prompt_ids == (*conversation.token_ids, *heard.read)
-    assert conversation.branches == 0
 
 
 def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> None:
@@ -79,7 +78,7 @@ def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> No
     heard = conversation.heard([said("user", "ho")], ())
     assert (heard.turns, heard.read) == ((), ids("<u>ho<a>"))
     conversation.answered(heard, answer(ids("d")), said("assistant", "d"))
-    assert (conversation.token_ids, conversation.branches) == (ids("<u>ho<a>d"), 1)
+    assert conversation.token_ids == ids("<u>ho<a>d")
 
 
 def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back() -> None:

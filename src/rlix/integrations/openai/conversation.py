@@ -97,13 +97,11 @@ class Heard:
 class Conversation:
     """What was read and answered so far; one that is begun anew, or whose past is changed, starts again from nothing.
 
-    A request changes nothing until it is answered, so that it can be made again. `branches`: how often it started
-    again. An agent learns from its last branch.
+    A request changes nothing until it is answered, so that it can be made again. An agent learns from its last branch.
     """
 
     chat: ChatFormat
     turns: tuple[Turn, ...] = ()
-    branches: int = 0
     _messages: tuple[Message, ...] = ()  # up to the last answer, without it
     _reply: Message | None = None
 
@@ -130,7 +128,6 @@ class Conversation:
         return Heard((), given)
 
     def answered(self, heard: Heard, answer: Answer, reply: Message | None = None) -> None:
-        self.branches += bool(self.turns) and len(heard.turns) < len(self.turns) - 1
         self.turns = (*heard.turns, Turn(heard.read, answer))
         self._messages = heard.messages
         self._reply = None if reply is None else _plain(reply)
