@@ -65,7 +65,6 @@ def test_what_was_generated_is_kept_token_by_token() -> None:
     assert heard.read == (END, *ids("<u>x<a>"))
     assert conversation.token_ids == (*ids("<u>hi<a>ok"), END, *ids("<u>go<a>no"))
     assert heard.prompt_ids == (*conversation.token_ids, *heard.read)
-    assert conversation.branches == 0
 
 
 def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> None:
@@ -79,7 +78,7 @@ def test_asking_again_replaces_the_answer_and_a_changed_past_begins_anew() -> No
     heard = conversation.heard([said("user", "ho")], ())
     assert (heard.turns, heard.read) == ((), ids("<u>ho<a>"))
     conversation.answered(heard, answer(ids("d")), said("assistant", "d"))
-    assert (conversation.token_ids, conversation.branches) == (ids("<u>ho<a>d"), 1)
+    assert conversation.token_ids == ids("<u>ho<a>d")
 
 
 def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back() -> None:
@@ -100,6 +99,10 @@ def test_tool_calls_are_taken_out_of_the_text_and_recognised_when_they_come_back
 # ---- the endpoint ----------------------------------------------------------------------------------------------------
 
 
+def policy(length: int, generate: Callable[[int, Trajectory], "Future[Trajectory]"]) -> Policy:
+    return Policy(0, Sampling(max_new_tokens=length), 200, Ends(TOKENIZER, Path("/nowhere")), CHAT, generate)
+
+
 class Endpoint:
     """The app over a rollout whose replicas a test moves by hand."""
 
@@ -108,9 +111,7 @@ class Endpoint:
         self.world.manager.publish(Weights(0))  # type: ignore[arg-type]
         self.world.grant(0)
         self.world.settle()
-        ends = Ends(TOKENIZER, Path("/nowhere"))
-        policy = Policy(0, Sampling(max_new_tokens=length), 200, ends, CHAT, self.generate)
-        self.episodes = Episodes(policy, "key")
+        self.episodes = Episodes(policy(length, self.generate), "key")
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(make_app("job", self.episodes)), base_url="http://job/v1"
         )
@@ -213,6 +214,89 @@ def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
         assert "no such episode" in late.json()["error"]["message"]
 
     run(play)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        slow = await endpoint.ask(episode, max_tokens=8)
+        again = await endpoint.ask(episode, max_tokens=2)  # the client's second try: it has given up the first
+        endpoint.world.settle()
+        kept = (await again).json()["choices"][0]
+        assert (await slow).json()["choices"][0]["token_ids"] == list(range(8))
+        (turn,) = episode.conversation.turns
+        assert list(turn.answer.token_ids) == kept["token_ids"] == [0, 1]
+
+    run(play)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said_why"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"seed": 1}, "seed"),
+        ({"max_tokens": -1}, "max_tokens must be"),
+        ({"messages": ["hi"]}, "messages must be"),
+        ({"messages": [said("user", "a" * 300)]}, "fill the model's context"),
+        ({"messages": [said("user", "hi"), {"content": "no role"}]}, "template does not render"),
+    ],
+)
+def test_what_cannot_be_done_is_the_clients_error(wrong: dict[str, Any], said_why: str) -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
+        body = {"messages": [said("user", "hi")], **wrong}
+        response = await endpoint.client.post("/chat/completions", json=body, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, said_why in error["message"]) == (400, True), error
+        assert error["code"] == ("context_length_exceeded" if "context" in said_why else "invalid_request_error")
+
+    run(play)
+
+
+def test_a_reward_that_is_no_number_is_refused_and_leaves_the_episode_open() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
+        response = await endpoint.client.post("/reward", content='{"reward": NaN}', headers=headers)
+        assert (response.status_code, episode.done.done()) == (400, False)
+        assert "must be a finite number" in response.json()["error"]["message"]
+
+    run(play)
+
+
+def test_an_episodes_key_opens_that_episode_and_nothing_else() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode, other = (endpoint.episodes.open(0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
+        key = endpoint.episodes.key_of(episode)
+        assert endpoint.episodes.of_key(key) is episode
+        assert not endpoint.episodes.known(key.replace(episode.id, other.id))
+        assert not endpoint.episodes.known(f"key/{other.id}")
+        taken = await endpoint.client.post("/episodes", headers={"Authorization": f"Bearer {key}"})
+        assert taken.status_code == 401
+
+    run(play)
+
+
+def test_an_episode_whose_player_died_ends_as_failed() -> None:
+    async def play() -> None:
+        now = 0.0
+        episodes = Episodes(policy(8, lambda *_: Future()), "key", clock=lambda: now)
+        taken, waiting = (episodes.open(0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
+        now = 100.0
+        episodes.expire(10.0)
+        assert episodes.take() is taken  # to stand in the queue is no failure
+        now = 110.0
+        episodes.expire(10.0)
+        assert not taken.done.done()
+        now = 111.0
+        episodes.expire(10.0)
+        assert (taken.done.result().failed, taken.done.result().counts) == (True, False)
+        assert "no reward within 10 s" in str(taken.done.result().error)
+        assert not waiting.done.done()
+
+    asyncio.run(play())
 
 
 # ---- a job -----------------------------------------------------------------------------------------------------------

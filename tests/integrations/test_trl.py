@@ -14,13 +14,14 @@ from rlix.engine.movers import SwapMover
 from rlix.integrations.leases import ProgramGate, Stages
 from rlix.integrations.rollouts import Rollouts
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
+from rlix.integrations.trl.install import once
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
-from rlix.protocol.errors import NotResidentError
+from rlix.protocol.errors import NotResidentError, SpecError
 from rlix.protocol.types import Phase
 
 datasets = pytest.importorskip("datasets")
@@ -170,6 +171,14 @@ def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) 
     assert trainer.model.lm_head.weight.shape == (trainer.model.config.vocab_size, 32)
 
 
+def test_a_second_served_trainer_of_a_script_is_refused() -> None:
+    served: Any = object()
+    start = once(lambda model, dtype: served)
+    assert start("one", "bfloat16") is served
+    with pytest.raises(SpecError, match=r"second trainer with use_vllm, of two: .* the one of one"):
+        start("two", "float32")
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -181,8 +190,8 @@ def test_vllm_generation_is_served_by_the_jobs_replicas(
 
     with attach_program("served", gangs={"actor_train": 1}, rollouts={"actor_infer": 2}, stay=True) as program:
 
-        def start(path: str) -> Rollouts:
-            started.append(Rollouts(program, path, RunFolder.open(tmp_path / "run")[0]))
+        def start(path: str, dtype: str) -> Rollouts:
+            started.append(Rollouts(program, path, RunFolder.open(tmp_path / "run")[0], dtype=dtype))
             return started[-1]
 
         monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", partial(ServedGeneration, start))

@@ -1,8 +1,8 @@
 """Elastic replicas of a model that a program of its own trains: generation for trainers that have none like it."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -43,7 +43,7 @@ class Rollouts:
         cluster = program.registration.cluster(CLUSTER)
         devices = program.client.devices()
         self._timeout_s = timeout_s
-        self._calls = 0
+        self._version, self._calls = 0, 0  # of which weights, and of `generate` with them
         self.stop = threading.Event()
         self._engine = InferenceEngine(model, executor=executor)
         self._engine.build(
@@ -67,23 +67,28 @@ class Rollouts:
         aliases = tied_names(named)
         tensors = ((name, named[name].detach()) for name in aliases)
         self._manager.publish(publish(tensors, version, aliases=aliases))
+        if version != self._version:
+            self._version, self._calls = version, 0
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Trajectory]:
         """One whole answer to each prompt, in their order. The same prompts in the same call get different ones.
+
+        Its randomness comes from `seed`, the weights' version and how many calls there were with it: a run that goes on
+        from a checkpoint draws what it would have drawn.
 
         Raises:
             WaitTimeoutError: it took too long. RolloutError: replicas keep failing.
         """
         self._calls += 1
-        ids = [f"generate/{self._calls}/{index}" for index in range(len(prompts))]
+        ids = [f"generate/{self._version}/{self._calls}/{index}" for index in range(len(prompts))]
         trajectories = [
             Trajectory(id, tuple(prompt), stream_seed(seed, id), sampling)
             for id, prompt in zip(ids, prompts, strict=True)
         ]
-        return self._manager.generate(self._calls, trajectories, self._timeout_s, self.stop)
+        return self._manager.generate(self._version, trajectories, self._timeout_s, self.stop)
 
     def close(self) -> None:
         self.stop.set()
-        parts: tuple[Any, ...] = (self._feed, self._manager, self._engine)
-        for part in parts:
-            part.close()
+        with contextlib.ExitStack() as closing:  # each of them, whatever one raises; the last first
+            for part in (self._engine, self._manager, self._feed):
+                closing.callback(part.close)

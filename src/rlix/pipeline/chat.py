@@ -122,7 +122,7 @@ class Chat:
                     **self._spec.options,
                 )
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise SpecError(
                 f"source.chat: the model's chat template does not render messages of {roles}: {error}; {_HOW}"

@@ -19,6 +19,14 @@ _TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 class RequestError(RlixError):
     """The client asks for something that the endpoint cannot do; the message is for the client."""
 
+    code = "invalid_request_error"
+
+
+class ContextFullError(RequestError):
+    """Asking again would not help: clients know it by the code."""
+
+    code = "context_length_exceeded"
+
 
 class ChatFormat:
     """One model's messages and tokens, with whatever tools a request brings. Raises SpecError as `Chat` does.
@@ -89,13 +97,11 @@ class Heard:
 class Conversation:
     """What was read and answered so far; one that is begun anew, or whose past is changed, starts again from nothing.
 
-    A request changes nothing until it is answered, so that it can be made again. `branches`: how often it started
-    again. An agent learns from its last branch.
+    A request changes nothing until it is answered, so that it can be made again. An agent learns from its last branch.
     """
 
     chat: ChatFormat
     turns: tuple[Turn, ...] = ()
-    branches: int = 0
     _messages: tuple[Message, ...] = ()  # up to the last answer, without it
     _reply: Message | None = None
 
@@ -122,7 +128,6 @@ class Conversation:
         return Heard((), given)
 
     def answered(self, heard: Heard, answer: Answer, reply: Message | None = None) -> None:
-        self.branches += bool(self.turns) and len(heard.turns) < len(self.turns) - 1
         self.turns = (*heard.turns, Turn(heard.read, answer))
         self._messages = heard.messages
         self._reply = None if reply is None else _plain(reply)

@@ -2,16 +2,18 @@
 
 import asyncio
 import hmac
+import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from rlix.integrations.openai.conversation import ChatFormat, Conversation
+from rlix.integrations.openai.conversation import ChatFormat, ContextFullError, Conversation, Heard, Message
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.router import Sampling, Trajectory
-from rlix.pipeline.samples import End, Sample
+from rlix.pipeline.samples import Answer, End, Sample
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import ended
 from rlix.protocol.errors import RlixError
@@ -37,6 +39,7 @@ class Episode:
     calls: int = 0
     cached_on: tuple[int, int] | None = None
     end: End = End.DONE
+    taken: float | None = None  # when somebody from outside began to play it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,9 @@ class Policy:
 class Episodes:
     """Lives on one event loop."""
 
-    def __init__(self, policy: Policy, key: str | None = None) -> None:
+    def __init__(self, policy: Policy, key: str | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy
+        self._clock = clock
         self.key = key or secrets.token_urlsafe(24)
         self._open: dict[str, Episode] = {}
         self._waiting: deque[str] = deque()
@@ -76,26 +80,49 @@ class Episodes:
 
     def key_of(self, episode: Episode) -> str:
         """What an agent authenticates with, and is known by."""
-        return f"{self.key}/{episode.id}"
+        return f"{self._signed(episode.id)}/{episode.id}"
 
     # ---- the agents' side ------------------------------------------------------------------------------------
 
     def known(self, given: str) -> bool:
-        """Whether the key is the job's, alone or with an episode."""
-        return hmac.compare_digest(given.partition("/")[0].encode(), self.key.encode())
+        """Whether the key is the job's, or an episode's."""
+        signed, _, id = given.partition("/")
+        return self.is_jobs(given) or hmac.compare_digest(signed.encode(), self._signed(id).encode())
+
+    def is_jobs(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.key.encode())
 
     def of_key(self, given: str) -> Episode | None:
+        """The open episode of a key that is `known`."""
         return self._open.get(given.partition("/")[2])
+
+    def _signed(self, id: str) -> str:
+        """So that who plays one episode has no key to another."""
+        return hmac.new(self.key.encode(), id.encode(), "sha256").hexdigest()
 
     def take(self) -> Episode | None:
         """One that nobody plays yet."""
         while self._waiting:
             if (found := self._open.get(self._waiting.popleft())) is not None:
+                found.taken = self._clock()
                 return found
         return None
 
+    def expire(self, timeout_s: float) -> None:
+        """Ends, as failed, what was taken longer ago than that: its player may be dead."""
+        for episode in list(self._open.values()):
+            if episode.taken is not None and self._clock() - episode.taken > timeout_s:
+                error = f"whoever took the episode posted no reward within {timeout_s:g} s"
+                self.rewarded(episode, 0.0, error=error)
+
     def rewarded(self, episode: Episode, reward: float, *, exact: bool = False, error: str | None = None) -> None:
-        """The conversation is over, and becomes a sample. A second reward changes nothing."""
+        """The conversation is over, and becomes a sample. A second reward changes nothing.
+
+        Raises:
+            ValueError: the reward is no finite number; one such would be the whole group's advantages.
+        """
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward of episode {episode.id} is {reward!r}; it must be a finite number")
         self.close(episode)
         if not episode.done.done():
             counts = error is None and bool(episode.conversation.turns)
@@ -111,13 +138,13 @@ class Episodes:
         """Begins to answer; the trajectory's tokens can be watched as they come.
 
         Raises:
-            AbortedError: there is no room in the model's context.
+            ContextFullError: there is no room in the model's context.
         """
         most = self.policy.sampling.max_new_tokens
         room = min(most, limit or most, self.policy.context - len(prompt))
         if room < 1:
             episode.end = End.LENGTH
-            raise AbortedError(f"the conversation's {len(prompt)} tokens fill the model's context")
+            raise ContextFullError(f"the conversation's {len(prompt)} tokens fill the model's context")
         id = f"{episode.id}/{episode.calls}"
         episode.calls += 1
         sampling = replace(self.policy.sampling, max_new_tokens=room)
@@ -138,5 +165,13 @@ class Episodes:
         if trajectory.finish_reason not in ("stop", "length"):
             raise AbortedError(f"the answer was cut off ({trajectory.finish_reason})")
         episode.cached_on = trajectory.cached_on
-        _, episode.end = ended(trajectory, self.policy.ends)
-        return trajectory, episode.end
+        return trajectory, ended(trajectory, self.policy.ends)[1]
+
+    def answered(
+        self, episode: Episode, trajectory: Trajectory, end: End, heard: Heard, answer: Answer, reply: Message | None
+    ) -> None:
+        """The client gets this answer. Only the latest request's goes on with the conversation: one before it was
+        given up, or is a branch that is left."""
+        if trajectory.id == f"{episode.id}/{episode.calls - 1}":
+            episode.end = end
+            episode.conversation.answered(heard, answer, reply)

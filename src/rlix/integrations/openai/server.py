@@ -21,6 +21,13 @@ from rlix.pipeline.sources.base import ended
 _WATCH_S = 0.05  # between looks at what was generated meanwhile, for streams
 _TAKE_S = 20.0  # longest that a request for an episode waits for one
 _HALF_A_CHARACTER = "\ufffd"
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "tool_choice": (None, "auto"),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "seed": (None,),
+}
+"""What of these is no more than the default; the rest would be answered as if it had not been asked."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -61,8 +68,10 @@ class _Endpoint:
                 return _error(401, "invalid_api_key", "this is not the job's key")
             try:
                 return await handler(request)
-            except (RequestError, ValueError, KeyError, TypeError) as error:
-                return _error(400, "invalid_request_error", str(error))
+            except RequestError as error:
+                return _error(400, error.code, str(error))
+            except (ValueError, KeyError, TypeError) as error:
+                return _error(400, RequestError.code, str(error))
             except AbortedError as error:  # never a short answer as if it were whole
                 return _error(503, "aborted", str(error))
 
@@ -71,7 +80,9 @@ class _Endpoint:
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rlix"}]})
 
-    async def take(self, _: Request) -> Response:
+    async def take(self, request: Request) -> Response:
+        if not self._episodes.is_jobs(_key(request)):
+            return _error(401, "invalid_api_key", "an episode's key gives no other episode; use the job's")
         deadline = time.monotonic() + _TAKE_S
         while (episode := self._episodes.take()) is None:
             if time.monotonic() > deadline:
@@ -87,30 +98,30 @@ class _Endpoint:
         )
 
     async def reward(self, request: Request) -> Response:
-        episode, body = self._episode(request), await request.json()
+        episode, body = self._episode(request), await _body(request)
         error = body.get("error")
         reward = float(body.get("reward", 0.0) if error else body["reward"])
         self._episodes.rewarded(episode, reward, exact=bool(body.get("exact", False)), error=error)
         return JSONResponse({"ok": True})
 
     async def chat(self, request: Request) -> Response:
-        episode, body = self._episode(request), await request.json()
+        episode, body = self._episode(request), await _body(request)
         _check(body)
         tools = body.get("tools") or ()
-        heard = episode.conversation.heard(body["messages"], tools)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        heard = episode.conversation.heard(_objects(body["messages"], "messages"), _objects(tools, "tools"))
+        limit = _limit(body, "max_completion_tokens", "max_tokens")
         asked = _Asked(True, heard, tools, limit, bool(body.get("stream")), bool(body.get("logprobs")))
-        return await self._answer(episode, asked)
+        return await self._answer(request, episode, asked)
 
     async def complete(self, request: Request) -> Response:
-        episode, body = self._episode(request), await request.json()
+        episode, body = self._episode(request), await _body(request)
         _check(body)
         prompt = body["prompt"]
         ids = self._episodes.policy.chat.encode(prompt) if isinstance(prompt, str) else [int(id) for id in prompt]
         heard = episode.conversation.heard_tokens(ids)
         logprobs = body.get("logprobs") is not None
-        asked = _Asked(False, heard, (), body.get("max_tokens"), bool(body.get("stream")), logprobs)
-        return await self._answer(episode, asked)
+        asked = _Asked(False, heard, (), _limit(body, "max_tokens"), bool(body.get("stream")), logprobs)
+        return await self._answer(request, episode, asked)
 
     # ---- below -----------------------------------------------------------------------------------------------
 
@@ -120,12 +131,13 @@ class _Endpoint:
             raise RequestError("no such episode is open: POST /v1/episodes gives one, with a key of its own")
         return found
 
-    async def _answer(self, episode: Episode, asked: _Asked) -> Response:
+    async def _answer(self, request: Request, episode: Episode, asked: _Asked) -> Response:
         prompt = asked.heard.prompt_ids
         trajectory, done = self._episodes.start(episode, prompt, asked.limit)
         if asked.stream:
-            return StreamingResponse(self._stream(episode, asked, trajectory, done), media_type="text/event-stream")
-        choice = await self._choice(episode, asked, done)
+            events = self._stream(request, episode, asked, trajectory, done)
+            return StreamingResponse(events, media_type="text/event-stream")
+        choice = await self._choice(request, episode, asked, done)
         generated = len(choice["token_ids"])
         usage = {
             "prompt_tokens": len(prompt),
@@ -134,14 +146,15 @@ class _Endpoint:
         }
         return JSONResponse({**self._head(trajectory.id, asked, ""), "choices": [choice], "usage": usage})
 
-    async def _choice(self, episode: Episode, asked: _Asked, done: Any) -> dict[str, Any]:
-        """The whole answer, which from now on is part of the conversation."""
+    async def _choice(self, request: Request, episode: Episode, asked: _Asked, done: Any) -> dict[str, Any]:
+        """The whole answer, which from now on is part of the conversation, if the client is still there."""
         trajectory, end = await self._episodes.finished(episode, done)
         answer, _ = ended(trajectory, self._episodes.policy.ends)
         chat = self._episodes.policy.chat
         text = chat.decode(answer.token_ids)
         reply = chat.reply(answer.token_ids, trajectory.prompt_ids, asked.tools, trajectory.id) if asked.chat else None
-        episode.conversation.answered(asked.heard, answer, reply)
+        if not await request.is_disconnected():  # a request that its client gave up goes on until here
+            self._episodes.answered(episode, trajectory, end, asked.heard, answer, reply)
         reason = "length" if end is End.LENGTH else "tool_calls" if reply and "tool_calls" in reply else "stop"
         choice = {
             "index": 0,
@@ -160,7 +173,9 @@ class _Endpoint:
             choice["logprobs"] = {"content": pairs} if asked.chat else plain
         return choice
 
-    async def _stream(self, episode: Episode, asked: _Asked, trajectory: Trajectory, done: Any) -> AsyncIterator[bytes]:
+    async def _stream(
+        self, request: Request, episode: Episode, asked: _Asked, trajectory: Trajectory, done: Any
+    ) -> AsyncIterator[bytes]:
         """Text as it is generated, wherever that is. One that is aborted ends with an error and without [DONE]."""
         head, sent = self._head(trajectory.id, asked, ".chunk" if asked.chat else ""), 0
         while not done.done():
@@ -171,7 +186,7 @@ class _Endpoint:
                     yield _event({**head, "choices": [_delta(asked, text[sent:], None)]})
                     sent = len(text)
         try:
-            choice = await self._choice(episode, asked, done)
+            choice = await self._choice(request, episode, asked, done)
         except AbortedError as error:
             yield _event({"error": {"message": str(error), "type": "aborted", "code": 503}})
             return
@@ -201,6 +216,31 @@ def _check(body: Mapping[str, Any]) -> None:
         raise RequestError("n must be 1: every sample is an episode of its own")
     if body.get("stop"):
         raise RequestError("stop is not supported here: write it into the job, as rollout.stop")
+    for name, fine in _ONLY.items():
+        if body.get(name) not in fine:
+            raise RequestError(f"{name} {json.dumps(body[name])} is not supported: leave it out")
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    found = await request.json()
+    if not isinstance(found, dict):
+        raise RequestError("the body must be a JSON object")
+    return found
+
+
+def _objects(value: Any, name: str) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        raise RequestError(f"{name} must be a list of objects")
+    return value
+
+
+def _limit(body: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if not isinstance(value, int) or value < 1:
+                raise RequestError(f"{name} must be a whole number of at least 1, not {value!r}")
+            return value
+    return None
 
 
 def _key(request: Request) -> str:

@@ -140,7 +140,11 @@ class AgentSource(Source):
     async def _until_done(self, step: int, episodes: Sequence[Episode]) -> None:
         deadline = time.monotonic() + self.around.timeout_s
         most = self.around.sampling.max_new_tokens
-        while open_ := [episode for episode in episodes if not episode.done.done()]:
+        while True:
+            self._episodes.expire(self._spec.timeout_s)
+            open_ = [episode for episode in episodes if not episode.done.done()]
+            if not open_:
+                return
             if self.around.stop.is_set():
                 raise InterruptedError("the job was asked to stop")
             if time.monotonic() > deadline:
@@ -158,8 +162,7 @@ class AgentSource(Source):
             self.base_url, self._episodes.key_of(episode), self.around.job, episode.task, episode.seed, episode.id
         )
         try:
-            async with asyncio.timeout(self._spec.timeout_s):
-                reward = await self._called(call)
+            reward = await self._called(call)
             missing = None if reward is not None else "the agent returned no reward and posted none"
             self._episodes.rewarded(episode, float(reward or 0.0), error=missing)
         except TimeoutError:
@@ -168,10 +171,25 @@ class AgentSource(Source):
             self._episodes.rewarded(episode, 0.0, error=where_raised(error))
 
     async def _called(self, call: Call) -> Any:
-        """On a thread; what an async agent still has to do, on the loop of the endpoint."""
+        """On a thread; what an async agent still has to do, on the loop of the endpoint.
+
+        Raises TimeoutError when it takes too long, from when a thread was free for it.
+        """
         assert self._agent is not None
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, call)
-        return await found if inspect.isawaitable(found) else found
+        loop, began = asyncio.get_running_loop(), asyncio.Event()
+
+        def play(agent: Agent) -> Any:
+            loop.call_soon_threadsafe(began.set)
+            return agent(call)
+
+        played = loop.run_in_executor(self._threads, play, self._agent)
+        try:
+            await began.wait()
+            async with asyncio.timeout(self._spec.timeout_s):
+                found = await played
+                return await found if inspect.isawaitable(found) else found
+        finally:
+            played.cancel()  # where it still stands in the queue
 
     def _judged(self, sample: Sample) -> Sample:
         if not sample.failed or self._spec.failure_reward is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.rllib.algorithms import AlgorithmConfig
+from ray.tune.result import TRIAL_INFO
 
 from rlix.control.program import Program, attach
 from rlix.integrations.leases import ProgramGate, Stage, Stages
@@ -47,15 +48,15 @@ def rllib(
     host memory. What is learnt does not change.
 
     Args:
-        name: what people see; default: RLIX_JOB, else the algorithm's name.
+        name: what people see; default: RLIX_JOB, else the algorithm's name. Tune's trials append their ids.
         gpus: devices of the gang; default: one for each learner.
-        elastic: sample with as many environment runners as the job has bundles at the moment. Batches hold as many
-            steps as without, taken by other runners.
+        elastic: sample with as many environment runners as the job has bundles at the moment. Batches hold at
+            least as many steps as without, taken by other runners; episodes may be cut.
         runs_dir: where the run folder goes; default: RLIX_RUNS_DIR, else "runs".
 
     Raises:
-        SpecError: the algorithm updates in a thread of its own beside sampling (IMPALA, APPO), or its learners would
-            have Ray's GPUs instead of the pool's.
+        SpecError: the algorithm updates in a thread of its own beside sampling (IMPALA, APPO), or its learners or
+            runners would have Ray's GPUs instead of the pool's.
     """
     from ray.rllib.algorithms.impala import IMPALAConfig
 
@@ -63,8 +64,9 @@ def rllib(
         raise SpecError(
             f"rlix.rllib: {type(config).__name__}: it updates in a thread beside sampling; not supported yet"
         )
-    if config.num_gpus_per_learner:
-        raise SpecError("rlix.rllib: num_gpus_per_learner would take Ray's GPUs beside the pool's: leave it at 0")
+    for option in ("num_gpus_per_learner", "num_gpus_per_env_runner"):
+        if getattr(config, option):
+            raise SpecError(f"rlix.rllib: {option} would take Ray's GPUs beside the pool's: leave it at 0")
     base: Any = config.algo_class
     settings = Settings(
         name or os.environ.get("RLIX_JOB") or base.__name__,
@@ -81,9 +83,15 @@ class Leased:
 
     _rlix_settings: Settings
 
+    def __init__(self, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        trial = config.get(TRIAL_INFO) if isinstance(config, dict) else None  # which the algorithm drops
+        self._rlix_trial: str | None = trial and trial.trial_id
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
     def setup(self, config: Any) -> None:
-        self._rlix = Job(self._rlix_settings)
+        self._rlix = Job(self._rlix_settings, self._rlix_trial)
         try:
+            self._rlix.start()
             super().setup(config)  # type: ignore[misc]
             self._rlix.attach(self)
         except BaseException as error:  # raised again
@@ -102,22 +110,34 @@ class Leased:
         return result
 
     def cleanup(self) -> None:
-        super().cleanup()  # type: ignore[misc]
-        self._rlix.close()
+        try:
+            super().cleanup()  # type: ignore[misc]
+        finally:
+            self._rlix.close()
 
 
 class Job:
-    """One algorithm as a job of the pool; it begins with an initialization's lease."""
+    """One algorithm as a job of the pool. `trial`: Tune's; trials that run at once have run folders of their own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, trial: str | None) -> None:
         rollouts = {_SAMPLE: None} if settings.elastic else None
+        name = f"{settings.name}-{trial}" if trial else settings.name
         self._settings = settings
-        self.program: Program = attach(settings.name, gangs={_TRAIN: settings.gpus}, rollouts=rollouts, stay=True)
-        self.record = RunRecord(self.program, _KIND, settings.runs_dir, _TRAIN)
-        self.stages = Stages(ProgramGate(self.program), self.record)
-        self.stages.begin(_INITIALIZATION)
+        self.program: Program = attach(name, gangs={_TRAIN: settings.gpus}, rollouts=rollouts, stay=True)
         self.sampler: ElasticSampler | None = None
         self._steps = 0
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.program.close)
+
+    def start(self) -> None:
+        """It begins with an initialization's lease."""
+        self.record = RunRecord(self.program, _KIND, self._settings.runs_dir, _TRAIN)
+        self._closing.callback(lambda: self.record.close(self._error))
+        gate = ProgramGate(self.program)
+        self._closing.callback(gate.leave)  # also when the bytes cannot be moved: else the holder is ended with the job
+        self.stages = Stages(gate, self.record)
+        self._closing.callback(self.stages.end)
+        self.stages.begin(_INITIALIZATION)
 
     def attach(self, algorithm: Any) -> None:
         """The algorithm is built; from here on its learners come and go."""
@@ -159,9 +179,9 @@ class Job:
         self._steps += 1
 
     def close(self, error: str | None = None) -> None:
-        """Calling it again changes nothing."""
-        self.record.close(error)
-        self.program.close()
+        """What is held is given back, then it leaves the pool. Calling it again changes nothing."""
+        self._error = error
+        self._closing.close()
 
     def _until_synced(self) -> Any:
         """Held through the update until the runners have the new weights, or the step ends."""

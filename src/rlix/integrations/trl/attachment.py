@@ -39,6 +39,8 @@ class Attachment:
         self.stages = stages
         found = getattr(trainer, "vllm_generation", None)
         self.served = found if isinstance(found, ServedGeneration) else None
+        if self.served is not None:
+            self.served.seed = trainer.args.seed
         stages.add(*parts.all)
         self._wrap_life()
         names = {each.__name__ for each in type(trainer).__mro__}

@@ -26,7 +26,7 @@ from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
 from rlix.integrations.trl.parts import parts_of
-from rlix.integrations.trl.served import ServedGeneration
+from rlix.integrations.trl.served import ServedGeneration, Start
 from rlix.node.process import start_time
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import DeviceKind, Process
@@ -132,12 +132,12 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
         gate = RankGate(0, ranks.world_size, store, gate)
     record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
 
-    def start_rollouts(model: str) -> Rollouts:
-        rollouts = Rollouts(program, model, record.folder)
+    def start_rollouts(model: str, dtype: str) -> Rollouts:
+        rollouts = Rollouts(program, model, record.folder, dtype=dtype)
         atexit.register(rollouts.close)  # before the job leaves, which would end the replicas by force
         return rollouts
 
-    _serve(start_rollouts)
+    _serve(once(start_rollouts))
     mine = dict.fromkeys(range(ranks.world_size), program.client.process)
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
@@ -146,7 +146,24 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
     return session
 
 
-def _serve(start_rollouts: Callable[[str], Rollouts]) -> None:
+def once(start: Start) -> Start:
+    """The job has one rollout cluster: the replicas of two trainers would take the same devices."""
+    served: list[str] = []
+
+    def start_once(model: str, dtype: str) -> Rollouts:
+        if served:
+            raise SpecError(
+                f"rlix.trl: a second trainer with use_vllm, of {model}: this script's replicas serve the one of "
+                f"{served[0]}; give each trainer a script of its own, or leave use_vllm out of this one"
+            )
+        rollouts = start(model, dtype)
+        served.append(model)
+        return rollouts
+
+    return start_once
+
+
+def _serve(start_rollouts: Start) -> None:
     """`use_vllm=True` means the job's own replicas."""
     from trl.trainer import grpo_trainer, rloo_trainer
 
@@ -154,7 +171,7 @@ def _serve(start_rollouts: Callable[[str], Rollouts]) -> None:
         module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)
 
 
-def _only_on_one_rank(model: str) -> Rollouts:
+def _only_on_one_rank(model: str, dtype: str) -> Rollouts:
     raise SpecError("rlix.trl: use_vllm on several ranks is not supported yet")
 
 

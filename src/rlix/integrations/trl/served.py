@@ -1,6 +1,5 @@
 """`use_vllm=True` without a vLLM of TRL's: its generation is served by the job's elastic replicas."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,8 @@ from rlix.pipeline.rollout.router import Sampling
 from rlix.protocol.errors import SpecError
 
 Prompts = Sequence[Sequence[int]]
+Start = Callable[[str, str], Rollouts]
+"""Of a model's path and dtype."""
 
 _LIKE_NONE = {"repetition_penalty": (None, 1.0), "min_p": (None, 0.0), "generation_kwargs": (None, {}),
               "structured_outputs_regex": (None,)}  # fmt: skip
@@ -22,8 +23,8 @@ class ServedGeneration:
     Replicas generate with the weights of the last `publish`, which happens under the training's lease.
     """
 
-    def __init__(self, start: Callable[[str], Rollouts], *, model: Any, processing_class: Any, **how: Any) -> None:
-        """`start` starts replicas of a model.
+    def __init__(self, start: Start, *, model: Any, processing_class: Any, **how: Any) -> None:
+        """`start` starts replicas of a model, of its dtype.
 
         Raises:
             SpecError: TRL is asked for something that the replicas do not do.
@@ -39,8 +40,9 @@ class ServedGeneration:
             stop_token_ids=tuple(dict.fromkeys([int(processing_class.eos_token_id), *map(int, listed)])),
         )
         self._model = model
-        self._rollouts = start(model.config._name_or_path)
+        self._rollouts = start(model.config._name_or_path, str(model.dtype).removeprefix("torch."))
         self.version = -1
+        self.seed = 0
         # Server mode asks which log-probs it gets: those of the model's own distribution.
         as_it_is = self._sampling == replace(self._sampling, temperature=1.0, top_p=1.0, top_k=0)
         info = {"model_config": {"logprobs_mode": "processed_logprobs" if as_it_is else "raw_logprobs"}}
@@ -61,7 +63,7 @@ class ServedGeneration:
         """Prompts, completions, log-probs and whose they are; one answer for each prompt, which come repeated."""
         if images is not None and any(image is not None for image in images):
             raise SpecError("rlix.trl: use_vllm with images is not supported")
-        done = self._rollouts.generate(prompts, self._sampling, seed=int(os.environ.get("RLIX_SEED") or 0))
+        done = self._rollouts.generate(prompts, self._sampling, seed=self.seed)
         tokens = [list(each.token_ids) for each in done]
         logprobs = [[[value] for value in each.logprobs] for each in done]
         return prompts, tokens, logprobs, [[[id] for id in ids] for ids in tokens]

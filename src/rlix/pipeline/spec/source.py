@@ -150,7 +150,7 @@ class AgentSpec(Named):
     concurrency: Count = 64
     """How many functions that are not async run at a time."""
     timeout_s: Positive = 600.0
-    """Longest an agent of your own may take for an episode."""
+    """Longest an episode may take, from when your agent is called or somebody outside has taken it; then it failed."""
     failure_reward: float | None = None
     """Reward of an episode whose agent failed; null leaves it out of the update."""
 

@@ -1,0 +1,146 @@
+"""An algorithm's job and its sampler without Ray: what is given back when, and what never starts."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.tune.result import TRIAL_INFO
+
+from rlix.control.rollout_lease import Granted, Taken
+from rlix.integrations.rllib import sampling
+from rlix.protocol.errors import SpecError, WaitTimeoutError
+
+pytest.importorskip("gymnasium")
+algorithms = pytest.importorskip("rlix.integrations.rllib.algorithm")
+
+Log = list[str]
+
+
+class Program:
+    name = "job"
+    client = None
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    @contextlib.contextmanager
+    def phase(self, phase: Any) -> Iterator[Any]:
+        self._log.append("granted")
+        yield SimpleNamespace(devices=(0,))
+        self._log.append("given back")
+
+    def close(self) -> None:
+        self._log.append("left the pool")
+
+
+class Algorithm:
+    def __init__(self, config: Any) -> None:
+        self.setup("no such environment")
+
+    def setup(self, config: Any) -> None:
+        raise ValueError(config)
+
+
+def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    log: Log = []
+
+    def attach(name: str, **_: Any) -> Program:
+        log.append(name)
+        return Program(log)
+
+    record = SimpleNamespace(did=lambda *_: None, close=log.append)
+    monkeypatch.setattr(algorithms, "attach", attach)
+    monkeypatch.setattr(algorithms, "RunRecord", lambda *_: record)
+    settings = algorithms.Settings("job", 1, False, tmp_path)
+    leased: Any = type("PPO", (algorithms.Leased, Algorithm), {"_rlix_settings": settings})
+    with pytest.raises(ValueError, match="no such environment"):
+        leased({TRIAL_INFO: SimpleNamespace(trial_id="a1")})
+    assert log == ["job-a1", "granted", "given back", "ValueError: no such environment", "left the pool"]
+
+
+class Rollout:
+    """Two bundles; from the third poll on one of them is asked back."""
+
+    def __init__(self) -> None:
+        self.leases: tuple[Any, ...] = ()
+        self.given_back: list[Any] = []
+        self.polls = 0
+
+    def poll(self, wait_s: float) -> list[Any]:
+        self.polls += 1
+        if self.polls == 1:
+            self.leases = ("a", "b")
+            return [Granted("a"), Granted("b")]  # type: ignore[arg-type]
+        if self.polls == 3:
+            self.leases = ("a",)
+            return [Taken("b", 30.0)]  # type: ignore[arg-type]
+        return []
+
+    def give_back(self, *leases: Any) -> None:
+        self.given_back += leases
+
+    def report(self, demand: int) -> None:
+        pass
+
+    def __enter__(self) -> "Rollout":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Runners:
+    """Two of them; the second ends no chunk before its bundle is given back."""
+
+    def __init__(self, rollout: Rollout, monkeypatch: pytest.MonkeyPatch, *, hangs: bool = False) -> None:
+        self._rollout = rollout
+        self._hangs = hangs
+        self._worker_manager = self
+        self.calls: list[tuple[int, int]] = []  # whose, and how many steps
+        monkeypatch.setattr(sampling, "ray", SimpleNamespace(wait=self.wait, get=self.get))
+
+    def actors(self) -> dict[int, Any]:
+        def remote(id: int, call: Any) -> int:
+            self.calls.append((id, call.keywords["steps"]))
+            return len(self.calls) - 1
+
+        return {
+            id: SimpleNamespace(apply=SimpleNamespace(remote=lambda call, id=id: remote(id, call))) for id in (1, 2)
+        }
+
+    def wait(self, flying: list[int], timeout: float) -> tuple[list[int], list[int]]:
+        slow = () if self._rollout.given_back and not self._hangs else (2,)
+        ready = [call for call in flying if self.calls[call][0] not in slow][:1]
+        return ready, []
+
+    def get(self, call: int) -> tuple[list[int], str]:
+        return [self.calls[call][1]], "measured"
+
+
+def sampler(rollout: Rollout, clock: Any = lambda: 0.0) -> sampling.ElasticSampler:
+    program: Any = SimpleNamespace(rollout=lambda cluster, demand: rollout)
+    return sampling.ElasticSampler(program, "actor_infer", chunk_steps=10, clock=clock)
+
+
+def test_a_bundle_goes_back_while_its_runner_ends_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = Rollout()
+    runners = Runners(rollout, monkeypatch)
+    episodes, metrics = sampler(rollout).sample(runners, 55)
+    assert rollout.given_back == ["b"]
+    assert (sum(episodes), len(metrics)) == (55, 6)
+    assert [id for id, _ in runners.calls] == [1, 2, 1, 1, 1, 1]  # the second runner began no other
+
+
+def test_a_runner_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = Rollout()
+    ticks = iter(range(0, 100_000, 100))
+    with pytest.raises(WaitTimeoutError, match=r"runners \[2\] took longer than 600 s for 10 steps"):
+        sampler(rollout, lambda: float(next(ticks))).sample(Runners(rollout, monkeypatch, hangs=True), 20)
+
+
+def test_whole_episodes_are_not_sampled_elastically() -> None:
+    algorithm = SimpleNamespace(config=SimpleNamespace(batch_mode="complete_episodes"))
+    with pytest.raises(SpecError, match="leave batch_mode as it is"):
+        sampling.make_elastic(algorithm, sampler(Rollout()))
