@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from rlix.pipeline.base import JobStatus
+from rlix.pipeline.jobs.status import JobStatus
 from rlix.protocol.messages import ControlStatus, Device, DeviceKind, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
 

@@ -78,8 +78,8 @@ class Engine:
         self.module, self._folder = module, folder
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            return getattr(self.module, name)(*(a.value if isinstance(a, NeedParallel) else a for a in args))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self.module, name)(*(a.value if isinstance(a, NeedParallel) else a for a in args), **kwargs)
 
         return call
 
@@ -107,7 +107,9 @@ class InProcess(FullFinetunePipeline):
             self.teardown()
 
     @contextmanager
-    def phase(self, cluster: str, phase: Any, engine: Any = None) -> Iterator[Any]:
+    def phase(self, cluster: str, phase: Any, engine: Any = None, *, stoppable: bool = True) -> Iterator[Any]:
+        if stoppable and self.stop_requested.is_set():
+            raise InterruptedError("stopped")
         self.phases.append(phase.name)
         yield None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlix.pipeline.sources.environments import (
     Toolbox,
     ToolCall,
     ToolError,
+    ToolResult,
     Transition,
     as_tool,
 )
@@ -204,5 +206,25 @@ def test_functions_as_tools() -> None:
         return [message["content"] for message in await box.answers(calls)]
 
     assert asyncio.run(main()) == ["1.5", "missing a required argument: 'number'", "unreadable"]
+
+
+def test_a_plain_function_that_hangs_is_told_in_time() -> None:
+    released = threading.Event()
+
+    async def main() -> tuple[ToolResult, ToolResult]:
+        box = Toolbox({"hang": as_tool(released.wait)}, timeout_s=0.05)
+        late = await box.call(ToolCall("hang", '{"timeout": 60}'))
+        released.set()
+        return late, await Toolbox({"hang": as_tool(released.wait)}, timeout_s=60).call(ToolCall("hang", "{}"))
+
+    late, there = asyncio.run(main())
+    assert (late.ok, late.text) == (False, "hang did not answer within 0.05 s")
+    assert there.text == "true"
+
+
+def test_arguments_that_do_not_fit_are_the_tools_error() -> None:
+    async def half(number: float) -> float:
+        return number / 2
+
     with pytest.raises(ToolError):
         asyncio.run(as_tool(half)("{}"))  # type: ignore[arg-type]

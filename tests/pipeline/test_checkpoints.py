@@ -1,7 +1,9 @@
 """What is kept of a run's checkpoints."""
 
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -148,3 +150,30 @@ def test_a_checkpoint_that_lost_something_is_not_gone_on_from(tmp_path: Path, ca
         RunFolder.open(tmp_path, resume=True)
     (tmp_path / "checkpoints" / "step_1" / "manifest.json").write_text("{")
     assert "manifest.json cannot be read" in str(damage(tmp_path / "checkpoints" / "step_1"))
+    (tmp_path / "checkpoints" / "step_1" / "manifest.json").unlink()
+    assert damage(tmp_path / "checkpoints" / "step_1") == "manifest.json is missing"
+
+
+def test_the_same_step_may_be_broken_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        made = opened(tmp_path, resume=True)
+        for step in (1, 2):
+            made.begin(step, write)
+        (tmp_path / "checkpoints" / "step_2" / "weights").write_text("")
+        assert opened_after(tmp_path) == 1
+        shutil.rmtree(tmp_path / "checkpoints" / "step_1")
+
+
+def test_a_death_while_the_best_is_marked_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = opened(tmp_path)
+    made.begin(1, write, made.better(1, {"eval/reward": 0.1}))
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr(Path, "symlink_to", MagicMock(side_effect=KeyboardInterrupt))
+        made.begin(2, write, made.better(2, {"eval/reward": 0.5}))
+    again = opened(tmp_path, resume=True)
+    assert again.better(3, {"eval/reward": 0.3}) is None
+    for step in (3, 4, 5):
+        again.begin(step, write)
+    assert steps(tmp_path) == [1, 2, 4, 5]  # that which the link names, and that which is the best
+    again.begin(6, write, again.better(6, {"eval/reward": 0.7}))
+    assert steps(tmp_path) == [5, 6]

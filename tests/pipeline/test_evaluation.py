@@ -7,7 +7,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from rlix.pipeline import base
-from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.base import Pipeline
+from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess

@@ -89,7 +89,7 @@ def test_the_command_and_its_mistakes(tmp_path: Path) -> None:
         assert "Traceback" not in result.output
         return f"{result.exit_code} {' '.join(result.output.split())}"
 
-    assert "step_2: is broken (state/state.json has 0 of" in command()
+    assert "step_2: is broken (state/state.json has 0 of" in command("--step", "2")
     assert "no checkpoint of step 7; there are 1, 2" in command("--step", "7")
     assert "no checkpoint is marked as the best" in command("--step", "best")
     assert "--step newest: must be" in command("--step", "newest")
@@ -97,6 +97,7 @@ def test_the_command_and_its_mistakes(tmp_path: Path) -> None:
     (run / "checkpoints" / "best").symlink_to("step_1")
     assert command("--step", "best").startswith("0 step_1 of")
     assert command("--step", "1").startswith("2 ")  # it exists already
+    assert export(run, tmp_path / "newest")[1].name == "step_1"  # that is whole
     with pytest.raises(SpecError, match="has no checkpoint; give a run folder"):
         export(tmp_path, tmp_path / "other")
 
@@ -116,5 +117,8 @@ def test_of_an_adapter_it_is_the_adapter(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.json"):
         (folder / name).write_text(name)
+    write_manifest(folder.parent)
+    with pytest.raises(SpecError, match="leave out --dtype"):
+        export(tmp_path / "run", tmp_path / "out", dtype="float32")
     out, _ = export(tmp_path / "run", tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

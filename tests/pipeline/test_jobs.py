@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import RayActorError
 
 import rlix
-from rlix.pipeline.base import JobConfig
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices, wait_all
 from rlix.pipeline.jobs.run_folder import list_checkpoints
+from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from rlix.pipeline import base
-from rlix.pipeline.base import JobConfig
+from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.loggers import Logger, Loggers, Run, build_loggers
 from rlix.pipeline.spec import environment
 from rlix.pipeline.spec.environment import environment_problems

@@ -102,9 +102,11 @@ class TestFormulas:
         trained = estimate.adapter_parameters(QWEN_7B, 16)
         attention = 2 * (3584 + 3584) + 2 * (3584 + 512)
         assert trained == 16 * 28 * (attention + 3 * (3584 + 18944))
-        parts = estimate.training(QWEN_7B, Training(1, 1, 2, 4096, True, stored=2, trained=trained)).parts
-        assert (parts["weights"], parts["gradients"]) == (2 * 7_615_616_512, 4 * trained)
-        assert (parts["optimizer"], parts["gathered"]) == (8 * trained, 0)
+        for width in (1, 8):  # the model is divided, an adapter is whole everywhere
+            parts = estimate.training(QWEN_7B, Training(width, width, 2, 4096, True, stored=2, trained=trained)).parts
+            assert parts["weights"] == 2 * 7_615_616_512 // width + 4 * trained
+            assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
+        assert estimate.training(QWEN_7B, Training(1, 1, 2, 64, stored=2, trained=trained)).parts["gathered"] == 0
 
     def test_memory_does_not_grow_with_anything_but_what_goes_through_at_once(self) -> None:
         one, two = (estimate.activations(QWEN_7B, Training(8, 8, 2, tokens)) for tokens in (1000, 2000))
@@ -127,6 +129,16 @@ class TestJob:
             "weight_sync",
             "rollout",
         ]
+
+    def test_the_adapters_of_all_runs_are_there(self) -> None:
+        runs = {"a": {"lora": {"rank": 8}}, "b": {"lora": {"rank": 24}, "rollout": {"max_new_tokens": 512}}}
+        needs = job_memory(job(pipeline="multi_lora", runs=runs), QWEN_7B).needs
+        assert [need.phase for need in needs] == ["actor_training", "weight_sync", "rollout"]
+        trained = estimate.adapter_parameters(QWEN_7B, 32)
+        assert needs[0].parts["optimizer"] == 8 * trained
+        alone = job_memory(job(lora={"rank": 8}), QWEN_7B).needs
+        assert needs[0].parts["activations"] == alone[0].parts["activations"]
+        assert needs[0].parts["weights"] - alone[0].parts["weights"] == 4 * estimate.adapter_parameters(QWEN_7B, 24)
 
     @pytest.mark.parametrize(
         ("changes", "cluster", "advice"),

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.pipeline.base import JobConfig, Pipeline
-from rlix.pipeline.export import merge_adapter
+from rlix.pipeline.base import Pipeline
+from rlix.pipeline.jobs.export import merge_adapter
+from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline
 from rlix.pipeline.multi_lora import MultiLoraPipeline
 from rlix.pipeline.policy import policy_on_meta
@@ -29,6 +30,7 @@ from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.rollout.shares import FairQueue
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.turns import Ticket, next_turn
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.types import Phase
@@ -194,6 +196,7 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(4, 12)[None]
     assert torch.allclose(merged(ids).logits, loaded(ids).logits, atol=1e-5)
+    assert load_tokenizer(tmp_path / "merged").encode("417>") == load_tokenizer(Path(base)).encode("417>")
 
 
 def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone: dict[str, Any]) -> None:
@@ -228,6 +231,33 @@ def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
 
 
+def test_what_joined_and_what_was_removed_is_so_after_a_restart(tmp_path: Path) -> None:
+    one: dict[str, Any] = {"steps": 1, "lora": {"rank": 2, "targets": ["q_proj"]}}
+    given = job({"kept": {**one, "steps": 3}, "left": {**one, "steps": 50}})
+    many = Many(given, tmp_path / "job")
+
+    def change() -> None:
+        many.remove("left")
+        many._threads["left"].join(WAIT_S)
+        with pytest.raises(SpecError, match="does not train"):
+            many.pause("left")
+        with pytest.raises(SpecError, match=r"runs\.joined\.algorithm.*critic"):
+            many.add("joined", RunSpec.model_validate({"algorithm": {"name": "ppo"}}))
+        many.add("joined", RunSpec.model_validate(one))
+        many.request_stop()
+
+    changed = threading.Thread(target=change)  # it waits for a run, which waits for those that train
+    many.on_step["kept", 1] = changed.start
+    assert many.run().state == "stopped"
+    changed.join(WAIT_S)
+    assert not changed.is_alive()
+    again = Many(given, tmp_path / "job", resume=True)
+    assert again.run().state == "finished"
+    assert {run.name: run.state for run in again.status().runs} == {"kept": "finished", "joined": "finished"}
+    with pytest.raises(SpecError, match="does not train"):
+        again.pause("kept")
+
+
 def test_a_job_with_one_adapter(tmp_path: Path) -> None:
     client: Any = Client()
     spec = JobSpec.model_validate({**BASE, "pipeline": None, "lora": {"rank": 3}, "warmup": {"steps": 2}})
@@ -238,7 +268,10 @@ def test_a_job_with_one_adapter(tmp_path: Path) -> None:
     outside = JobSpec.model_validate({**BASE, "pipeline": None, "lora": {"path": str(saved)}})
     second = Alone("ft_2", JobConfig(outside, tmp_path / "two"), client)
     assert second.run().state == "finished"
-    assert AdapterConfig.of_folder(tmp_path / "two" / "checkpoints" / "step_2" / "adapter").rank == 3
+    ended = tmp_path / "two" / "checkpoints" / "step_2" / "adapter"
+    assert AdapterConfig.of_folder(ended).rank == 3
+    # Only the values are taken: its schedule begins anew.
+    assert json.loads((ended / "optimizer.json").read_text())["scheduler"]["last_epoch"] == 2
 
 
 def test_what_does_not_fit_together_is_said_before_the_start() -> None:

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from rlix.cli.main import app
 from rlix.monitor.records import load_run
 from rlix.pipeline import base
-from rlix.pipeline.base import JobConfig
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.jobs.resume import resumption
 from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.changes import spec_changes
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError

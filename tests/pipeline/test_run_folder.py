@@ -12,10 +12,12 @@ import pytest
 
 from rlix.monitor.records import load_run
 from rlix.pipeline import base
-from rlix.pipeline.base import JobConfig, Pipeline
+from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs import run_folder
 from rlix.pipeline.jobs.launch import launch
+from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.jobs.run_folder import RunFolder, Span, check_free, list_checkpoints, newest_checkpoint
+from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
 
@@ -55,6 +57,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for name in ("step_5", "step_10", "step_100", "step_110.partial"):
         (folder.checkpoints / name).mkdir(parents=True)
+        write_manifest(folder.checkpoints / name)
     assert [step for step, _ in list_checkpoints(folder.checkpoints)] == [5, 10, 100]
     assert newest_checkpoint(tmp_path) == ((100, folder.checkpoints / "step_100"), [])
 
@@ -67,6 +70,7 @@ def _write(path: Path, said: Connection) -> None:
     folder.write_spec("name: first")
     folder.metrics({"step": 0})
     (folder.checkpoints / "step_1").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_1")
     (folder.checkpoints / "step_2.partial").mkdir()
     said.send("written")
     signal.pause()
@@ -153,6 +157,7 @@ def test_a_file_system_without_locks_is_used_all_the_same(
 def test_opening_removes_what_a_death_left_half_written(tmp_path: Path) -> None:
     for name in ("step_4/model", "step_8.partial/.model.partial", ".step_3.partial", "step_2.partial"):
         (tmp_path / "job" / "checkpoints" / name).mkdir(parents=True)
+    write_manifest(tmp_path / "job" / "checkpoints" / "step_4")
     (tmp_path / "job" / "metrics.jsonl.partial").write_text("{")
     RunFolder.open(tmp_path / "job", resume=True)
     assert [path.name for path in (tmp_path / "job").iterdir() if path.name != ".lock"] == ["checkpoints"]
@@ -162,6 +167,7 @@ def test_opening_removes_what_a_death_left_half_written(tmp_path: Path) -> None:
 def test_resuming_drops_the_metrics_of_steps_that_are_done_again_and_torn_lines(tmp_path: Path) -> None:
     folder, _ = RunFolder.open(tmp_path)
     (folder.checkpoints / "step_3").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_3")
     for step in range(5):
         folder.metrics({"step": step, "time": 10.0 + step})
     folder.event({"type": "job", "event": "started", "time": 1.0})
@@ -181,6 +187,7 @@ def test_resuming_drops_the_metrics_of_steps_that_are_done_again_and_torn_lines(
 def test_a_death_while_metrics_are_dropped_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = RunFolder.open(tmp_path)
     (folder.checkpoints / "step_1").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_1")
     for step in range(3):
         folder.metrics({"step": step})
     folder.close()
@@ -223,6 +230,7 @@ def test_resuming_repairs_every_file_of_lines_wherever_it_is_torn(
 ) -> None:
     folder, _ = RunFolder.open(tmp_path)
     (folder.checkpoints / "step_2").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_2")
     for step in range(3):
         folder.metrics({"step": step})
         folder.samples([{"step": step, "prompt": "1>", "completion": "1", "reward": 1.0}])

@@ -35,7 +35,7 @@ def check_specs(
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     console, problems = make_console(), []
     for spec in specs:
-        if spec.pipeline is not None:
+        if spec.pipeline is not None and not spec.multi_lora:
             console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
             continue
         found = job_memory(spec, shape_of(spec.model, model_config), memory)

@@ -27,7 +27,7 @@ from rlix.pipeline.jobs.launch import JobHandle, find_jobs
 from rlix.protocol.errors import RlixError, SpecError
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 logger = logging.getLogger(__name__)
 

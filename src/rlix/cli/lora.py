@@ -59,7 +59,7 @@ def merge(
 ) -> None:
     """Write the model that an adapter is on with the adapter merged into it, as plain transformers loads it."""
     with one_message_per_mistake():
-        from rlix.pipeline.export import merge_adapter
+        from rlix.pipeline.jobs.export import merge_adapter
 
         merge_adapter(adapter, output)
     make_console().print(f"model: {output}", highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from rlix.monitor.tables import render_text
 from rlix.monitor.trace import write_trace
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 EXIT_FAILED = 1
 

@@ -10,7 +10,7 @@ from rlix.protocol.errors import PipelineGoneError
 from rlix.protocol.messages import ControlStatus, PipelineStatus
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 Ask = Callable[..., Any]
 """Calls a method of the orchestrator."""
@@ -32,7 +32,7 @@ class AttachedProgram:
 
     def status(self) -> "JobStatus":
         """Running for as long as it is registered."""
-        from rlix.pipeline.base import JobStatus
+        from rlix.pipeline.jobs.status import JobStatus
 
         control, why = self._control(), None
         found = [pipeline for pipeline in control.pipelines if pipeline.pipeline_id == self.pipeline_id]

@@ -26,7 +26,7 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import DeviceKind
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from rlix.cli.view import pipeline_names, process_list
 from rlix.protocol.messages import Cluster, ControlStatus, LeaseState, LeaseStatus, PipelineStatus
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 STALL_S = 30.0
 """A job that waits for one thing for longer than this is mentioned."""

@@ -15,7 +15,7 @@ from rlix.cli.text import clock, device_list, words
 from rlix.protocol.messages import ControlStatus, LeaseState, LeaseStatus
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 JOB_STYLES = ("dodger_blue2", "dark_orange", "dark_cyan", "medium_orchid", "yellow4", "indian_red")
 STATE_STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow"}

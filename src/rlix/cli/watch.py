@@ -19,7 +19,7 @@ from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisat
 from rlix.protocol.messages import ControlStatus
 
 if TYPE_CHECKING:
-    from rlix.pipeline.base import JobStatus
+    from rlix.pipeline.jobs.status import JobStatus
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +17,8 @@ from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
+from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
-from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
@@ -27,57 +27,6 @@ from rlix.protocol.types import Phase
 logger = logging.getLogger(__name__)
 
 SETTLE_AFTER_ERROR_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobConfig:
-    """What a pipeline actor is created with: the job's spec and where and how to run it."""
-
-    spec: JobSpec
-    run_dir: Path
-    resume: bool = False
-    why: str = ""  # it is started again, for the job's log
-
-    @staticmethod
-    def of(config: "JobConfig | JobSpec") -> "JobConfig":
-        """Accept a bare spec too; its run folder is then `runs/<name>` under the current directory."""
-        if isinstance(config, JobConfig):
-            return config
-        return JobConfig(config, Path("runs").absolute() / config.name)
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """What a job is doing now. `state`: starting, running, finished, failed or stopped."""
-
-    name: str
-    pipeline_id: str
-    state: str
-    step: int
-    steps: int
-    phase: str
-    reward: float | None = None
-    exact: float | None = None
-    tokens_per_s: float | None = None
-    evaluation: float | None = None  # the metric that checkpoints are chosen by, when it was last measured
-    error: str | None = None
-    runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
-    resumes: int = 0  # how often it was started again because a node had left
-
-
-@dataclass(frozen=True, slots=True)
-class JobSummary:
-    """How a job ended. Rewards are means over a step's trajectories: of the first step and of the last five."""
-
-    name: str
-    state: str
-    steps: int
-    seconds: float
-    first_reward: float | None
-    last_reward: float | None
-    first_exact: float | None
-    last_exact: float | None
-    run_dir: str
 
 
 class Resident(Protocol):
@@ -158,30 +107,12 @@ class Pipeline(ABC):
         """Train from the first step (or the latest checkpoint) to the last; returns how it ended."""
         state = "failed"
         try:
-            first = self._prepare()
-            state = self._train(first)
+            state = self._prepare_and_train()
         except BaseException as error:  # noted, and raised again
-            detail = self._said(error)
-            self._update(state="failed", phase="failed", error=detail)
-            if self.folder.is_open:
-                self._settle_after_error()
-                self._note_failure(detail)
-            logger.info("%s failed", self.spec.name, exc_info=error)
+            self._failed(error)
             raise
         finally:
-            try:
-                self.teardown()
-            finally:
-                if self.loggers is not None:
-                    self.loggers.close(state)
-                self._ended.set()
-                if state == "failed":
-                    self.folder.close()
-                    self._log.close()
-        self._update(state=state, phase=state)
-        self._event("job", event=state, detail=None)
-        self.folder.close()
-        self._log.close()
+            self._end(state)
         return self._summary(state)
 
     def wait_ended(self) -> None:
@@ -198,10 +129,13 @@ class Pipeline(ABC):
     # ---- for subclasses --------------------------------------------------------------------------------------
 
     @contextmanager
-    def phase(self, cluster: str, phase: Phase, engine: Resident | None = None) -> Iterator[Lease]:
+    def phase(
+        self, cluster: str, phase: Phase, engine: Resident | None = None, *, stoppable: bool = True
+    ) -> Iterator[Lease]:
         """Hold the cluster's devices, with `engine` resident on them, for the duration of the block.
 
-        Waits in the queue as long as it takes.
+        Waits in the queue as long as it takes; unless `stoppable`, also when the job is asked to stop: for a step that
+        has begun to change what checkpoints hold.
 
         Raises:
             InterruptedError: the job was asked to stop while it waited.
@@ -209,7 +143,7 @@ class Pipeline(ABC):
         name, step = phase.name.lower(), self._status.step
         self.checkpoints.look()
         self._update(phase=f"waiting for {name}")
-        with self.client.phase(cluster, phase, stop=self.stop_requested) as lease:
+        with self.client.phase(cluster, phase, stop=self.stop_requested if stoppable else None) as lease:
             self._update(phase=name)
             marks = [time.time()]
             try:
@@ -250,6 +184,15 @@ class Pipeline(ABC):
         self._update(phase=text)
 
     # ---- the step loop ---------------------------------------------------------------------------------------
+
+    def _prepare_and_train(self) -> str:
+        try:
+            first = self._prepare()
+        except InterruptedError:
+            if not self.stop_requested.is_set():
+                raise
+            return "stopped"
+        return self._train(first)
 
     def _prepare(self) -> int:
         """Open the run folder, build, and restore: the number of the first step to do."""
@@ -341,6 +284,33 @@ class Pipeline(ABC):
             return {}
         self._update(evaluation=metrics.get(wanted.best or "eval/reward"))
         return {**metrics, "evaluation_s": time.time() - start}
+
+    def _end(self, state: str) -> None:
+        """Whatever `teardown` raises, the folder is let go of and whoever waits for the end is told."""
+        try:
+            self.teardown()
+            if state != "failed":
+                self._event("job", event=state, detail=None)
+                self._update(state=state, phase=state)
+        except BaseException as error:  # noted, and raised again
+            if state != "failed":  # else what went wrong first is what counts
+                self._failed(error)
+            state = "failed"
+            raise
+        finally:
+            with ExitStack() as last:
+                for close in (self._ended.set, self._log.close, self.folder.close):
+                    last.callback(close)
+                if self.loggers is not None:
+                    self.loggers.close(state)
+
+    def _failed(self, error: BaseException) -> None:
+        detail = self._said(error)
+        self._update(state="failed", phase="failed", error=detail)
+        if self.folder.is_open:
+            self._settle_after_error()
+            self._note_failure(detail)
+        logger.info("%s failed", self.spec.name, exc_info=error)
 
     def _settle_after_error(self) -> None:
         """The checkpoint that is under way is of a step that was done before the error."""

@@ -114,7 +114,8 @@ class FullFinetunePipeline(Pipeline):
         """Optimizer steps over the batch's minibatches, then the new weights for the replicas."""
         algorithm, rollout, optimizer = self.spec.algorithm, self.spec.rollout, self.spec.optimizer
         metrics: list[dict[str, float]] = []
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
+        half = self.critic is not None  # of the step is done: it is not abandoned
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor, stoppable=not half):
             start = time.time()
             for epoch in range(algorithm.epochs):
                 for part in self.minibatches(batch, step, epoch):
@@ -276,24 +277,29 @@ class FullFinetunePipeline(Pipeline):
     def save(self, path: Path) -> list[SaveHandle]:
         """Between phases the engines wait in host memory: to save them takes no device, and no place in a queue."""
         describe_model(self.model_path, path / "model", self.spec.model.dtype)
-        engines = [(self.actor, "state"), *([] if self.critic is None else [(self.critic, "critic")])]
+        return self._save_states({path / "state": self.actor, path / "critic": self.critic})
+
+    def _save_states(self, engines: Mapping[Path, TrainEngine | None]) -> list[SaveHandle]:
+        there = [(engine, path) for path, engine in engines.items() if engine is not None]
         if self.spec.checkpoint.asynchronous:
-            return [engine.save_state(path / name, asynchronous=True) for engine, name in engines]
-        for engine, name in engines:
-            engine.save_state(path / name)
+            return [engine.save_state(path, asynchronous=True) for engine, path in there]
+        for engine, path in there:
+            engine.save_state(path)
         return []
 
     def load(self, path: Path, step: int) -> None:
-        optimizer = self.spec.optimizer
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
-            self.actor.adjust_optimizer(optimizer, self.spec.updates)
+            self.actor.adjust_optimizer(self.spec.optimizer, self.spec.updates)
             self.publish(self.weights(step))
         self._build_others()
+        self._load_critic(path)
+
+    def _load_critic(self, path: Path) -> None:
         if self.critic is not None:
             with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
                 self.critic.load_state(path / "critic")
-                self.critic.adjust_optimizer(self._of_critic(optimizer), self.spec.updates)
+                self.critic.adjust_optimizer(self._of_critic(self.spec.optimizer), self.spec.updates)
 
     def evaluate(self, done: int) -> dict[str, float]:
         """Not counted into training; with the newest weights."""
@@ -321,8 +327,10 @@ class FullFinetunePipeline(Pipeline):
     def _start_engines(self) -> None:
         with ThreadPoolExecutor(1) as background:  # replica processes start while the train engine is built
             replicas = background.submit(self._start_replicas)
-            self.actor = self._policy_engine(ClusterName.ACTOR_TRAIN, self.model_path)
-            self.replicas = replicas.result()
+            try:
+                self.actor = self._policy_engine(ClusterName.ACTOR_TRAIN, self.model_path)
+            finally:
+                self.replicas = replicas.result()
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)
         caches = self.spec.rollout.executor == "vllm"
         router = Router(len(cluster.bundles), self.spec.rollout.max_num_seqs, prefix_cache=caches)

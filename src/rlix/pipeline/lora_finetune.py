@@ -48,24 +48,22 @@ class LoraFinetunePipeline(FullFinetunePipeline):
     def save(self, path: Path) -> list[SaveHandle]:
         """The adapter as PEFT has it, with its optimizer's state beside it."""
         self.actor.read("save_adapter", self.adapter, path / "adapter", str(self.base_path))
-        if self.critic is not None:
-            self.critic.save_state(path / "critic")
-        return []
+        return self._save_states({path / "critic": self.critic})
 
     def load(self, path: Path, step: int) -> None:
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.serve_base()
             self.attach(path / "adapter", step)
         self._build_others()
-        if self.critic is not None:
-            with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
-                self.critic.load_state(path / "critic")
+        self._load_critic(path)
 
-    def attach(self, folder: Path | None, step: int = 0) -> None:
-        """Put the adapter on the model, new or as it is in `folder`, and have the replicas serve it."""
-        config = adapter_config(self.spec.lora or LoraSpec())
-        self.actor.add_adapter(self.adapter, config, self.spec.optimizer, self.spec.updates, self.spec.seed, folder)
-        self.publish(self.weights(step))
+    def attach(self, folder: Path | None, step: int | None = None) -> None:
+        """Put the adapter on the model and have the replicas serve it: new, with the values in `folder`, or as it was
+        saved there after `step` steps, optimizer and all."""
+        config, spec, goes_on = adapter_config(self.spec.lora or LoraSpec()), self.spec, step is not None
+        args = (self.adapter, config, spec.optimizer, spec.updates, spec.seed, folder)
+        self.actor.add_adapter(*args, goes_on=goes_on)
+        self.publish(self.weights(step or 0))
 
     def serve_base(self) -> None:
         """Publish what all adapters are on, once."""

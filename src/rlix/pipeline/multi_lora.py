@@ -12,13 +12,15 @@ from typing import Any
 
 from rlix.control.client import JobClient
 from rlix.engine.train.saving import SaveHandle
-from rlix.pipeline.base import JobConfig, JobStatus, Resident
+from rlix.pipeline.base import Resident
+from rlix.pipeline.jobs.resume import changed_runs, note_runs, with_changed_runs
+from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
 from rlix.pipeline.samples import mean
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import LoraSpec, RunSpec
-from rlix.pipeline.spec.runs import run_of
+from rlix.pipeline.spec.runs import with_run
 from rlix.pipeline.turns import Turns
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Fence
@@ -40,7 +42,9 @@ class AdapterRun(LoraFinetunePipeline):
         self.job, self.adapter, self.paused = job, name, False
 
     @contextmanager
-    def phase(self, cluster: str, phase: Phase, engine: Resident | None = None) -> Iterator[Any]:
+    def phase(
+        self, cluster: str, phase: Phase, engine: Resident | None = None, *, stoppable: bool = True
+    ) -> Iterator[Any]:
         """A turn on the job's gang."""
         self.note_phase(f"waiting for {phase.name.lower()}")
         with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
@@ -68,8 +72,9 @@ class AdapterRun(LoraFinetunePipeline):
 
     def teardown(self) -> None:
         """Leave nothing on the devices; what was learnt is in the run folder."""
-        if (source := getattr(self, "source", None)) is not None:
-            source.close()
+        for part in ("source", "evaluation"):
+            if (found := getattr(self, part, None)) is not None:
+                found.close()
         if (rollouts := getattr(self, "rollouts", None)) is not None:
             rollouts.leave()
             with (
@@ -108,49 +113,66 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         self.runs: dict[str, AdapterRun] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._runs_lock, self.engine_lock = threading.RLock(), threading.RLock()
+        self._added, self._removed = changed_runs(config.run_dir) if config.resume else ({}, set())
+        if config.resume:
+            self.spec = with_changed_runs(self.spec, config.run_dir)
         self._steps = 0  # of all runs together
         self._unsaved = False
 
     # ---- what can be asked for while it runs -----------------------------------------------------------------
 
     def add(self, name: str, run: RunSpec) -> None:
-        """Begin a further run. Raises SpecError when there is one of that name."""
+        """Begin a further run. Raises SpecError when there is one of that name, or it does not fit together."""
         with self._runs_lock:
-            if name in self.runs and self.runs[name].status().state not in ("failed", "finished", "removed"):
+            if name in self._threads and self._threads[name].is_alive():
                 raise SpecError(f"{self.spec.name}: there is a run {name!r} already")
-            spec = run_of(self.spec, name, run)
+            if name in self.runs and self.runs[name].paused:
+                raise SpecError(f"{self.spec.name}: run {name!r} is paused: resume it, or remove it first")
+            job = with_run(self.spec, name, run)
+            spec = job.run_specs[name]
             self._check_room(name, spec)
-            self.spec = self.spec.model_copy(update={"runs": {**self.spec.runs, name: run}})
-            self.folder.write_spec(self.spec.to_yaml())
+            self._added[name] = run
+            self._removed.discard(name)
+            self._change_spec(job)
             self._start(name, spec, resume=False)
 
     def pause(self, name: str) -> None:
-        """Have a run write a checkpoint and leave the devices, until `resume`."""
+        """Have a run write a checkpoint and leave the devices, until `resume`. Raises SpecError when it has ended."""
         run = self._run(name)
-        run.paused = True
-        run.request_stop()
+        with self._runs_lock:
+            if not self._threads[name].is_alive() or run.stop_requested.is_set():
+                raise SpecError(f"{self.spec.name}: run {name!r} does not train: {run.status().phase}")
+            run.paused = True
+            run.request_stop()
 
     def resume(self, name: str) -> None:
-        """Go on with a paused run. Raises SpecError when it is not paused, or not yet."""
+        """Go on with a paused run. Raises SpecError when it is not paused, or not yet, or there is no room for it."""
         run = self._run(name)
         with self._runs_lock:
             if not run.paused or self._threads[name].is_alive():
                 raise SpecError(f"{self.spec.name}: run {name!r} is not paused: {run.status().phase}")
+            self._check_room(name, run.spec)
             self._start(name, run.spec, resume=True)
 
     def remove(self, name: str) -> None:
         """End a run; its folder stays."""
         run = self._run(name)
-        run.paused = False
-        run.request_stop()
         with self._runs_lock:
+            run.paused = False
+            run.request_stop()
+            self._added.pop(name, None)
+            self._removed.add(name)
             left = {other: spec for other, spec in self.spec.runs.items() if other != name}
-            self.spec = self.spec.model_copy(update={"runs": left})
-            self.folder.write_spec(self.spec.to_yaml())
+            self._change_spec(self.spec.model_copy(update={"runs": left}))
+
+    def _change_spec(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self.folder.write_spec(spec.to_yaml())
+        note_runs(self.folder.path, self._added, self._removed)
 
     def status(self) -> JobStatus:
         """Of all runs together, and of each."""
-        runs = tuple(run.status() for run in list(self.runs.values()))
+        runs = tuple(run.status() for run in self._all_runs())
         rewards = [run.reward for run in runs if run.reward is not None]
         return replace(
             self._status,
@@ -163,6 +185,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
     # ---- its life --------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
+        note_runs(self.folder.path, self._added, self._removed)
         self.reference = self.critic = None
         self.model_path = self.local_model()
         if self.spec.warmup is not None:
@@ -189,9 +212,9 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         return []
 
     def teardown(self) -> None:
-        for run in self.runs.values():
+        for run in self._all_runs():
             run.request_stop()
-        for thread in self._threads.values():
+        for thread in self._all_threads():
             thread.join(timeout=_LEAVE_S)
         if (turns := getattr(self, "turns", None)) is not None:
             turns.close()
@@ -202,22 +225,37 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         self._event("job", event="first_step", detail=None)
         for name, spec in self.spec.run_specs.items():
             self._start(name, spec, resume=self.config.resume)
-        while any(thread.is_alive() for thread in self._threads.values()) or self._paused():
+        while self._any_left():
             if self.stop_requested.wait(_LOOK_S):
-                for run in self.runs.values():
+                for run in self._all_runs():
+                    run.paused = False
                     run.request_stop()
-                if not any(thread.is_alive() for thread in self._threads.values()):
-                    break
+                for thread in self._all_threads():
+                    thread.join(_LOOK_S)
             self._write_lease_events()
         self._save_progress()
-        failed = {name: status.error for name, r in self.runs.items() if (status := r.status()).state == "failed"}
+        runs = self._all_runs()
+        failed = {run.adapter: status.error for run in runs if (status := run.status()).state == "failed"}
         if failed:
             text = "; ".join(f"{name}: {error}" for name, error in failed.items())
-            raise RlixError(f"{len(failed)} of {len(self.runs)} runs failed, the others have ended: {text}")
+            raise RlixError(f"{len(failed)} of {len(runs)} runs failed, the others have ended: {text}")
         return "stopped" if self.stop_requested.is_set() else "finished"
 
-    def _paused(self) -> bool:
-        return any(run.paused for run in self.runs.values())
+    def _all_runs(self) -> list[AdapterRun]:
+        """Also while others join."""
+        with self._runs_lock:
+            return list(self.runs.values())
+
+    def _all_threads(self) -> list[threading.Thread]:
+        with self._runs_lock:
+            return list(self._threads.values())
+
+    def _any_left(self) -> bool:
+        """Whether one trains, or will go on when it is told to: not one that ended before it could pause."""
+        with self._runs_lock:
+            if any(thread.is_alive() for thread in self._threads.values()):
+                return True
+            return any(run.paused and run.status().state == "stopped" for run in self.runs.values())
 
     @property
     def runs_dir(self) -> Path:
@@ -228,8 +266,9 @@ class MultiLoraPipeline(LoraFinetunePipeline):
     def _start(self, name: str, spec: JobSpec, *, resume: bool) -> None:
         run = AdapterRun(self, name, spec, resume=resume)
         thread = threading.Thread(target=self._live, args=(run,), name=f"run-{name}", daemon=True)
-        self.runs[name], self._threads[name] = run, thread
-        thread.start()
+        with self._runs_lock:
+            self.runs[name], self._threads[name] = run, thread
+            thread.start()
 
     def _live(self, run: AdapterRun) -> None:
         try:

@@ -8,7 +8,6 @@ or not at all: they are written under a temporary name and renamed.
 
 import json
 import logging
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rlix.control.durable import sync, sync_folder
 from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import tensors_of
 from rlix.engine.train.materialize import INDEX_FILE, WEIGHTS_FILE
@@ -64,24 +64,13 @@ def _clear(folder: Path) -> None:
 def publish_folder(folder: Path) -> None:
     """Make a completely written temporary folder the real one, replacing an older one."""
     partial, old = temporary(folder), folder.with_name(f".{folder.name}.old")
-    for path in partial.rglob("*"):
-        if path.is_file():
-            _sync(path)
-    _sync(partial)
+    sync_folder(partial)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- weights for others ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Protocol
 
+from rlix.control.durable import sync, sync_folder
 from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.jobs.run_folder import PARTIAL, RunFolder, list_checkpoints, replace_file
 from rlix.pipeline.spec.evaluation import EvaluationSpec
@@ -129,20 +130,22 @@ class Checkpoints:
         self._begun = None
         target = begun.partial.with_suffix("")
         write_manifest(begun.partial)
+        sync_folder(begun.partial)
         begun.partial.rename(target)  # a checkpoint that has its name is complete
+        sync(self._folder)  # before an older one goes
         if begun.best is not None:
             self._mark(begun.best, target)
         self._prune()
         self._saved(begun.step, target)
 
     def _mark(self, best: Best, target: Path) -> None:
+        found = {"step": best.step, "metric": best.metric, "value": best.value}
+        replace_file(self._folder / f"{BEST}.json", json.dumps(found).encode())
+        self._best = best
         link = self._folder / f"{BEST}{PARTIAL}"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)
         link.replace(self._folder / BEST)
-        found = {"step": best.step, "metric": best.metric, "value": best.value}
-        replace_file(self._folder / f"{BEST}.json", json.dumps(found).encode())
-        self._best = best
 
     def _known_best(self) -> Best | None:
         """The one that an earlier session of the run has marked, if it is still there and of the metric asked for."""
@@ -156,8 +159,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         best = None if self._best is None else self._best.step
+        linked = (self._folder / BEST).resolve()  # another one after a death between the two
         for step, path in list_checkpoints(self._folder)[: -self._keep]:
-            if step != best:
+            if step != best and path.resolve() != linked:
                 partial = path.with_suffix(PARTIAL)  # a checkpoint that has its name is complete, also while it goes
                 path.rename(partial)
                 shutil.rmtree(partial)

@@ -11,7 +11,8 @@ from ray.exceptions import RayActorError
 
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
-from rlix.pipeline.base import JobConfig, JobStatus, JobSummary, Pipeline
+from rlix.pipeline.base import Pipeline
+from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
 from rlix.pipeline.spec.named import import_object
@@ -24,6 +25,7 @@ _FULL = "rlix.pipeline.full_finetune:FullFinetunePipeline"
 _LORA = "rlix.pipeline.lora_finetune:LoraFinetunePipeline"
 _SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLoraPipeline"}
 _PIPELINE_FORMS = "write file.py:Class or package.module:Class"
+_CHANGES = ("add", "pause", "resume", "remove")
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
 
@@ -120,7 +122,7 @@ class PipelineActor:
         return self._pipeline.status()
 
     def change_run(self, verb: str, name: str, run: RunSpec | None) -> None:
-        change = getattr(self._pipeline, verb, None) if self._pipeline.spec.multi_lora else None
+        change = getattr(self._pipeline, verb) if verb in _CHANGES and self._pipeline.spec.multi_lora else None
         if change is None or not hasattr(self._pipeline, "turns"):
             raise SpecError(
                 f"{self._pipeline.spec.name} has no run to {verb}: it is no multi_lora job that has started"

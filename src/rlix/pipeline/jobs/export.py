@@ -1,6 +1,9 @@
-"""From a run's checkpoint to a folder that plain transformers loads."""
+"""From what has been trained to a folder that plain transformers loads."""
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,11 +11,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlix.engine.lora import CONFIG_FILE, AdapterConfig
 from rlix.engine.train.saved_weights import saved_names, saved_weights, write_weights
 from rlix.pipeline.jobs.checkpoints import BEST
 from rlix.pipeline.jobs.manifest import damage
-from rlix.pipeline.jobs.run_folder import PARTIAL, list_checkpoints
-from rlix.pipeline.models import describe_model
+from rlix.pipeline.jobs.run_folder import PARTIAL, list_checkpoints, newest_checkpoint
+from rlix.pipeline.models import describe_model, local_model
 from rlix.protocol.errors import SpecError
 
 STATE, DESCRIPTION, ADAPTER = "state", "model", "adapter"
@@ -37,23 +41,52 @@ def export(
         SpecError: there is no such run or checkpoint, it is broken, or `out` exists.
     """
     source = _checkpoint(run_dir, step)
-    if out.exists():
-        raise SpecError(f"{out}: exists already; name a folder that does not")
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        if (source / ADAPTER).is_dir():
+    if (adapter := (source / ADAPTER).is_dir()) and dtype is not None:
+        raise SpecError(f"{source}: is of an adapter, which stays as it was trained; leave out --dtype")
+    with _new_folder(out, source) as partial:
+        if adapter:
             partial.mkdir(parents=True)
             for name in _OF_ADAPTER:
                 shutil.copy2(source / ADAPTER / name, partial / name)
         else:
             _write_model(source, partial, dtype)
+    return out, source
+
+
+def merge_adapter(adapter: Path, out: Path) -> None:
+    """Write the model that a PEFT folder's adapter is on, with the adapter in its weights, and its tokenizer.
+
+    Raises:
+        SpecError: the folder does not say which model, or that is not there; `out` exists.
+    """
+    from peft import PeftModel
+
+    AdapterConfig.of_folder(adapter)
+    base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path") or ""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        folder = local_model(base)
+    except (OSError, ValueError, SpecError) as error:
+        raise SpecError(f"{adapter / CONFIG_FILE}: its model, {base!r}, cannot be loaded: {error}") from error
+    with _new_folder(out, adapter) as partial:
+        describe_model(folder, partial, str(model.dtype).removeprefix("torch."))
+        PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(partial)
+
+
+@contextmanager
+def _new_folder(out: Path, source: Path) -> Iterator[Path]:
+    """Where to write what becomes `out` when all of it is there."""
+    if out.exists():
+        raise SpecError(f"{out}: exists already; name a folder that does not")
+    partial = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
         partial.rename(out)
     except (OSError, SafetensorError, ValueError) as error:
         raise SpecError(f"{source} cannot be exported to {out}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return out, source
 
 
 def _write_model(source: Path, folder: Path, dtype: str | None) -> None:
@@ -95,7 +128,9 @@ def _checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Path:
             raise SpecError(f"{run_dir}: has no checkpoint of step {step}; there are {known}")
         chosen = found[step]
     else:
-        chosen = found[max(found)]
+        newest, _ = newest_checkpoint(run_dir)
+        assert newest is not None  # there are some, and none of them whole raises
+        chosen = newest[1]
     if (what := damage(chosen)) is not None:
         raise SpecError(f"{chosen}: is broken ({what}); choose another with --step, there are {known}")
     if (chosen / ADAPTER).is_dir():

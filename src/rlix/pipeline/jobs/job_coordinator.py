@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import call, root_cause
-from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
+from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 

@@ -14,12 +14,12 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rlix.control.rpc import root_cause
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
-from rlix.pipeline.base import JobConfig, JobStatus
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import resumption
 from rlix.pipeline.jobs.run_folder import check_free
+from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.pipeline.spec.lora import RunSpec

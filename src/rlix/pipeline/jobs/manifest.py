@@ -13,11 +13,11 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What a checkpoint has lost: a file, or a part of one. None: nothing, or nobody noted what it had."""
+    """What a checkpoint has lost: a file, or a part of one, or the note of what it had. None: nothing."""
     try:
         files: dict[str, int] = json.loads((folder / FILE).read_bytes())["files"]
     except FileNotFoundError:
-        return None
+        return f"{FILE} is missing"
     except (ValueError, KeyError, OSError) as error:
         return f"{FILE} cannot be read ({error})"
     for name, size in files.items():

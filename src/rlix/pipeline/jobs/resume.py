@@ -2,21 +2,23 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from rlix.pipeline.jobs.run_folder import newest_checkpoint
+from rlix.pipeline.jobs.run_folder import newest_checkpoint, replace_file
 from rlix.pipeline.spec.changes import Change, spec_changes
 from rlix.pipeline.spec.file import read_yaml
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.lora import RunSpec
 from rlix.protocol.errors import SpecError
 
 logger = logging.getLogger(__name__)
 
 SPEC_FILE = "spec.yaml"
+RUNS_FILE = "runs.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,35 @@ class Resumption:
     changes: tuple[Change, ...] = ()
 
 
+def note_runs(run_dir: Path, added: Mapping[str, RunSpec], removed: Collection[str]) -> None:
+    """Keep what was changed about a multi_lora job's runs while it trained: its user's file does not say it."""
+    runs = {name: run.model_dump(mode="json", exclude_unset=True) for name, run in added.items()}
+    replace_file(run_dir / RUNS_FILE, json.dumps({"added": runs, "removed": sorted(removed)}).encode())
+
+
+def changed_runs(run_dir: Path) -> tuple[dict[str, RunSpec], set[str]]:
+    """What `note_runs` kept: added, and removed."""
+    try:
+        found = json.loads((run_dir / RUNS_FILE).read_bytes())
+    except FileNotFoundError:
+        return {}, set()
+    added = {name: RunSpec.model_validate_json(json.dumps(run)) for name, run in found["added"].items()}
+    return added, set(found["removed"])
+
+
+def with_changed_runs(spec: JobSpec, run_dir: Path) -> JobSpec:
+    """The spec with the runs that were added, as its file has them if it does, and without those that were removed."""
+    added, removed = changed_runs(run_dir)
+    runs = {name: run for name, run in {**added, **spec.runs}.items() if name not in removed}
+    return spec.model_copy(update={"runs": runs}) if runs else spec
+
+
 def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
     """Raises SpecError when the run cannot go on with this spec, or none of its checkpoints is whole."""
     checkpoint, broken = newest_checkpoint(run_dir)
     if checkpoint is None:
         return Resumption(spec.name, None)
-    old = _spec_of(run_dir)
+    old, spec = _spec_of(run_dir), with_changed_runs(spec, run_dir)
     changes = () if old is None else tuple(spec_changes(old, spec))
     if refused := [change for change in changes if change.refused]:
         raise SpecError(_refusal(spec, run_dir, refused))

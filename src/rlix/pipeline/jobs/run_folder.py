@@ -114,6 +114,7 @@ class RunFolder:
         """The newest that has lost nothing. What is broken gets another name and is told in `set_aside`."""
         checkpoint, broken = newest_checkpoint(self.path)
         for path, what in broken:
+            shutil.rmtree(path.with_suffix(_BROKEN), ignore_errors=True)  # of an earlier time
             path.rename(path.with_suffix(_BROKEN))
             self.set_aside.append(f"{path.name} is broken: {what}")
             logger.warning("%s is not gone on from: %s", path, what)

@@ -25,7 +25,8 @@ class Training:
         width: devices that hold one copy of weights and optimizer state between them; `devices`: all of them.
         compute: bytes of a number in forward and backward passes.
         tokens: most that go through the model at once.
-        stored: bytes of a number of the weights as they are kept; `trained`: how many of them are, None for all.
+        stored: bytes of a number of the weights as they are kept.
+        trained: numbers of the adapters, all of them on each device; None where the weights themselves are trained.
     """
 
     devices: int
@@ -82,9 +83,9 @@ class Need:
 def training(model: ModelShape, how: Training, cluster: str = "actor_train", *, has_logits: bool = True) -> Need:
     """An update at its highest: in the backward pass, or, with offload, perhaps when the optimizer steps."""
     own = model.parameters // how.width
-    learnt = own if how.trained is None else how.trained // how.width
+    learnt = own if how.trained is None else how.trained
     moments = _WIDE * _MOMENTS * learnt
-    resident = {"weights": how.stored * own, "gradients": _WIDE * learnt}
+    resident = {"weights": _weights(model, how), "gradients": _WIDE * learnt}
     backward = {
         **resident,
         **({} if how.offload else {"optimizer": moments}),
@@ -100,7 +101,7 @@ def training(model: ModelShape, how: Training, cluster: str = "actor_train", *, 
 def scoring(model: ModelShape, how: Training, phase: str, cluster: str, *, moments: bool = True) -> Need:
     """Log-probs or values: a forward pass beside whatever else the engine keeps on its devices."""
     parts = {
-        "weights": how.stored * model.parameters // how.width,
+        "weights": _weights(model, how),
         "optimizer": _moments(model, how) if moments and not how.offload else 0,
         "gathered": _gathered(model, how, backward=False),
         "activations": how.tokens * (how.compute * model.hidden + _block_bytes(model, how.compute)),
@@ -113,7 +114,7 @@ def sync(model: ModelShape, how: Training) -> Need:
     """Publishing weights: chunks of them come together on the trainer's devices."""
     largest = max(model.head, _CHUNK // _WIDE)
     parts = {
-        "weights": how.stored * model.parameters // how.width,
+        "weights": _weights(model, how),
         "optimizer": 0 if how.offload else _moments(model, how),
         "buffers": _SYNC_CHUNKS * how.compute * largest,
     }
@@ -121,7 +122,11 @@ def sync(model: ModelShape, how: Training) -> Need:
 
 
 def _moments(model: ModelShape, how: Training) -> int:
-    return _WIDE * _MOMENTS * (model.parameters if how.trained is None else how.trained) // how.width
+    return _WIDE * _MOMENTS * (model.parameters // how.width if how.trained is None else how.trained)
+
+
+def _weights(model: ModelShape, how: Training) -> int:
+    return how.stored * model.parameters // how.width + _WIDE * (how.trained or 0)
 
 
 def adapter_parameters(model: ModelShape, rank: int) -> int:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlix.pipeline.memory import estimate
@@ -41,19 +42,36 @@ def job_memory(spec: "JobSpec", model: ModelShape, memory: int | None = None) ->
     Args:
         memory: bytes of a device, where it is known.
     """
+    if spec.multi_lora:
+        return _of_runs(spec, model, memory)
+    return _of_job(spec, model, memory, _adapter(spec, model))
+
+
+def _of_runs(spec: "JobSpec", model: ModelShape, memory: int | None) -> JobMemory:
+    """Every run's adapter is there; of what else they take in a phase, one run's that takes most."""
+    runs = [run.model_copy(update={"warmup": spec.warmup}) for run in spec.run_specs.values()]
+    trained = sum(_adapter(run, model) or 0 for run in runs)
+    found = [_of_job(run, model, memory, trained) for run in runs]
+    most: dict[str, Need] = {}
+    for need in (need for job in found for need in job.needs):
+        most[need.phase] = max(most.get(need.phase, need), need, key=lambda need: need.total)
+    return replace(max(found, key=lambda job: job.longest), needs=tuple(most.values()))
+
+
+def _of_job(spec: "JobSpec", model: ModelShape, memory: int | None, trained: int | None) -> JobMemory:
     algorithm, options = spec.algorithm.parse(), spec.algorithm
     clusters = spec.clusters_in_use
     policy, reference = needs_reference(algorithm), clusters.get(ClusterName.REFERENCE)
-    train = _training(spec, clusters[ClusterName.ACTOR_TRAIN], model)
+    train = replace(_training(spec, clusters[ClusterName.ACTOR_TRAIN], model), trained=trained)
     needs = [estimate.training(model, train)]
     off_policy = spec.schedule.name == "ahead"
     if options.epochs * options.minibatches > 1 or options.cap(off_policy) is not None or critic_of(algorithm):
         needs.append(estimate.scoring(model, train, "old_log_probs", "actor_train"))
     if policy and reference is not None:
-        how = replace(_training(spec, reference, model), stored=_bytes(spec))
+        how = replace(_training(spec, reference, model), stored=_bytes(spec))  # it has no adapter
         needs.append(estimate.scoring(model, how, "reference_log_probs", "reference", moments=False))
     if critic_of(algorithm) is not None:
-        how = replace(_training(spec, clusters[ClusterName.CRITIC], model), stored=_WIDE, trained=None)
+        how = replace(_training(spec, clusters[ClusterName.CRITIC], model), stored=_WIDE)
         needs.append(estimate.training(model, how, "critic", has_logits=False))
     needs.append(estimate.sync(model, train))
     replica = _generation(spec, model)
@@ -86,7 +104,7 @@ def check_memory(specs: Sequence["JobSpec"], memory: int) -> None:
     """
     lines: list[str] = []
     for spec in specs:
-        if spec.pipeline is not None:
+        if spec.pipeline is not None and not spec.multi_lora:
             continue
         try:
             found = job_memory(spec, shape_of(spec.model), memory)
@@ -125,8 +143,18 @@ def _training(spec: "JobSpec", cluster: ClusterSpec, model: ModelShape) -> Train
         checkpointing=own.activation_checkpointing,
         offload=own.offload_optimizer,
         stored=_WIDE if spec.lora is None or spec.warmup is not None else _bytes(spec),
-        trained=None if spec.lora is None else estimate.adapter_parameters(model, spec.lora.rank),
     )
+
+
+def _adapter(spec: "JobSpec", model: ModelShape) -> int | None:
+    """Numbers of a job's adapter, if each linear layer has one; None: it trains the model."""
+    if spec.lora is None:
+        return None
+    if spec.lora.path is None:
+        return estimate.adapter_parameters(model, spec.lora.rank)
+    from rlix.engine.lora import AdapterConfig  # imports torch
+
+    return estimate.adapter_parameters(model, AdapterConfig.of_folder(Path(spec.lora.path)).rank)
 
 
 def _generation(spec: "JobSpec", model: ModelShape) -> Generation:

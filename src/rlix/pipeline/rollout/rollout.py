@@ -308,8 +308,12 @@ class RolloutManager:
     # ---- reports ---------------------------------------------------------------------------------------------
 
     def _outstanding(self) -> int:
-        """How many trajectories are open or expected."""
-        return max(self._router.outstanding, sum(demand.trajectories for demand in self._expected.values()))
+        """How many trajectories are open or expected: of each owner, whichever is more."""
+        if not self._expected:
+            return self._router.outstanding
+        here = self._router.open_by_adapter()
+        expected = {owner: demand.trajectories for owner, demand in self._expected.items()}
+        return sum(max(here[owner], expected.get(owner, 0)) for owner in {*here, *expected})
 
     def _demand(self, trajectories: int, now: float) -> Demand:
         demand = replace(self._router.demand(now), left_gpu_s=self._left_gpu_s, load_s=self._pool.load_s or 0.0)

@@ -180,6 +180,10 @@ class Router:
         work_s, floor_s = rollout_s(lefts, self._estimates)
         return Demand(len(lefts), round(sum(lefts)), knee=self._estimates.knee, work_s=work_s, floor_s=floor_s)
 
+    def open_by_adapter(self) -> Counter[str]:
+        """How many trajectories of each adapter are open."""
+        return Counter(trajectory.adapter for trajectory in self._open.values())
+
     # ---- replicas --------------------------------------------------------------------------------------------
 
     def state(self, bundle: int) -> ReplicaState:
@@ -191,10 +195,11 @@ class Router:
     def bundles(self, *states: ReplicaState) -> list[int]:
         return [i for i, replica in enumerate(self._replicas) if replica.state in states]
 
-    def loading(self, bundle: int) -> None:
+    def loading(self, bundle: int, *, keeps_cache: bool = False) -> None:
+        """`keeps_cache`: it gets adapters on the weights that it has, which leaves the others' cache alone."""
         self._move(bundle, ReplicaState.LOADING, ReplicaState.OFF, ReplicaState.READY, ReplicaState.DEAD)
         replica = self._replicas[bundle]
-        replica.life += 1  # new weights, or a new process: either way its cache is empty
+        replica.life += not keeps_cache  # new weights, or a new process: either way its cache is empty
         replica.limit = self._slots + self._spare
 
     def ready(self, bundle: int) -> None:

@@ -10,6 +10,7 @@ from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of
 from rlix.pipeline.spec.file import Problem, problems_of
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.sections import Sections
+from rlix.protocol.errors import SpecError
 
 Job = TypeVar("Job", bound=Sections)
 
@@ -31,6 +32,17 @@ def run_of(job: Job, name: str, run: RunSpec) -> Job:
         pydantic.ValidationError: it does not fit together; with the fields of a job.
     """
     return type(job).model_validate_json(json.dumps({**run_data(job, run), "name": name}))
+
+
+def with_run(job: Job, name: str, run: RunSpec) -> Job:
+    """The job with a further run. Raises SpecError when that does not fit together."""
+    data = job.model_dump(mode="json", exclude_unset=True)
+    data["runs"] = {**data.get("runs", {}), name: run.model_dump(mode="json", exclude_unset=True)}
+    try:
+        return type(job).model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        lines = [f"{problem.field}: {problem.message}" for problem in problems_of(error.errors(), type(job), data)]
+        raise SpecError("\n".join(lines)) from None
 
 
 def run_problems(job: Sections) -> Iterator[Problem]:

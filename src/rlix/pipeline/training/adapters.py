@@ -47,13 +47,15 @@ class AdaptedModule(OptimizedModule):
         updates: int = 1,
         seed: int = 0,
         folder: Path | None = None,
+        *,
+        goes_on: bool = True,
     ) -> None:
         """From now on there is an adapter of this name; the model's own weights are frozen.
 
         Args:
             updates: optimizer steps that it will take in all.
-            folder: of a PEFT adapter that goes on from its values, and from its optimizer's where `save_adapter` wrote
-                the folder.
+            folder: of a PEFT adapter whose values it begins with.
+            goes_on: also with its optimizer and schedule, where `save_adapter` wrote the folder.
 
         Raises:
             SpecError: the name is taken, or the model has no such layers. WeightSyncError: `folder` does not fit.
@@ -71,7 +73,9 @@ class AdaptedModule(OptimizedModule):
         self.adapter_schedulers[name] = torch.optim.lr_scheduler.LambdaLR(self.adapter_optimizers[name], factor)
         if folder is not None:
             try:
-                self._load_adapter(name, folder)
+                lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
+                if goes_on and (folder / PROGRESS_FILE).is_file():
+                    self._load_progress(name, folder)
                 group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
                 adjust(self.adapter_optimizers[name], self.adapter_schedulers[name], [group], optimizer, updates)
             except BaseException:  # raised again: half an adapter is none
@@ -173,17 +177,11 @@ class AdaptedModule(OptimizedModule):
         save_file(_contiguous(own), folder / WEIGHTS_FILE, metadata={"format": "pt"})
         state = {f"{key}.{part}": t for key, value in own.items() for part, t in optimizer.state.get(value, {}).items()}
         save_file(_contiguous(state), folder / STATE_FILE)
-        progress = {
-            "seed": self._adapter_seeds[name],
-            "scheduler": self.adapter_schedulers[name].state_dict(),
-        }
+        progress = {"scheduler": self.adapter_schedulers[name].state_dict()}
         (folder / PROGRESS_FILE).write_text(json.dumps(progress))
 
-    def _load_adapter(self, name: str, folder: Path) -> None:
+    def _load_progress(self, name: str, folder: Path) -> None:
         own, optimizer = lora.parameters(self, name), self.adapter_optimizers[name]
-        lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
-        if not (folder / PROGRESS_FILE).is_file():
-            return
         progress = json.loads((folder / PROGRESS_FILE).read_text())
         for key, value in load_file(folder / STATE_FILE).items():
             owner, _, part = key.rpartition(".")

@@ -60,7 +60,8 @@ class Toolbox:
 def as_tool(function: Callable[..., Any]) -> Tool:
     """A function, plain or a coroutine, as a tool that is called with a JSON object of its keyword arguments.
 
-    Arguments that do not fit are something to tell the agent.
+    Arguments that do not fit are something to tell the agent. A plain function runs on a thread; one that does not
+    return in time is left behind there.
     """
 
     async def tool(argument: str) -> str:
@@ -69,7 +70,10 @@ def as_tool(function: Callable[..., Any]) -> Tool:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
             raise ToolError(f"{error}") from error
-        result = function(**arguments)
+        if inspect.iscoroutinefunction(function):
+            result = function(**arguments)
+        else:  # on a thread: while it computes, or hangs, the others' time goes on
+            result = await asyncio.to_thread(function, **arguments)
         if inspect.isawaitable(result):
             result = await result
         return result if isinstance(result, str) else json.dumps(result, default=str)

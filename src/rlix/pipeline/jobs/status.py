@@ -1,0 +1,57 @@
+"""What a job is started with, and what it says of itself while it runs and when it has ended."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlix.pipeline.spec.job import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """What a pipeline actor is created with: the job's spec and where and how to run it."""
+
+    spec: JobSpec
+    run_dir: Path
+    resume: bool = False
+    why: str = ""  # it is started again, for the job's log
+
+    @staticmethod
+    def of(config: "JobConfig | JobSpec") -> "JobConfig":
+        """Accept a bare spec too; its run folder is then `runs/<name>` under the current directory."""
+        if isinstance(config, JobConfig):
+            return config
+        return JobConfig(config, Path("runs").absolute() / config.name)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What a job is doing now. `state`: starting, running, finished, failed or stopped."""
+
+    name: str
+    pipeline_id: str
+    state: str
+    step: int
+    steps: int
+    phase: str
+    reward: float | None = None
+    exact: float | None = None
+    tokens_per_s: float | None = None
+    evaluation: float | None = None  # the metric that checkpoints are chosen by, when it was last measured
+    error: str | None = None
+    runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
+    resumes: int = 0  # how often it was started again because a node had left
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """How a job ended. Rewards are means over a step's trajectories: of the first step and of the last five."""
+
+    name: str
+    state: str
+    steps: int
+    seconds: float
+    first_reward: float | None
+    last_reward: float | None
+    first_exact: float | None
+    last_exact: float | None
+    run_dir: str

@@ -1,0 +1,79 @@
+"""How the frame of every pipeline ends: stopped at any time, or with a teardown that fails."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from rlix.pipeline.base import Pipeline
+from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.jobs.status import JobConfig
+from rlix.pipeline.spec.job import load_job
+from tests.pipeline.in_process import InProcess
+from tests.pipeline.test_composition import job
+from tests.pipeline.training_jobs import rows
+
+
+class Toy(Pipeline):
+    stopped_in_setup = False
+    breaks_in: tuple[str, ...] = ()
+
+    def setup(self) -> None:
+        if self.stopped_in_setup:
+            self.request_stop()
+            raise InterruptedError("stopped")
+
+    def step(self, step: int) -> dict[str, float]:
+        self._break("step")
+        return {"reward": 0.0}
+
+    def teardown(self) -> None:
+        self._break("teardown")
+
+    def _break(self, where: str) -> None:
+        if where in self.breaks_in:
+            raise RuntimeError(f"broke in {where}")
+
+
+def toy(folder: Path) -> Toy:
+    client: Any = MagicMock()
+    return Toy("ft_1", JobConfig(load_job("copy_digits"), folder), client)
+
+
+def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    pipeline = toy(tmp_path / "job")
+    pipeline.stopped_in_setup = True
+    assert pipeline.run().state == "stopped"
+    assert pipeline.status().state == "stopped"
+    assert pipeline.status().error is None
+
+
+@pytest.mark.parametrize("breaks_in", [("teardown",), ("step", "teardown")])
+def test_a_teardown_that_fails_keeps_nothing_and_is_told(tmp_path: Path, breaks_in: tuple[str, ...]) -> None:
+    pipeline = toy(tmp_path / "job")
+    pipeline.breaks_in = breaks_in
+    with pytest.raises(RuntimeError, match="broke in teardown"):
+        pipeline.run()
+    pipeline.wait_ended()
+    assert pipeline.status().state == "failed"
+    assert f"broke in {breaks_in[0]}" in str(pipeline.status().error)
+    ends = [row["event"] for row in rows(tmp_path / "job" / "events.jsonl") if row["type"] == "job"]
+    assert ends == ["started", "first_step", "failed"]
+    again, _ = RunFolder.open(tmp_path / "job", wait_s=0.0)  # the lock is free
+    again.close()
+
+
+def test_a_step_whose_critic_has_trained_is_not_abandoned(tmp_path: Path) -> None:
+    class Stopped(InProcess):
+        def train_critic(self, *args: Any) -> dict[str, float]:
+            metrics = super().train_critic(*args)
+            self.stop_requested.set()
+            return metrics
+
+    found = []
+    for made in (InProcess, Stopped):
+        pipeline = made(job("task", "on_policy", "ppo", tmp_path, steps=1), tmp_path)
+        found.append(pipeline.run_steps()[0]["grad_norm"])
+        assert pipeline.phases[-2:] == ["CRITIC_TRAINING", "ACTOR_TRAINING"]
+    assert found[0] == found[1]
