@@ -1,9 +1,14 @@
 """What a channel knows: conservation, order, room and ends, under losses of producers and consumers."""
 
+import os
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlix.flow.channels.channel import Producer
+from rlix.flow.channels.codec import Parcel, pack
 from rlix.flow.channels.state import ChannelState, Want
 from rlix.protocol.errors import ChannelError
 
@@ -33,11 +38,11 @@ def test_nothing_acknowledged_is_lost_doubled_or_out_of_order(
     def act(kind: str, producer: str, consumer: str, group: str, size: int) -> None:
         mine = held[consumer, group]
         if kind == "put" and producer in state.producers and state.has_room(size):
-            sequence = state.sequence(producer)
+            sequence = state.adopt(producer)
             assert state.put(producer, sequence, weight=size, nbytes=size) is not None
             accepted.append((producer, sequence))
-        elif kind == "repeat" and producer in state.producers and state.sequence(producer):
-            assert state.put(producer, state.sequence(producer) - 1) is None
+        elif kind == "repeat" and producer in state.producers and state.adopt(producer):
+            assert state.put(producer, state.adopt(producer) - 1) is None
         elif kind == "take" and len(state.producers) == 2:
             items = state.take(consumer, Want(size), group)
             for name in PRODUCERS:  # of one producer, what is handed out is in order
@@ -106,6 +111,65 @@ def test_the_rest_of_a_lost_producers_stream_is_an_error() -> None:
     assert state.take("c") == []
     with pytest.raises(ChannelError, match="put item 2, but 1 is next"):
         state.put("p", 2)
+
+
+def test_a_put_that_nobody_knows_of_costs_no_other_item() -> None:
+    state = ChannelState(4)
+    state.register("p")
+    state.put("p", 0)
+    assert state.withdraw("p", 0)  # it had come
+    assert not state.withdraw("p", 1)
+    assert state.put("p", 1) is None  # it comes late
+    assert state.put("p", 2) is not None
+    assert [item.sequence for item in state.take("c", Want(4))] == [0, 2]
+
+
+class Interrupted:
+    """A channel whose first put ends in Ctrl-C, before or after the item went in."""
+
+    _timeout_s = 1.0
+
+    def __init__(self, state: ChannelState, late: bool) -> None:
+        self.state, self.late, self.calls = state, late, 0
+
+    def _pack(self, item: str) -> Parcel:
+        return pack(item, None, item)
+
+    def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
+        if method == "withdraw":
+            return self.state.withdraw(*args)
+        self.calls += 1
+        if self.calls > 1 or self.late:
+            self.state.put(args[0], args[1])
+        if self.calls == 1:
+            raise KeyboardInterrupt
+        return None
+
+
+@pytest.mark.parametrize(("late", "numbers"), [(True, [0, 1]), (False, [1])])
+def test_the_put_after_an_interrupted_one_is_not_taken_for_it(late: bool, numbers: list[int]) -> None:
+    state = ChannelState(4)
+    state.register("p")
+    channel: Any = Interrupted(state, late)
+    producer: Producer[str] = Producer(channel, "p")
+    producer._pid = os.getpid()
+    with pytest.raises(KeyboardInterrupt):
+        producer.put("first")
+    producer.put("second")
+    assert [item.sequence for item in state.take("c", Want(4))] == numbers
+
+
+def test_only_the_open_and_the_lost_are_adopted() -> None:
+    state = ChannelState(4)
+    for name in "pq":
+        state.register(name)
+        state.put(name, 0)
+    state.lose_producer("p")
+    assert (state.adopt("p"), state.adopt("q")) == (1, 1)
+    assert state.producers == ("p", "q")
+    state.close("p")
+    with pytest.raises(ChannelError, match="producer 'p' has closed"):
+        state.adopt("p")
 
 
 def test_keys_weights_and_a_rule_of_the_users_own() -> None:

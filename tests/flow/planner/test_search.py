@@ -156,6 +156,14 @@ def test_a_split_of_few_devices_is_the_cheapest(rows: list[list[float]]) -> None
     assert sum(shares) == 12
 
 
+@pytest.mark.parametrize(("stages", "devices"), [(7, 13), (8, 15), (6, 17), (8, 23)])
+def test_a_split_into_many_stages_of_few_devices_each(stages: int, devices: int) -> None:
+    times = [np.array([np.inf, *(1 / np.arange(1, devices + 1))])] * stages
+    shares, least = split(times, devices, lambda seconds: np.max(np.stack(seconds), axis=0))
+    assert (sum(shares), min(shares)) == (devices, devices // stages)
+    assert least == pytest.approx(1 / (devices // stages))
+
+
 def test_a_split_of_many_devices_is_close_to_the_ideal() -> None:
     planned = make_plan(
         chain(part("a", 0, 1), part("b", 0, 2), part("c", 0, 5)), 1 << 20, 4096, mode=Mode.DISAGGREGATED

@@ -46,7 +46,8 @@ class ChannelActor:
         self._parcels: dict[int, Parcel] = {}
         self._producers: dict[str, Process] = {}
         self._consumers: dict[str, Process] = {}
-        self._withdrawn: set[str] = set()
+        self._waiting: set[str] = set()  # consumers
+        self._withdrawn: set[str] = set()  # of these
         self._names = itertools.count()
         self._changed = asyncio.Condition()
 
@@ -62,9 +63,9 @@ class ChannelActor:
 
         def adopt() -> int:
             self._look()
+            sequence = self._state.adopt(name)
             self._producers[name] = user
-            known = name in self._state.producers
-            return self._state.sequence(name) if known else self._state.register(name)
+            return sequence
 
         return await self._change(adopt)
 
@@ -81,9 +82,14 @@ class ChannelActor:
                 return Reply(Outcome.TIMEOUT, detail)
             return self._now(lambda: self._accept(producer, sequence, key, weight, parcel))
 
+    async def withdraw(self, producer: str, sequence: int) -> Reply:
+        """The number of a put whose answer nobody knows is used up; says whether the item is in."""
+        return await self._change(lambda: self._state.withdraw(producer, sequence))
+
     async def take(self, consumer: str, user: Process, group: str, want: Want, timeout_s: float) -> Reply:
         found: list[Item] = []
         self._consumers[consumer] = user
+        self._waiting.add(consumer)
 
         def look() -> bool:
             if consumer in self._withdrawn:
@@ -102,20 +108,24 @@ class ChannelActor:
             except ChannelError as error:
                 return Reply(Outcome.FAILED, str(error))
             finally:
+                self._waiting.discard(consumer)
                 self._withdrawn.discard(consumer)
                 if not found:
                     del self._consumers[consumer]
             return Reply(Outcome.TIMEOUT, f"nothing came within {timeout_s:g} s: {self._state.describe(group)}")
 
     async def acknowledge(self, consumer: str, ids: list[int], group: str) -> Reply:
-        self._consumers.pop(consumer, None)
-        return await self._change(lambda: self._drop(self._state.acknowledge(consumer, ids, group)))
+        def acknowledge() -> None:
+            self._drop(self._state.acknowledge(consumer, ids, group))
+            self._consumers.pop(consumer, None)
+
+        return await self._change(acknowledge)
 
     async def give_back(self, consumer: str) -> Reply:
         """What it has goes back; if it waits, it gets nothing any more."""
-        if consumer in self._consumers:
+        if consumer in self._waiting:
             self._withdrawn.add(consumer)
-        return await self._change(lambda: self._state.give_back(consumer))
+        return await self._change(lambda: self._give_back(consumer))
 
     async def close(self, producer: str) -> Reply:
         return await self._change(lambda: self._state.close(producer))
@@ -125,6 +135,11 @@ class ChannelActor:
 
     async def size(self) -> Reply:
         return Reply(Outcome.DONE, value=len(self._state.items))
+
+    def _give_back(self, consumer: str) -> None:
+        self._state.give_back(consumer)
+        if consumer not in self._waiting:
+            self._consumers.pop(consumer, None)
 
     def _register(self, name: str, user: Process) -> tuple[str, int]:
         sequence = self._state.register(name)
@@ -155,7 +170,7 @@ class ChannelActor:
                 self._state.lose_producer(name)
         for consumer in self._state.consumers():
             if self._gone(self._consumers[consumer]):
-                self._state.give_back(consumer)
+                self._give_back(consumer)
 
     def _gone(self, user: Process) -> bool:
         return user.node_id == self._node and not process.alive(user)

@@ -40,6 +40,10 @@ class EndOfStream(Exception):  # noqa: N818 (an outcome, not an error; as StopIt
     """Every producer has closed and every item has been taken and acknowledged."""
 
 
+class _NoAnswerError(WaitTimeoutError):
+    """Nobody knows what the channel's actor has done, or will do."""
+
+
 class Channel(Generic[T]):
     """A queue of at most `capacity` items; lives as long as somebody holds it, at most as long as its creator.
 
@@ -93,26 +97,28 @@ class Channel(Generic[T]):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         consumer = _consumer()
         arguments = consumer, _me(), group, want or Want(), timeout_s
-        taken: list[tuple[Item, Parcel]] = self._call("take", *arguments, wait_s=timeout_s)
         try:
+            taken: list[tuple[Item, Parcel]] = self._call("take", *arguments, wait_s=timeout_s)
             yield [self._unpack(parcel) for _, parcel in taken]
-        except BaseException:  # raised again
+            self._call("acknowledge", consumer, [item.id for item, _ in taken], group)
+        except BaseException:  # raised again; what comes for this consumer after all goes to others
             self._actor.give_back.remote(consumer)
             raise
-        self._actor.acknowledge.remote(consumer, [item.id for item, _ in taken], group)
 
     async def aget(self, timeout_s: float | None = None, *, group: str = "", key: str | None = None) -> T:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         consumer = _consumer()
+        arguments = consumer, _me(), group, Want(key=key), timeout_s
         try:
-            ((item, parcel),) = await self._acall(
-                "take", consumer, _me(), group, Want(key=key), timeout_s, wait_s=timeout_s
-            )
-        except asyncio.CancelledError:
-            with contextlib.suppress(ChannelError, WaitTimeoutError):  # a cancellation stays one
-                await self._acall("give_back", consumer)
+            ((item, parcel),) = await self._acall("take", *arguments, wait_s=timeout_s)
+            value: T = self._unpack(parcel)
+        except BaseException as error:  # raised again, as above
+            given_back = self._actor.give_back.remote(consumer)
+            if isinstance(error, asyncio.CancelledError):  # then the item is there for others already
+                with contextlib.suppress(ChannelError, WaitTimeoutError):
+                    await self._answer("give_back", given_back)
             raise
-        value: T = self._unpack(parcel)
+        # Not awaited: who is cancelled here would lose an item that is acknowledged.
         self._actor.acknowledge.remote(consumer, [item.id], group)
         return value
 
@@ -165,7 +171,9 @@ class Channel(Generic[T]):
         return self._check(reply)
 
     async def _acall(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:
-        ref = getattr(self._actor, method).remote(*args)
+        return await self._answer(method, getattr(self._actor, method).remote(*args), wait_s)
+
+    async def _answer(self, method: str, ref: "ray.ObjectRef[Any]", wait_s: float = 0.0) -> Any:
         try:
             async with asyncio.timeout(wait_s + _REPLY_MARGIN_S):
                 reply = await asyncio.wrap_future(ref.future())
@@ -184,8 +192,8 @@ class Channel(Generic[T]):
             raise WaitTimeoutError(f"channel {self.name!r}: {reply.detail}")
         return reply.value
 
-    def _unreachable(self, method: str, wait_s: float) -> WaitTimeoutError:
-        return WaitTimeoutError(
+    def _unreachable(self, method: str, wait_s: float) -> "_NoAnswerError":
+        return _NoAnswerError(
             f"channel {self.name!r}: its actor did not answer {method}() within {wait_s + _REPLY_MARGIN_S:g} s"
         )
 
@@ -201,6 +209,7 @@ class Producer(Generic[T]):
         self.name = name
         self._pid = -1
         self._sequence = 0
+        self._unknown: Parcel | None = None  # of the put with this number: whether it is in
 
     def put(self, item: T, timeout_s: float | None = None, *, key: str = "", weight: float = 1.0) -> None:
         """Append `item`, waiting for room.
@@ -211,20 +220,55 @@ class Producer(Generic[T]):
         """
         if self._pid != os.getpid():
             self._sequence, self._pid = self.channel._call("adopt", self.name, _me()), os.getpid()
+        self._settle()
         timeout_s, parcel = self._timeout(timeout_s), self.channel._pack(item)
-        with _removed_on_error(parcel):
-            arguments = self.name, self._sequence, key, weight, parcel, timeout_s
+        arguments = self.name, self._sequence, key, weight, parcel, timeout_s
+        try:
             self.channel._call("put", *arguments, wait_s=timeout_s)
+        except BaseException as error:  # raised again
+            if self._unsure(parcel, error):
+                with contextlib.suppress(ChannelError, WaitTimeoutError):  # or the next put settles it
+                    self._settle()
+            raise
         self._sequence += 1
 
     async def aput(self, item: T, timeout_s: float | None = None, *, key: str = "", weight: float = 1.0) -> None:
+        """`put` for async code. Cancelled, it may have gone in or not, and does not go in later."""
         if self._pid != os.getpid():
             self._sequence, self._pid = await self.channel._acall("adopt", self.name, _me()), os.getpid()
+        await self._asettle()
         timeout_s, parcel = self._timeout(timeout_s), await asyncio.to_thread(self.channel._pack, item)
-        with _removed_on_error(parcel):
-            arguments = self.name, self._sequence, key, weight, parcel, timeout_s
+        arguments = self.name, self._sequence, key, weight, parcel, timeout_s
+        try:
             await self.channel._acall("put", *arguments, wait_s=timeout_s)
+        except BaseException as error:  # raised again
+            if self._unsure(parcel, error):
+                with contextlib.suppress(ChannelError, WaitTimeoutError):
+                    await self._asettle()
+            raise
         self._sequence += 1
+
+    def _unsure(self, parcel: Parcel, error: BaseException) -> bool:
+        """Whether nobody knows if a put that ended in `error` is in; one that was refused needs its payload no more."""
+        if isinstance(error, ChannelError | WaitTimeoutError) and not isinstance(error, _NoAnswerError):
+            _remove(parcel)
+            return False
+        self._unknown = parcel
+        return True
+
+    def _settle(self) -> None:
+        """Have the number of a put that nobody knows of used up, or the next item would be taken for it."""
+        if self._unknown is not None:
+            self._settled(self._unknown, self.channel._call("withdraw", self.name, self._sequence))
+
+    async def _asettle(self) -> None:
+        if self._unknown is not None:
+            self._settled(self._unknown, await self.channel._acall("withdraw", self.name, self._sequence))
+
+    def _settled(self, parcel: Parcel, accepted: bool) -> None:
+        if not accepted:
+            _remove(parcel)
+        self._sequence, self._unknown = self._sequence + 1, None
 
     def close(self) -> None:
         """No more items from this producer. May be called again."""
@@ -260,14 +304,9 @@ class Producer(Generic[T]):
         return self.channel._timeout_s if timeout_s is None else timeout_s
 
 
-@contextlib.contextmanager
-def _removed_on_error(parcel: Parcel) -> Iterator[None]:
-    try:
-        yield
-    except (ChannelError, WaitTimeoutError):
-        if parcel.path:
-            Path(parcel.path).unlink(missing_ok=True)
-        raise
+def _remove(parcel: Parcel) -> None:
+    if parcel.path:
+        Path(parcel.path).unlink(missing_ok=True)
 
 
 def _me() -> Any:

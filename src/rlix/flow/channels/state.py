@@ -109,9 +109,17 @@ class ChannelState:
         self._open.add(name)
         return self._sequences.setdefault(name, 0)
 
-    def sequence(self, producer: str) -> int:
-        """The number of its next item."""
-        return self._sequences[producer]
+    def adopt(self, name: str) -> int:
+        """Opens a lost producer again; returns the number of the next item of this one, or of one that is open.
+
+        Raises:
+            ChannelError: it has closed, or the stream has failed.
+        """
+        if name in self._lost:
+            return self.register(name)
+        if name not in self._open:
+            raise ChannelError(f"producer {name!r} has closed and cannot put")
+        return self._sequences[name]
 
     def has_room(self, nbytes: int = 0) -> bool:
         """An item larger than all room is let in alone."""
@@ -120,7 +128,7 @@ class ChannelState:
         return self.capacity_bytes is None or not self.items or self.nbytes + nbytes <= self.capacity_bytes
 
     def put(self, producer: str, sequence: int, key: str = "", weight: float = 1.0, nbytes: int = 0) -> Item | None:
-        """Accepts an item; None: it was accepted before, by a call whose answer was lost. Ask `has_room` first.
+        """Accepts an item; None: its number was used before. Ask `has_room` first.
 
         Raises:
             ChannelError: the producer is not open, left out a number, or the stream has failed.
@@ -140,6 +148,12 @@ class ChannelState:
         for group in self._groups.values():
             group.waiting.append(item)
         return item
+
+    def withdraw(self, producer: str, sequence: int) -> bool:
+        """Uses up an item's number, so that a late `put` of it does nothing; True: it was accepted before."""
+        accepted = sequence < self._sequences[producer]
+        self._sequences[producer] = max(self._sequences[producer], sequence + 1)
+        return accepted
 
     def take(self, consumer: str, want: Want | None = None, group: str = "") -> list[Item]:
         """Hands out what the rule chooses; [] is nothing yet.
@@ -172,12 +186,11 @@ class ChannelState:
                 del mine.taken[id]
         return self._forget_done()
 
-    def give_back(self, consumer: str, ids: Iterable[int] | None = None) -> None:
-        """What `consumer` took (of these) and has not acknowledged goes back to its place."""
-        chosen = None if ids is None else set(ids)
+    def give_back(self, consumer: str) -> None:
+        """What `consumer` took and has not acknowledged goes back to its place."""
         for group in self._groups.values():
             for id, (holder, item) in list(group.taken.items()):
-                if holder == consumer and (chosen is None or id in chosen):
+                if holder == consumer:
                     del group.taken[id]
                     insort(group.waiting, item, key=attrgetter("id"))
 

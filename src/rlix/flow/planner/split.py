@@ -26,7 +26,7 @@ def split(times: Sequence[Array], total: int, cost: Cost) -> tuple[tuple[int, ..
     count = len(times)
     if total < count:
         return (0,) * count, float("inf")
-    unit = -(-total // _GRID[count])
+    unit = max(1, min(-(-total // _GRID[count]), total // count))
     shares = _compositions(total // unit, count) * unit
     shares[:, -1] += total - unit * (total // unit)
     best, least = _cheapest(times, shares, cost)

@@ -164,8 +164,7 @@ class Running:
         for thread in threads:
             thread.start()
         run.stage(segment.stages[0])
-        for thread in threads:
-            thread.join(self._timeout_s)
+        _join(threads, run)
         run.check()
 
     @contextlib.contextmanager
@@ -202,3 +201,16 @@ class Running:
             self.switch(planned.best)
         else:
             self._drift = Drift(present or self.plan, scale=factors)
+
+
+def _join(threads: Sequence[threading.Thread], run: SegmentRun) -> None:
+    """Wait until all have ended, or the devices would be taken from under them. Each of their waits has a limit.
+
+    Ctrl-C stops them at their next chunk.
+    """
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as error:
+                run.fail(error)

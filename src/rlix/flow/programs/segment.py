@@ -53,17 +53,18 @@ class SegmentRun:
                     self._part(placed.name, stage, index, bounds)
                 index += 1
         except BaseException as error:  # noqa: BLE001 (raised again by `check`, in the thread that asked for the step)
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all stages, at their next chunk at the latest."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises what went wrong first, and WaitTimeoutError when a stage has not ended."""
+        """When all stages have ended: raises what went wrong first."""
         if self._failure is not None:
             raise self._failure
-        missing = sorted({n for n in self._mine for i in range(len(self._bounds)) if (n, i) not in self._made})
-        if missing:
-            raise WaitTimeoutError(f"{self._flow.name}: {', '.join(missing)} did not end within {self._timeout_s:g} s")
 
     def outputs(self) -> dict[str, Pieces]:
         return {name: [piece for i in range(len(self._bounds)) for piece in self._made[name, i]] for name in self._mine}

@@ -21,6 +21,7 @@ class FlowWorker(Worker):
     """
 
     _locks: DeviceLocks | None = None
+    _came = False  # its onload has begun, and no offload has ended since
 
     def onload(self) -> None:
         """Bring the state onto `self.ctx.devices`."""
@@ -48,10 +49,13 @@ class FlowWorker(Worker):
         if self._locks is None:
             self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
+        self._came = True
         self.onload()
 
     def _rlix_offload(self) -> None:
-        self.offload()
+        if self._came:  # or it had come on other ranks only
+            self.offload()
+            self._came = False
         if self._locks is not None:
             self._locks.release()
 
