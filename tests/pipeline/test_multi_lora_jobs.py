@@ -1,4 +1,4 @@
-"""Many adapters in one job on real replicas: preemption and a replica's death change nothing that any of them learns."""
+"""Many adapters in one job on real replicas: neither preemption nor a death changes anything that they learn."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
