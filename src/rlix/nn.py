@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _RETURNS = "_rlix_returns"
 _CONFIGURES = "_rlix_configures"
+_UNDOES = "_rlix_undoes"
 
 
 def returns(reduction: Reduction) -> Callable[[F], F]:
@@ -51,6 +52,23 @@ def configures(method: F) -> F:
     """
     setattr(method, _CONFIGURES, True)
     return method
+
+
+def undoes(configuring: str) -> Callable[[F], F]:
+    """Mark a method that takes back what the method `configuring` did with the same first argument: an engine that is
+    built anew calls neither of them again."""
+
+    def mark(method: F) -> F:
+        setattr(method, _UNDOES, configuring)
+        return method
+
+    return mark
+
+
+def undone_by(method: Callable[..., Any]) -> str | None:
+    """The name of the method that this one takes back, if any."""
+    undone: str | None = getattr(method, _UNDOES, None)
+    return undone
 
 
 def is_configuring(method: Callable[..., Any]) -> bool:

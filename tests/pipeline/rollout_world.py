@@ -25,6 +25,7 @@ class ActorDiedError(Exception):
 @dataclass(frozen=True)
 class Weights:
     version: int
+    publication: str = "one"
 
 
 @dataclass(eq=False)

@@ -181,6 +181,11 @@ class TestMixture:
         assert Mixture([3.0, 1.0]).place("prompts", 0, 1234) == places[1234]
         assert [table for table, _ in places] != [mixture.place("prompts", 1, p)[0] for p in range(2000)]
 
+    def test_a_table_that_would_never_be_drawn_from_is_refused(self) -> None:
+        assert Mixture([999.0, 1.0]).place("prompts", 0, 0)[0] in (0, 1)
+        with pytest.raises(SpecError, match=r"mix\.1\.weight: of 1,000 prompts none"):
+            Mixture([9999.0, 1.0])
+
     def test_tables_with_columns_of_their_own(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "level": 3}\n')
         (tmp_path / "b.csv").write_text("question,right\n2+2=,4\n3+3=,6\n")

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,27 @@ def test_a_log_for_each_job_from_info_up(log: Path) -> None:
     logging.getLogger("elsewhere").error("not ours")
     assert "INFO rlix.somewhere: step 3" in log.read_text()
     assert "not ours" not in log.read_text()
+
+
+def test_logs_of_one_process_are_each_of_a_thread_and_end_in_any_order(tmp_path: Path) -> None:
+    library = logging.getLogger("rlix")
+    before = library.level
+    whole, first, second = JobLog(tmp_path), JobLog(tmp_path / "a", "run-a"), JobLog(tmp_path / "b", "run-b")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        thread = threading.Thread(target=logger.info, args=(f"of {name}",), name=f"run-{name}")
+        thread.start()
+        thread.join()
+    whole.close()
+    first.close()
+    assert library.level == logging.INFO
+    second.close()
+    second.close()
+    assert (library.level, library.handlers) == (before, [])
+    said = [
+        [word for word in ("of a", "of b") if word in (f / "job.log").read_text()] for f in (tmp_path, tmp_path / "a")
+    ]
+    assert said == [["of a", "of b"], ["of a"]]
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_what_does_not_fit_together_is_said_before_the_start() -> None:
     for runs, message in (
         ({"a": {"rollout": {"prompts_per_step": 0}}}, r"runs\.a\.rollout\.prompts_per_step"),
         ({}, "runs: is missing"),
-        ({"a b": {}}, "runs"),
+        ({"a b": {}}, r"runs\.a b.*\n.*should match pattern"),
         ({"a": {"algorithm": {"name": "ppo"}}}, r"runs\.a\.algorithm.*critic"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 """The rollout manager against replicas and a control plane that a test moves step by step, in any order."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -333,6 +334,17 @@ def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> 
     world.manager.expect(Demand(0))
     world.settle()
     assert world.demands[-1].trajectories == 0
+
+
+def test_what_one_adapter_expects_hides_nothing_of_the_others(world: World) -> None:
+    world.manager.expect(Demand(6, 60), owner="a")
+    world.manager.submit_all(0, [replace(trajectory(f"a{i}", 5), adapter="a") for i in range(2)])
+    world.manager.submit_all(0, [replace(trajectory(f"b{i}", 5), adapter="b") for i in range(3)])
+    world.settle()
+    world.now = 1.0
+    world.manager.handle_posted()
+    world.settle()
+    assert (world.demands[-1].trajectories, world.demands[-1].tokens) == (6 + 3, 60 + 15)
 
 
 def test_heartbeats_tell_what_a_load_takes_and_what_the_job_still_needs(world: World) -> None:

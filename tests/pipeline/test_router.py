@@ -120,6 +120,22 @@ def test_work_is_spread_evenly_over_ready_replicas() -> None:
     assert [(bundle, len(requests)) for bundle, requests in router.dispatch()] == [(0, 3), (1, 3)]
 
 
+def test_a_prefix_stays_cached_while_only_adapters_move() -> None:
+    for keeps_cache, again in ((True, 0), (False, 1)):
+        router = Router(replicas=2, slots=8, prefix_cache=True)
+        for bundle in range(2):
+            router.loading(bundle)
+            router.ready(bundle)
+        router.submit([trajectory("a", 500)])
+        ((bundle, (request,)),) = router.dispatch()
+        assert bundle == 0
+        router.take(0, collected(chunk(request, 0, 400, aborted=True)))
+        for number in range(2):
+            router.loading(number, keeps_cache=keeps_cache)
+            router.ready(number)
+        assert router._choose(router._open["a"], least=1) == again
+
+
 def test_tokens_carry_the_version_that_produced_them() -> None:
     router = Router(1, 4)
     router.loading(0)

@@ -43,6 +43,7 @@ class Pipeline(ABC):
     Runs as a Ray actor with several threads: `run` occupies one, the coordinator's calls use the others.
     """
 
+    log_thread: str | None = None  # whose messages alone are the job's, where others share its process
     Options: Any = None
     """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
 
@@ -205,7 +206,7 @@ class Pipeline(ABC):
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
-        self._log = JobLog(self.folder.path)
+        self._log = JobLog(self.folder.path, self.log_thread)
         changed = [f"{change.field}: {shown(change.old)} → {shown(change.new)}" for change in changes]
         said = [*filter(None, [self.config.why]), *self.folder.set_aside, *changed]
         logger.info("%s begins. %s", self.spec.name, "; ".join(said))

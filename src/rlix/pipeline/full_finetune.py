@@ -111,11 +111,10 @@ class FullFinetunePipeline(Pipeline):
         return {"importance": float(masked_mean(weights, mask))}
 
     def train(self, step: int, batch: PolicyBatch) -> dict[str, float]:
-        """Optimizer steps over the batch's minibatches, then the new weights for the replicas."""
+        """Optimizer steps over the minibatches, then the new weights; not abandoned where the critic has trained."""
         algorithm, rollout, optimizer = self.spec.algorithm, self.spec.rollout, self.spec.optimizer
         metrics: list[dict[str, float]] = []
-        half = self.critic is not None  # of the step is done: it is not abandoned
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor, stoppable=not half):
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor, stoppable=self.critic is None):
             start = time.time()
             for epoch in range(algorithm.epochs):
                 for part in self.minibatches(batch, step, epoch):

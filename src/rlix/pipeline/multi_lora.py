@@ -40,6 +40,7 @@ class AdapterRun(LoraFinetunePipeline):
         config = JobConfig(spec, job.runs_dir / name, resume)
         super().__init__(job.pipeline_id, config, job.client)
         self.job, self.adapter, self.paused = job, name, False
+        self.log_thread = f"run-{name}"
 
     @contextmanager
     def phase(
@@ -124,6 +125,8 @@ class MultiLoraPipeline(LoraFinetunePipeline):
     def add(self, name: str, run: RunSpec) -> None:
         """Begin a further run. Raises SpecError when there is one of that name, or it does not fit together."""
         with self._runs_lock:
+            if self._status.state != "running":
+                raise SpecError(f"{self.spec.name} has not begun its runs yet; try again in a moment")
             if name in self._threads and self._threads[name].is_alive():
                 raise SpecError(f"{self.spec.name}: there is a run {name!r} already")
             if name in self.runs and self.runs[name].paused:
@@ -221,10 +224,11 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         super().teardown()
 
     def _train(self, first: int) -> str:
-        self._update(state="running", phase="runs")
         self._event("job", event="first_step", detail=None)
-        for name, spec in self.spec.run_specs.items():
-            self._start(name, spec, resume=self.config.resume)
+        with self._runs_lock:
+            self._update(state="running", phase="runs")
+            for name, spec in self.spec.run_specs.items():
+                self._start(name, spec, resume=self.config.resume)
         while self._any_left():
             if self.stop_requested.wait(_LOOK_S):
                 for run in self._all_runs():
@@ -265,7 +269,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     def _start(self, name: str, spec: JobSpec, *, resume: bool) -> None:
         run = AdapterRun(self, name, spec, resume=resume)
-        thread = threading.Thread(target=self._live, args=(run,), name=f"run-{name}", daemon=True)
+        thread = threading.Thread(target=self._live, args=(run,), name=run.log_thread, daemon=True)
         with self._runs_lock:
             self.runs[name], self._threads[name] = run, thread
             thread.start()

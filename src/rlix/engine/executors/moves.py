@@ -10,6 +10,7 @@ import torch
 
 from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.life_cycle import SOURCE, Part, WeightsId
+from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import channel
 from rlix.engine.weights.channel import Ticket
@@ -30,6 +31,7 @@ class MovingExecutor(InferenceExecutor):
     def __init__(self, source: ModelSource, options: ExecutorOptions, site: Site) -> None:
         super().__init__(source, options, site)
         self._adapters: dict[str, WeightsId] = {}  # on top of the weights, by name
+        self._adapter_configs: dict[str, AdapterConfig] = {}
 
     def _adapter_versions(self) -> dict[str, int]:
         return {name: weights.version for name, weights in self._adapters.items()}
@@ -164,13 +166,16 @@ class MovingExecutor(InferenceExecutor):
 
     def _serve(self, wanted: Sequence[PublishedAdapter]) -> int:
         """Have these adapters and no others; what is there already stays."""
-        for name in self._adapters.keys() - {adapter.name for adapter in wanted}:
-            self._forget_adapter(name)
+        configs = {adapter.name: adapter.config for adapter in wanted}
+        for name in list(self._adapters):
+            if self._adapter_configs[name] != configs.get(name):  # not wanted, or another one of that name
+                self._forget_adapter(name)
         moved = 0
         for adapter in wanted:
             if self._adapters.get(adapter.name) != adapter.weights.id:
                 moved += self._put_adapter(adapter)
                 self._adapters[adapter.name] = adapter.weights.id
+                self._adapter_configs[adapter.name] = adapter.config
         return moved
 
     def _forget_adapter(self, name: str) -> None:

@@ -23,7 +23,7 @@ from rlix.engine.train.state_calls import StateCalls
 from rlix.engine.train.weights_source import weights_folder
 from rlix.engine.train.worker import TrainStatus
 from rlix.flow.workers.group import PerRank
-from rlix.nn import BaseTrainModule, is_configuring, reduction_of
+from rlix.nn import BaseTrainModule, is_configuring, reduction_of, undone_by
 from rlix.protocol.errors import WorkerError
 from rlix.protocol.messages import Device, Fence
 
@@ -217,6 +217,8 @@ class TrainEngine(StateCalls):
             raise
         if is_configuring(method):
             self._configured.append((name, args, kwargs))
+        if (undone := undone_by(method)) is not None:
+            self._configured = [call for call in self._configured if (call[0], call[1][:1]) != (undone, args[:1])]
         results = [answers[of_rank.index(part)] for part in range(parts)]
         return combine(results, chosen, scattered.sizes, scattered.length)
 

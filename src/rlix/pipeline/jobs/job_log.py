@@ -2,6 +2,8 @@
 
 import errno
 import logging
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,23 +11,58 @@ _LIBRARY = "rlix"
 _FULL = ("No space left on device", "Disk quota exceeded", "os error 28")
 
 
+class _Library:
+    """The library's logger, as it is while there is a job's log, or several."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._logs: list[logging.Handler] = []
+        self._before = logging.NOTSET
+        self._screen = logging.StreamHandler()
+        self._screen.setLevel(logging.WARNING)
+
+    def add(self, log: logging.Handler) -> None:
+        library = logging.getLogger(_LIBRARY)
+        with self._lock:
+            if not self._logs:
+                self._before = library.level
+                library.setLevel(logging.INFO)
+                if not logging.getLogger().handlers:  # with a handler of its own it would say nothing there any more
+                    self._screen.setStream(sys.stderr)
+                    library.addHandler(self._screen)
+            self._logs.append(log)
+            library.addHandler(log)
+
+    def remove(self, log: logging.Handler) -> None:
+        library = logging.getLogger(_LIBRARY)
+        with self._lock:
+            if log not in self._logs:
+                return
+            self._logs.remove(log)
+            library.removeHandler(log)
+            if not self._logs:
+                library.removeHandler(self._screen)
+                library.setLevel(self._before)
+
+
+_library = _Library()
+
+
 class JobLog(logging.FileHandler):
     """What the library says in this process, from INFO up, in `job.log`; on stderr only what is a warning or worse.
 
     A log that cannot be written, on a full disk for instance, stops nothing.
+
+    Args:
+        thread: the name of the only thread that is listened to; None: all of them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, thread: str | None = None) -> None:
         super().__init__(folder / "job.log", encoding="utf-8", delay=True)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._screen = logging.StreamHandler()
-        self._screen.setLevel(logging.WARNING)
-        library = logging.getLogger(_LIBRARY)
-        self._before = library.level
-        library.setLevel(logging.INFO)
-        library.addHandler(self)
-        if not logging.getLogger().handlers:  # with a handler of its own it would say nothing there any more
-            library.addHandler(self._screen)
+        if thread is not None:
+            self.addFilter(lambda record: record.threadName == thread)
+        _library.add(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -37,10 +74,7 @@ class JobLog(logging.FileHandler):
         """Nothing: whoever logs has something else to do."""
 
     def close(self) -> None:
-        library = logging.getLogger(_LIBRARY)
-        library.removeHandler(self)
-        library.removeHandler(self._screen)
-        library.setLevel(self._before)
+        _library.remove(self)
         super().close()
 
 

@@ -31,7 +31,8 @@ class WandbLogger(Logger):
             dir=str(run.folder),
             id=known,
             resume=None if known is None else "allow",
-            settings=wandb.Settings(console="off", silent=True),  # what the job prints has its own way
+            # What the job prints has its own way; runs of one process do not end each other.
+            settings=wandb.Settings(console="off", silent=True, reinit="create_new"),
         )
         file.write_text(self._run.id)
 

@@ -116,10 +116,9 @@ class ReplicaPool:
     # ---- the manager's requests ------------------------------------------------------------------------------
 
     def publish(self, weights: PublishedWeights) -> None:
-        same = self.weights is not None and self.weights.publication == weights.publication  # but for adapters
-        self.weights = weights
+        before, self.weights = self.weights, weights
         for bundle in self._router.bundles(ReplicaState.READY):
-            self._router.loading(bundle, keeps_cache=same)
+            self._router.loading(bundle, keeps_cache=before is not None and before.publication == weights.publication)
         for bundle in self._router.bundles(ReplicaState.LOADING):
             self.advance(bundle)
 

@@ -320,7 +320,9 @@ class RolloutManager:
         if not any(expected.trajectories for expected in self._expected.values()):
             return demand
         # When they end depends on more than decoding.
-        tokens = max(demand.tokens, sum(expected.tokens for expected in self._expected.values()))
+        here = self._router.tokens_by_adapter(now)
+        wanted = {owner: expected.tokens for owner, expected in self._expected.items()}
+        tokens = round(sum(max(here.get(owner, 0.0), wanted.get(owner, 0)) for owner in {*here, *wanted}))
         return replace(demand, trajectories=trajectories, tokens=tokens, work_s=0.0, floor_s=0.0)
 
     def _report(self) -> None:

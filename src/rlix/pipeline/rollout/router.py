@@ -172,17 +172,21 @@ class Router:
 
     def demand(self, now: float = 0.0) -> Demand:
         """What is open, as the scheduler wants to know it: tokens and times are expected ones."""
-        since: dict[str, float] = {}
-        for replica in self._replicas:
-            batch = len(replica.in_flight)
-            since |= {id: self._estimates.steps_since(now - known, batch) for id, known in replica.in_flight.items()}
-        lefts = [self._expected_left(t, since.get(id, 0.0)) for id, t in self._open.items()]
+        lefts = list(self._lefts(now).values())
         work_s, floor_s = rollout_s(lefts, self._estimates)
         return Demand(len(lefts), round(sum(lefts)), knee=self._estimates.knee, work_s=work_s, floor_s=floor_s)
 
     def open_by_adapter(self) -> Counter[str]:
         """How many trajectories of each adapter are open."""
         return Counter(trajectory.adapter for trajectory in self._open.values())
+
+    def tokens_by_adapter(self, now: float) -> dict[str, float]:
+        """How many tokens are expected of what is open, by adapter."""
+        tokens: dict[str, float] = {}
+        for id, left in self._lefts(now).items():
+            adapter = self._open[id].adapter
+            tokens[adapter] = tokens.get(adapter, 0.0) + left
+        return tokens
 
     # ---- replicas --------------------------------------------------------------------------------------------
 
@@ -275,6 +279,14 @@ class Router:
         extra = len(replica.in_flight) - self.in_flight(least)
         left = self._expected_left(trajectory)
         return bundle if prefers_cached(trajectory.tokens_held, left, extra) else least
+
+    def _lefts(self, now: float) -> dict[str, float]:
+        """Tokens to go of each open trajectory, as expected."""
+        since: dict[str, float] = {}
+        for replica in self._replicas:
+            batch = len(replica.in_flight)
+            since |= {id: self._estimates.steps_since(now - known, batch) for id, known in replica.in_flight.items()}
+        return {id: self._expected_left(t, since.get(id, 0.0)) for id, t in self._open.items()}
 
     def _work(self, bundle: int, now: float) -> list[Work]:
         """What a replica has in flight and is still wanted; tokens since they were last known are estimated."""

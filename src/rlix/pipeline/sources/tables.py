@@ -116,6 +116,9 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._counts = _shares(weights, _BLOCK)
+        if 0 in self._counts:
+            where = f"source.data.mix.{self._counts.index(0)}"
+            raise SpecError(f"{where}.weight: of {_BLOCK:,} prompts none would be of this table; raise it")
         self._block = lru_cache(maxsize=8)(self._drawn)
 
     def place(self, stream: str, seed: int, position: int) -> tuple[int, int]:

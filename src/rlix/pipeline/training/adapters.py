@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlix.engine import lora
 from rlix.engine.lora import WEIGHTS_FILE, AdapterConfig
 from rlix.engine.weights.publication import PublishedAdapter, publish
-from rlix.nn import configures
+from rlix.nn import configures, undoes
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.training.module import OptimizedModule, adjust
@@ -82,7 +82,7 @@ class AdaptedModule(OptimizedModule):
                 self.remove_adapter(name)
                 raise
 
-    @configures
+    @undoes("add_adapter")
     def remove_adapter(self, name: str) -> None:
         """Take it off, and its optimizer with it; the others notice nothing."""
         lora.remove(self, name)

@@ -1,0 +1,61 @@
+"""Many adapters in one job on real replicas: neither preemption nor a death changes anything that they learn."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlix.pipeline.spec.job import JobSpec
+from tests.pipeline.training_jobs import Jobs, closing_jobs, learnt, leases_left, replicas, rows, still_runs
+
+pytestmark = pytest.mark.timeout(600)  # starting processes is slow on a busy machine
+
+RUNS: dict[str, Any] = {
+    "small": {"lora": {"rank": 2, "targets": ["q_proj"]}},
+    "dropped": {"lora": {"rank": 8, "dropout": 0.3}, "seed": 9, "algorithm": {"name": "rloo"}},
+    "copies": {"source": {"task": {"name": "copy_digits", "options": {"digits": 3}}}, "steps": 3},
+}
+
+
+def job(name: str, runs: Mapping[str, Any]) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": name,
+            "pipeline": "multi_lora",
+            "seed": 5,
+            "steps": 4,
+            "source": {"task": {"name": "sort_digits", "options": {"digits": 4}}},
+            "model": {"kind": "tiny", "hidden_size": 32, "layers": 1, "heads": 2},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 5},
+            "optimizer": {"learning_rate": 1e-2},
+            "clusters": {"actor_train": {"devices": (0,)}, "actor_infer": {"devices": (0, 1)}},
+            "runs": dict(runs),
+        }
+    )
+
+
+@pytest.fixture
+def jobs(ray_session: Any) -> Iterator[Jobs]:
+    with closing_jobs() as made:
+        yield made
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_adapters_on_replicas_that_shrink_and_die_learn_what_each_learns_alone(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.finish(*jobs.start(*(job(f"only_{name}", {name: run}) for name, run in RUNS.items()), runs=tmp_path))
+    alone = {name: learnt(tmp_path / f"only_{name}" / "runs" / name) for name in RUNS}
+    assert [len(found) for found in alone.values()] == [4, 4, 3]
+
+    (together,) = jobs.start(job("together", RUNS), runs=tmp_path)
+    folder = tmp_path / "together"
+    while not any((folder / "runs" / name / "metrics.jsonl").exists() for name in RUNS):
+        still_runs(together)
+    ray.kill(replicas(together)[0])
+    still_runs(together)  # else it had ended before, and this shows nothing
+    jobs.finish(together)
+    assert {name: learnt(folder / "runs" / name) for name in RUNS} == alone
+    assert any(e["type"] == "lease" and e["event"] == "shrinking" for e in rows(folder / "events.jsonl"))
+    assert leases_left() == ()
