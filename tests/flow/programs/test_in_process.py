@@ -9,8 +9,9 @@ import pytest
 import ray
 
 from rlix.flow.planner import Mode, Point
+from rlix.flow.profiler import measure as measure_module
 from rlix.flow.profiler.profile import PartProfile, Profile
-from rlix.flow.programs import running as module
+from rlix.flow.programs import running as running_module
 from rlix.flow.programs.drift import WINDOW
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces
@@ -33,6 +34,9 @@ class Adds(FlowWorker):
 
     def short(self, items: list[int]) -> list[int]:
         return items[1:]
+
+    def memory(self) -> tuple[float, float]:
+        return 1.0, 2.0
 
     def save(self) -> int:
         return self.calls
@@ -73,10 +77,19 @@ class Group:
 
     def close(self) -> None: ...
 
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "start", lambda part, ranks, devices, first, name: Group(part, ranks, first, name))
+    def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
+        return Group(part, ranks, first, name)
+
+    for module in (running_module, measure_module):
+        monkeypatch.setattr(module, "start", start)
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     yield
@@ -180,3 +193,19 @@ def test_a_part_that_loses_items_is_an_error() -> None:
         running.step([0] * ITEMS)
     with pytest.raises(ValueError, match="needs a profile"):
         Running(flow(), POOL)
+
+
+def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}, chunk=4),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+    ]
+    grid = measure_module.Grid(widths=(1, 2), batches=(8, 4, 2, 10), repeats=1)
+    flow = Flow("measured", parts, ITEMS, sample=lambda count: list(range(count)))
+    known = measure_module.profile(flow, POOL, grid)
+    assert [(p.width, p.items) for p in known.parts["ones"].points] == [(1, 4), (1, 8), (2, 4), (2, 8)]
+    assert {p.items for p in known.parts["tens"].points} == {2, 4, 8}  # of 10, 8 were made
+    with pytest.raises(SpecError, match=r"ones runs on at most 4 rank\(s\) here, and the grid has \[8\]"):
+        measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
+    with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
