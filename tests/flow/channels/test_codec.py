@@ -1,4 +1,4 @@
-"""Objects taken apart and put together, in messages and in shared memory; and which way tensors go."""
+"""Objects taken apart and put together, in messages and in shared memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.flow.channels.balance import balanced
 from rlix.flow.channels.codec import decode, encode, pack, unpack
-from rlix.flow.channels.transport import End, Transport, choose
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
 
@@ -78,30 +76,3 @@ def test_large_tensors_lie_in_a_file_and_are_the_readers_own(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError):
         unpack(parcel)
     assert pack({"a": torch.ones(2)}, tmp_path, "two").path == ""
-
-
-def test_the_way_of_a_tensor() -> None:
-    host, other, far = End("n1", 1), End("n1", 2), End("n2", 3)
-    gpu, peer, away = End("n1", 1, "GPU-a"), End("n1", 2, "GPU-b"), End("n2", 3, "GPU-c")
-    same_gpu = End("n1", 2, "GPU-a")
-    assert choose(host, host) is Transport.LOCAL
-    assert choose(host, other) is Transport.SHARED_MEMORY
-    assert choose(host, far) is Transport.STAGED
-    assert choose(host, far, group=True) is Transport.GLOO
-    assert choose(gpu, gpu) is Transport.LOCAL
-    assert choose(gpu, same_gpu, group=True) is Transport.CUDA_IPC
-    assert choose(gpu, peer) is Transport.CUDA_IPC
-    assert choose(gpu, peer, group=True) is Transport.NCCL
-    assert choose(gpu, away, group=True) is Transport.NCCL
-    assert choose(gpu, away) is Transport.STAGED
-    assert choose(gpu, host) is Transport.STAGED
-    assert choose(gpu, peer, group=True, can=frozenset({Transport.CUDA_IPC})) is Transport.CUDA_IPC
-    assert choose(gpu, peer, can=frozenset()) is Transport.STAGED
-
-
-@given(st.lists(st.floats(0, 100), max_size=20), st.integers(1, 5))
-def test_batches_are_balanced_by_weight(weights: list[float], ways: int) -> None:
-    parts = balanced(weights, ways)
-    assert sorted(i for part in parts for i in part) == list(range(len(weights)))
-    heaviest = max(sum(weights[i] for i in part) for part in parts)
-    assert heaviest <= sum(weights) / ways + max([0.0, *weights]) + 1e-9

@@ -1,5 +1,6 @@
 """Running a flow with workers that are plain objects: what follows from drift, and that every mode makes the same."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,15 @@ import pytest
 import ray
 
 from rlix.flow.planner import Mode, Point
+from rlix.flow.profiler import measure as measure_module
 from rlix.flow.profiler.profile import PartProfile, Profile
-from rlix.flow.programs import running as module
+from rlix.flow.programs import running as running_module
 from rlix.flow.programs.drift import WINDOW
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.protocol.errors import WorkerError
+from rlix.protocol.errors import SpecError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 
 ITEMS, DEVICES = 16, 4
@@ -33,11 +35,19 @@ class Adds(FlowWorker):
     def short(self, items: list[int]) -> list[int]:
         return items[1:]
 
+    def memory(self) -> tuple[float, float]:
+        return 1.0, 2.0
+
     def save(self) -> int:
         return self.calls
 
     def restore(self, state: int) -> None:
         self.calls = state
+
+
+class Joins(FlowWorker):
+    def join(self, pairs: list[tuple[int, int]]) -> list[int]:
+        return [1000 * first + second for first, second in pairs]
 
 
 class Group:
@@ -58,9 +68,7 @@ class Group:
         )
 
     def part(self, method: str, inputs: Sequence[Sequence[Pieces]]) -> tuple[list[Any], Any]:
-        made = []
-        for member, lists in zip(self.members, inputs, strict=True):
-            made.append(getattr(member, method)([item for ref, a, b in lists[0] for item in ref[a:b]]))
+        made = [member._rlix_part(method, lists)[0] for member, lists in zip(self.members, inputs, strict=True)]
         return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
 
     def onload(self) -> None: ...
@@ -69,12 +77,21 @@ class Group:
 
     def close(self) -> None: ...
 
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "start", lambda part, ranks, devices, first, name: Group(part, ranks, first, name))
+    def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
+        return Group(part, ranks, first, name)
+
+    for module in (running_module, measure_module):
+        monkeypatch.setattr(module, "start", start)
     monkeypatch.setattr(ray, "put", lambda value: value)
-    monkeypatch.setattr(ray, "get", lambda value: value)
+    monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     yield
 
 
@@ -105,6 +122,44 @@ def test_every_mode_makes_the_same(mode: Mode | str) -> None:
                 if chunk is not None:
                     running.set_chunk(chunk, segment)
             assert running.step(list(range(ITEMS))) == [n + 111 for n in range(ITEMS)]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_part_after_two_others_gets_one_item_of_each(mode: Mode) -> None:
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+        Part("more", Joins, "join", ("ones", "tens")),
+    ]
+    known = profile(ones=0.1, tens=0.2, more=0.3)
+    with Running(Flow("joins", parts, ITEMS), POOL, plan=mode, profile=known) as running:
+        for chunk in (None, 5):
+            for segment in range(len(running.plan.segments)):
+                if chunk is not None:
+                    running.set_chunk(chunk, segment)
+            assert running.step(list(range(ITEMS))) == [1000 * (n + 1) + n + 11 for n in range(ITEMS)]
+
+
+def test_parts_get_multiples_of_their_chunk_only() -> None:
+    with Running(flow(chunk=4), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        with pytest.raises(ValueError, match="a chunk of segment 0 is a multiple of 4 item"):
+            running.set_chunk(6)
+        with pytest.raises(SpecError, match="sums: ones takes multiples of 4 items, not 15"):
+            running.step([0] * 15)
+        running.set_chunk(8)
+        assert running.step([0] * ITEMS) == [111] * ITEMS
+
+
+def test_a_plan_for_other_devices_than_the_gangs_is_refused() -> None:
+    lease = SimpleNamespace(devices=(0, 1))
+    client = SimpleNamespace(phase=lambda *_: contextlib.nullcontext(lease), fence=lambda lease: None)
+    job: Any = SimpleNamespace(client=client, name_holders=lambda *_: None)
+    known = profile(ones=0.1, tens=0.2, more=0.3)
+    with (
+        Running(flow(), POOL, profile=known, job=job, cluster="flow") as running,
+        pytest.raises(SpecError, match=r"gang 'flow' has devices \[0, 1\], and the plan is for \[0, 1, 2, 3\]"),
+    ):
+        running.step([0] * ITEMS)
 
 
 def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
@@ -138,3 +193,19 @@ def test_a_part_that_loses_items_is_an_error() -> None:
         running.step([0] * ITEMS)
     with pytest.raises(ValueError, match="needs a profile"):
         Running(flow(), POOL)
+
+
+def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}, chunk=4),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+    ]
+    grid = measure_module.Grid(widths=(1, 2), batches=(8, 4, 2, 10), repeats=1)
+    flow = Flow("measured", parts, ITEMS, sample=lambda count: list(range(count)))
+    known = measure_module.profile(flow, POOL, grid)
+    assert [(p.width, p.items) for p in known.parts["ones"].points] == [(1, 4), (1, 8), (2, 4), (2, 8)]
+    assert {p.items for p in known.parts["tens"].points} == {2, 4, 8}  # of 10, 8 were made
+    with pytest.raises(SpecError, match=r"ones runs on at most 4 rank\(s\) here, and the grid has \[8\]"):
+        measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
+    with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.flow.planner import Component, Edge, Graph, Point, Table, make_plan
+from rlix.flow.planner import Component, Edge, Graph, Mode, Point, Table, make_plan
 from rlix.flow.profiler.profile import PartProfile, Profile
-from rlix.flow.programs.drift import WINDOW, Drift
+from rlix.flow.programs.drift import WINDOW, Drift, rescaled
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.workers.flow_worker import FlowWorker
@@ -49,10 +49,25 @@ def test_drift_is_what_lasts() -> None:
     for _ in range(WINDOW):
         drift.saw({"a": [(8, 1.3)], "b": [(8, 1.0)]})
     assert drift.factors() == {"a": pytest.approx(1.3), "b": pytest.approx(1.0)}
-    known = Drift(plan, scale={"a": 1.3})
+    known = Drift(rescaled(plan, drift.factors(), {"b": ("a",)}))
     for _ in range(WINDOW):
         known.saw({"a": [(8, 1.3)], "b": [(8, 1.0)]})
     assert known.factors() == {}
+
+
+def test_what_a_plan_takes_when_a_part_is_slower() -> None:
+    parts = [Component(name, Table([Point(1, n, 0.5 + n / 2) for n in (1, 8)])) for name in "abc"]
+    graph = Graph(parts, [Edge("a", "b"), Edge("a", "c")])
+    plan = make_plan(graph, 8, 3, mode=Mode.DISAGGREGATED).best
+    after = {"a": (), "b": ("a",), "c": ("a",)}
+    (segment,) = plan.segments
+    assert rescaled(plan, {}, after).seconds == pytest.approx(plan.seconds)
+    slower = rescaled(plan, {"a": 2.0, "b": 3.0}, after)
+    call, chunks = 0.5 + segment.chunk / 2, 8 // segment.chunk
+    assert slower.seconds == pytest.approx(2 * call + 3 * call * chunks)  # c ends sooner, beside b
+    assert {part.name: part.seconds / call for part in slower.parts} == pytest.approx({"a": 2.0, "b": 3.0, "c": 1.0})
+    in_turn = make_plan(graph, 8, 3, mode=Mode.COLLOCATED).best
+    assert rescaled(in_turn, {"b": 2.0}, after).seconds == pytest.approx(in_turn.seconds * 4 / 3)
 
 
 def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:

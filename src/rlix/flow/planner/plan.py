@@ -1,9 +1,8 @@
 """A plan: which parts run where, in turn or beside each other, on batches of which size, and why."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class Mode(StrEnum):
@@ -85,9 +84,6 @@ class Plan:
     def shape(self) -> str:
         """`a → b` in turn, `a | b` beside each other, `a+b` in turn within a stage; with chunk size and devices."""
         return " → ".join(_segment(segment, self.items) for segment in self.segments)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"mode": str(self.mode), **asdict(self)}
 
     def explain(self) -> str:
         """Where the time of a step goes, line by line."""

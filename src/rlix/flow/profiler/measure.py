@@ -12,9 +12,10 @@ import ray
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.flow import Flow, Part
-from rlix.flow.programs.pieces import Pieces, shard
+from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.workers.launch import Group, launch
 from rlix.flow.workers.placement import Flexible, OnCpu, Pool
+from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, Fence
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,14 @@ def profile(flow: Flow, devices: Sequence[Device], grid: Grid, *, lease: Fence |
 
     Items come from `flow.sample`; what a part makes of the largest batch is what the next one is measured with.
     `lease`: of these devices, where they are shared.
+
+    Raises:
+        SpecError: a part, which is named, can be measured on none of the widths, or with none of the batches.
     """
     made: dict[str, Pieces] = {}
     largest = max(grid.batches)
     source = list(flow.sample(largest))
-    first: Pieces = [(ray.put(source), 0, largest)]
+    first: Pieces = [(ray.put(source), 0, len(source))]
     parts = {}
     for part in flow.parts:
         inputs = [made[name] for name in part.after] or [first]
@@ -52,6 +56,10 @@ def _measure(
 ) -> tuple[PartProfile, Pieces]:
     most = part.cpu_ranks or min(len(devices) // part.unit, part.most or len(devices))
     widths = [part.cpu_ranks] if part.cpu_ranks else [w for w in grid.widths if w <= most]
+    if not widths:
+        raise SpecError(
+            f"profile: {part.name} runs on at most {most} rank(s) here, and the grid has {list(grid.widths)}"
+        )
     points, loads, offloads = [], [], []
     kept: Pieces = []
     for width in widths:
@@ -60,17 +68,23 @@ def _measure(
             group.lease = lease
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in group.call("memory").wait())
-            for batch in grid.batches:
-                if batch < width or batch % part.chunk:
+            for batch in sorted(grid.batches):
+                given = [cut(pieces, 0, batch) for pieces in inputs]
+                if batch < width or batch % part.chunk or any(size(pieces) < batch for pieces in given):
                     continue
-                cut = [_first(pieces, batch) for pieces in inputs]
                 if not made:
-                    _once(group, part, cut)  # the first call warms up
-                seconds, made = _repeat(group, part, cut, grid.repeats)
+                    _once(group, part, given)  # the first call warms up
+                seconds, made = _repeat(group, part, given, grid.repeats)
                 peak = max(peak for _, peak in group.call("memory").wait())
                 points.append(Point(width, batch, seconds, peak, resident))
             kept = made or kept
             offloads.append(_timed(group.offload))
+    if not points:
+        there = min(size(pieces) for pieces in inputs)
+        raise SpecError(
+            f"profile: {part.name} takes multiples of {part.chunk} item(s), at least one for each rank, and there are "
+            f"{there}: of widths {widths} and batches {list(grid.batches)} nothing is left"
+        )
     return PartProfile(tuple(points), median(loads), median(offloads)), kept
 
 
@@ -92,15 +106,6 @@ def _once(group: Group, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces
     counts = call.wait()
     took = time.monotonic() - began
     return took, [(ref, 0, count) for ref, count in zip(refs, counts, strict=True) if count]
-
-
-def _first(pieces: Pieces, count: int) -> Pieces:
-    cut: Pieces = []
-    for ref, start, stop in pieces:
-        if count > 0:
-            cut.append((ref, start, min(stop, start + count)))
-            count -= stop - start
-    return cut
 
 
 def _timed(action: Any) -> float:

@@ -1,29 +1,26 @@
-"""Whether parts take the time that the plan says: pure."""
+"""Whether parts take the time that the plan says, and what the plan takes if not: pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from statistics import median
 
-from rlix.flow.planner import Plan
+from rlix.flow.planner import Plan, SegmentPlan, StagePlan
 
 WINDOW = 3  # steps
 LIMIT = 0.15
 
 
 class Drift:
-    """Measured against planned seconds of each part's calls, over the last steps.
+    """Measured against planned seconds of each part's calls, over the last steps."""
 
-    `scale`: what is known to differ already, and is no news.
-    """
-
-    def __init__(self, plan: Plan, scale: Mapping[str, float] | None = None) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._planned = {
             part.name: (part.seconds, segment.chunk)
             for segment in plan.segments
             for stage in segment.stages
             for part in stage.parts
         }
-        self._scale = dict(scale or {})
         self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
 
     def saw(self, seconds: Mapping[str, list[tuple[int, float]]]) -> None:
@@ -46,7 +43,38 @@ class Drift:
         steady = [
             name
             for name, ratios in self._ratios.items()
-            if all(r / self._scale.get(name, 1.0) > 1 + LIMIT for r in ratios)
-            or all(r / self._scale.get(name, 1.0) < 1 - LIMIT for r in ratios)
+            if all(r > 1 + LIMIT for r in ratios) or all(r < 1 - LIMIT for r in ratios)
         ]
         return self.ratios if steady else {}
+
+
+def rescaled(plan: Plan, factors: Mapping[str, float], after: Mapping[str, Collection[str]]) -> Plan:
+    """The same plan where parts take `factors` times as long; `after`: the parts whose items each of them gets."""
+    segments = tuple(_segment(segment, plan.items // segment.chunk, factors, after) for segment in plan.segments)
+    more = sum(new.seconds - old.seconds for new, old in zip(segments, plan.segments, strict=True))
+    return replace(plan, segments=segments, seconds=plan.seconds + more)
+
+
+def _segment(
+    segment: SegmentPlan, chunks: int, factors: Mapping[str, float], after: Mapping[str, Collection[str]]
+) -> SegmentPlan:
+    stages = tuple(_stage(stage, factors) for stage in segment.stages)
+    return replace(segment, stages=stages, seconds=_seconds(stages, chunks, after))
+
+
+def _stage(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
+    parts = tuple(replace(part, seconds=part.seconds * factors.get(part.name, 1.0)) for part in stage.parts)
+    more = sum(new.seconds - old.seconds for new, old in zip(parts, stage.parts, strict=True))
+    return replace(stage, parts=parts, seconds=stage.seconds + more)
+
+
+def _seconds(stages: tuple[StagePlan, ...], chunks: int, after: Mapping[str, Collection[str]]) -> float:
+    """Until the last chunk is through: a stage begins one when it has, and all that it comes after have, ended it."""
+    names = [{part.name for part in stage.parts} for stage in stages]
+    needs = [{before for name in mine for before in after.get(name, ())} for mine in names]
+    ended = [0.0] * len(stages)
+    for _ in range(chunks):
+        for n, stage in enumerate(stages):
+            ready = [ended[i] for i in range(n) if names[i] & needs[n]]
+            ended[n] = max(ended[n], *ready, 0.0) + stage.seconds
+    return max(ended)

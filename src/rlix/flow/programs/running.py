@@ -5,20 +5,23 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from math import lcm
 from typing import Any, Self
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
-from rlix.flow.planner import Mode, Plan, SegmentPlan
+from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
-from rlix.flow.programs.drift import Drift
+from rlix.flow.programs.drift import Drift, rescaled
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.launch import Group
+from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, Fence
 from rlix.protocol.types import Phase
 
@@ -66,29 +69,41 @@ class Running:
         self._drift = Drift(self.plan)
         self._chunks: dict[int, int] = {}
         self._segment: SegmentRun | None = None
+        self._started = False
         self._start()
 
     def step(self, items: Sequence[Any]) -> list[Any]:
-        """One step of the flow.
+        """One step of the flow, by another plan if times have drifted.
 
         Raises:
+            SpecError: a part does not take so many items, or the job's gang has other devices than the plan counts.
             WorkerError: a part raised or died.
             WaitTimeoutError: a part, which is named with its ranks, did not answer.
         """
+        for part in self.flow.parts:
+            if len(items) % part.chunk:
+                raise SpecError(
+                    f"{self.flow.name}: {part.name} takes multiples of {part.chunk} items, not {len(items)}"
+                )
+        self._look_for_drift()  # here, where there is no result to lose yet
+        if not self._started:
+            self._start()  # an earlier move to another plan failed on the way
         began = time.monotonic()
         with self._lease() as lease:
             for group in self.groups.values():
                 group.lease = lease
             made = self._segments(items)
-            result = [item for ref, start, stop in made[self.flow.parts[-1].name] for item in ray.get(ref)[start:stop]]
+            result = self._fetch(made[self.flow.parts[-1].name])
         self.step_s.append(time.monotonic() - began)
-        self._look_for_drift()
         return result
 
     def set_chunk(self, items: int, segment: int = 0) -> None:
         """Let a segment's stages hand on this many items at a time, from the next chunk on, also within a step."""
-        if items < 1:
-            raise ValueError(f"a chunk has at least 1 item, not {items}")
+        multiple = lcm(
+            *(self.flow.part(p.name).chunk for stage in self.plan.segments[segment].stages for p in stage.parts)
+        )
+        if items < 1 or items % multiple:
+            raise ValueError(f"a chunk of segment {segment} is a multiple of {multiple} item(s), not {items}")
         self._chunks[segment] = items
         running = self._segment
         if running is not None and running.index == segment:
@@ -115,9 +130,10 @@ class Running:
 
     def switch(self, plan: Plan) -> None:
         """Go on by another plan: parts that move are started anew from what they `save`."""
-        before = {part.name: part for part in self.plan.parts}
-        moving = {p.name for p in plan.parts if (p.first, p.ranks) != (before[p.name].first, before[p.name].ranks)}
+        before = {part.name: _place(part) for part in self.plan.parts}
+        moving = {part.name for part in plan.parts if _place(part) != before[part.name]}
         self._lock.clear()
+        self._started = False
         for name in moving:
             (self._states[name],) = self.groups[name].on(0).call("save").wait(self._timeout_s)
             self.groups.pop(name).close()
@@ -136,12 +152,20 @@ class Running:
             if placed.name in self.groups:
                 continue
             part = self.flow.part(placed.name)
-            self.groups[placed.name] = start(part, placed.ranks, self.devices, placed.first, names[placed.name])
-            if placed.name in self._states:
-                self.groups[placed.name].call("restore", self._states.pop(placed.name)).wait(self._timeout_s)
+            group = start(part, placed.ranks, self.devices, placed.first, names[placed.name])
+            group.timeout_s = self._timeout_s
+            try:
+                if placed.name in self._states:
+                    group.call("restore", self._states[placed.name]).wait(self._timeout_s)
+            except BaseException:  # raised again; without its state it is not the part
+                group.close()
+                raise
+            self.groups[placed.name] = group
+            self._states.pop(placed.name, None)
         if self._job is not None and self._cluster is not None:
             processes = [p for group in self.groups.values() for p in group.workers.processes.values()]
             self._job.name_holders(self._cluster, dict(enumerate(processes)))
+        self._started = True
 
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
         source: Pieces = [(ray.put(list(items)), 0, len(items))]
@@ -167,6 +191,16 @@ class Running:
         _join(threads, run)
         run.check()
 
+    def _fetch(self, pieces: Pieces) -> list[Any]:
+        try:
+            lists = ray.get([ref for ref, _, _ in pieces], timeout=self._timeout_s)
+        except GetTimeoutError as error:
+            last = self.flow.parts[-1].name
+            raise WaitTimeoutError(
+                f"{self.flow.name}: waited {self._timeout_s:g} s for what {last} made to come here"
+            ) from error
+        return [item for (_, start, stop), items in zip(pieces, lists, strict=True) for item in items[start:stop]]
+
     @contextlib.contextmanager
     def _lease(self) -> Iterator[Fence | None]:
         """The job's devices for a step; at its end every part has left them."""
@@ -174,6 +208,12 @@ class Running:
             yield None
             return
         with self._job.client.phase(self._cluster or "", Phase.ACTOR_TRAINING) as lease:
+            mine = {device.id for device in self.devices}
+            if set(lease.devices) != mine:
+                raise SpecError(
+                    f"{self.flow.name}: gang {self._cluster!r} has devices {sorted(lease.devices)}, and the plan is "
+                    f"for {sorted(mine)}: give `Running` the gang's"
+                )
             try:
                 yield self._job.client.fence(lease)
             finally:
@@ -189,18 +229,20 @@ class Running:
         """Plan anew when parts have for a while taken another time than the plan says."""
         if self.profile is None or isinstance(self._fixed, Plan) or not (factors := self._drift.factors()):
             return
-        profile = self.profile.scaled(factors)
-        planned = self._make_plan(profile)
-        present = next((p for p in (planned.best, *planned.others) if p.shape == self.plan.shape), None)
         logger.info("%s: times have drifted: %s", self.flow.name, factors)
-        self.profile, self.planned = profile, planned
-        worst = present.seconds if present is not None else float("inf")
-        if planned.best.shape != self.plan.shape and planned.best.seconds < worst * (1 - WORTH):
+        self.profile = self.profile.scaled(factors)
+        self.planned = planned = self._make_plan(self.profile)
+        self.plan = rescaled(self.plan, factors, {part.name: part.after for part in self.flow.parts})
+        self._drift = Drift(self.plan)
+        if planned.best.shape != self.plan.shape and planned.best.seconds < self.plan.seconds * (1 - WORTH):
             logger.info("%s: from now on %s", self.flow.name, planned.best.shape)
             self.replanned += 1
             self.switch(planned.best)
-        else:
-            self._drift = Drift(present or self.plan, scale=factors)
+
+
+def _place(part: PartPlan) -> tuple[int, int]:
+    """What a part cannot change without being started anew; without devices it is nowhere."""
+    return part.first if part.devices else 0, part.ranks
 
 
 def _join(threads: Sequence[threading.Thread], run: SegmentRun) -> None:

@@ -41,9 +41,11 @@ class FlowWorker(Worker):
             return 0.0, 0.0
         import torch
 
-        peak = float(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-        return float(torch.cuda.memory_allocated()), peak
+        mine = range(torch.cuda.device_count())  # only this worker's are visible
+        peak = max(float(torch.cuda.max_memory_allocated(device)) for device in mine)
+        for device in mine:
+            torch.cuda.reset_peak_memory_stats(device)
+        return max(float(torch.cuda.memory_allocated(device)) for device in mine), peak
 
     def _rlix_onload(self, lease: Fence | None) -> None:
         if self._locks is None:

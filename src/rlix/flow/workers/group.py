@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlix.flow import prefork
 from rlix.flow.scratch import Scratch
 from rlix.flow.workers.actor_class import actor_class
+from rlix.flow.workers.futures import failures, futures_of, read_error
 from rlix.flow.workers.user_errors import worker_error
 from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.node.process import descendants, kill
@@ -184,19 +185,20 @@ class WorkerGroup:
         ranks: Sequence[int] | None = None,
     ) -> list[Any]:
         """Wait for what `call` returned; `method` is what errors name. Raises what `run` raises."""
-        return self._wait(method, self._ranks(ranks), _futures(called), timeout_s)
+        return self._wait(method, self._ranks(ranks), futures_of(called), timeout_s)
 
     async def arun(
         self, method: str, *args: Any, timeout_s: float, ranks: Sequence[int] | None = None, **kwargs: Any
     ) -> list[Any]:
         """`run` for async code: the event loop goes on."""
         called = self._ranks(ranks)
-        futures = _futures(self.call(method, *args, ranks=called, **kwargs))
+        futures = futures_of(self.call(method, *args, ranks=called, **kwargs))
+        failed = failures(futures)
         waiting = [asyncio.wrap_future(future) for future in futures]
         for waiter in waiting:
-            waiter.add_done_callback(_read_error)
+            waiter.add_done_callback(read_error)
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        return self._collect(method, called, futures, timeout_s)
+        return self._collect(method, called, futures, failed, timeout_s)
 
     def restart(self, rank: int) -> None:
         """Replace `rank` by a newly constructed worker of the same name on the same devices; kills the old one."""
@@ -233,7 +235,7 @@ class WorkerGroup:
         if not ray.is_initialized():
             return
         if graceful:
-            futures = _futures([handle.close.remote() for handle in self._handles])
+            futures = futures_of([handle.close.remote() for handle in self._handles])
             wait(futures, timeout=timeout_s)
             for rank, future in enumerate(futures):
                 if not future.done():
@@ -282,7 +284,7 @@ class WorkerGroup:
     def _construct(self, ranks: Sequence[int]) -> None:
         """Run the workers' `__init__`, as a method: its error then arrives with its type."""
         self._check_per_rank("__init__", range(self.world_size), (), self._kwargs)
-        futures = _futures(
+        futures = futures_of(
             self._handles[rank]._rlix_construct.remote({key: _pick(value, rank) for key, value in self._kwargs.items()})
             for rank in ranks
         )
@@ -294,15 +296,22 @@ class WorkerGroup:
                 self._processes[rank] = _Process(process.pid)
 
     def _wait(self, method: str, ranks: Sequence[int], futures: Sequence[Future[Any]], timeout_s: float) -> list[Any]:
+        failed = failures(futures)
         wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
-        return self._collect(method, ranks, futures, timeout_s)
+        return self._collect(method, ranks, futures, failed, timeout_s)
 
     def _collect(
-        self, method: str, ranks: Sequence[int], futures: Sequence[Future[Any]], timeout_s: float
+        self,
+        method: str,
+        ranks: Sequence[int],
+        futures: Sequence[Future[Any]],
+        failed: Sequence[int],
+        timeout_s: float,
     ) -> list[Any]:
-        for rank, future in zip(ranks, futures, strict=True):
-            if future.done() and isinstance(error := future.exception(), RayError):
-                raise self._worker_error(method, rank, error) from error
+        """`failed`: numbers of those that have, in their order; one that fails now may not be among them yet."""
+        for i in (*failed, *range(len(futures))):
+            if futures[i].done() and isinstance(error := futures[i].exception(), RayError):
+                raise self._worker_error(method, ranks[i], error) from error
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
             raise WaitTimeoutError(
@@ -368,17 +377,6 @@ def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> No
 def _on_this_node(placements: Sequence[tuple[Device, ...]]) -> bool:
     nodes = {device.node_id for devices in placements for device in devices}
     return nodes == {ray.get_runtime_context().get_node_id()} and all(placements)
-
-
-def _futures(refs: "Iterable[ray.ObjectRef[Any]]") -> list[Future[Any]]:
-    """Unlike `ray.get`, these may be waited for in any thread of an async actor."""
-    return [ref.future() for ref in refs]
-
-
-def _read_error(future: "asyncio.Future[Any]") -> None:
-    """Have the errors read that nobody waits for any more, or asyncio logs each of them."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _pick(value: Any, index: int) -> Any:

@@ -54,6 +54,7 @@ class Group:
         self.workers = workers
         self.ranks = ranks
         self.lease: Fence | None = None
+        self.timeout_s = DEFAULT_TIMEOUT_S  # of `onload` and `offload`
 
     @property
     def name(self) -> str:
@@ -69,10 +70,10 @@ class Group:
 
     def onload(self) -> None:
         """Bring every rank's state onto its devices, and take their locks."""
-        self.call("_rlix_onload", self.lease).wait()
+        self.call("_rlix_onload", self.lease).wait(self.timeout_s)
 
     def offload(self) -> None:
-        self.call("_rlix_offload").wait()
+        self.call("_rlix_offload").wait(self.timeout_s)
 
     def part(self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]]) -> "tuple[list[Any], Call]":
         """Give each rank its lists of items; the results stay where they are made.
