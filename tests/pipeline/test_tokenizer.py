@@ -84,4 +84,7 @@ class TestEnds:
         answer, end = ended(done, self.ends(tmp_path, "=="))
         assert answer == Answer(tuple(ids[:4]), tuple(logprobs[:4]), (3, 3, 4, 4))
         assert end is End.DONE
-        assert ended(done, self.ends(tmp_path)) == (Answer(tuple(ids), tuple(logprobs), tuple(versions)), End.LENGTH)
+        assert ended(done, self.ends(tmp_path)) == (
+            Answer(tuple(ids), tuple(logprobs), tuple(versions), cut_off=True),
+            End.LENGTH,
+        )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,7 +15,7 @@ from ray.experimental import internal_kv
 from rlix.node import process
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import Device, DeviceKind, Fence
+from rlix.protocol.messages import Device, DeviceKind, Fence, Process
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -146,7 +147,12 @@ def prepare_process(ctx: WorkerContext) -> None:
 
 def program_fence() -> Fence:
     """The fence under which this program's engines share devices while they hold no lease."""
-    me = process.this_process()
+    return _fence_of(process.this_process())
+
+
+@cache
+def _fence_of(me: Process) -> Fence:
+    """One and the same for a process, whose title may change while it runs."""
     known = process.describe(me.pid)
     name = known.name if known is not None else "a program"
     return Fence(f"program:{os.uname().nodename}:{me.pid}:{me.started}", 0, f"{name[:_NAME_LENGTH]} (pid {me.pid})")
