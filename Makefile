@@ -58,7 +58,7 @@ format: $(VENV)/.stamp-test
 
 # Two files of tests at a time, each with a Ray of its own; one where there are real GPUs, which they would share.
 test: lint
-	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile)
+	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 bench: $(VENV)/.stamp-test
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done

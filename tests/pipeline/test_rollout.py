@@ -341,8 +341,8 @@ def test_what_one_adapter_expects_hides_nothing_of_the_others(world: World) -> N
     world.manager.submit_all(0, [replace(trajectory(f"a{i}", 5), adapter="a") for i in range(2)])
     world.manager.submit_all(0, [replace(trajectory(f"b{i}", 5), adapter="b") for i in range(3)])
     world.settle()
-    world.now = 1.0
-    world.manager.handle_posted()
+    world.now = 2.0  # the next heartbeat is due, with whatever happens next
+    world.manager.expect_gpu_s(0.0)
     world.settle()
     assert (world.demands[-1].trajectories, world.demands[-1].tokens) == (6 + 3, 60 + 15)
 
