@@ -50,6 +50,7 @@ def test_vllm_conforms() -> None:
 @pytest.mark.timeout(660)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.xfail(
+    strict=False,  # it mostly passes
     reason="vLLM 0.32 on the CPU: answers that follow an update beside a request in flight were of neither weights, "
     "twice in two runs of the suite and never in a program of its own",
 )
