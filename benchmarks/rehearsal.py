@@ -193,14 +193,14 @@ def table(name: str, results: dict[str, dict[str, float]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=list(WORKLOADS))
+    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=[])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--only", choices=MODES, action="append")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in args.workloads:
+    for name in args.workloads or WORKLOADS:
         specs = [WORKLOADS[name](number, args.steps) for number in range(args.jobs)]
         for mode in args.only or MODES:
             seconds, records = measured(mode, specs)
