@@ -1,5 +1,6 @@
 """The single writer without Ray: what it records, how leases end, and how it takes failures."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +9,12 @@ import pytest
 
 from rlix.control.journal import Journal, JournalError
 from rlix.control.settings import Settings
+from rlix.control.status import status_of
 from rlix.control.usage import Usage
-from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
+from rlix.protocol.errors import DeadlockError, PipelineGoneError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
 from rlix.protocol.messages import Cluster, Demand, LeaseState, Registration, ReleaseReason
-from tests.control.world import DEVICES, INFER, TRAIN, World, process
+from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 CRITIC = Cluster("critic", 1, (1, 2))
 
@@ -140,6 +142,7 @@ def test_ending_a_job_ends_its_program_first_then_its_workers_and_can_be_repeate
     assert world.machine.killed == [process(1), process(2), process(3), stray]
     assert isinstance(waiting.outcome, PipelineGoneError)
     assert done == [1]
+    assert world.machine.told == dict.fromkeys([1, 2, 3, 9], "ft_1: enough")
     assert "ft_1" not in world.core.state.registrations
     assert world.gang("ft_2").devices == (0, 1)
 
@@ -171,6 +174,8 @@ def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
     world.machine.lock(world.gang("ft_2"), me)
     world.core.endings.end("ft_2", "done", spare=me, done=lambda: None)
     assert world.machine.killed == [me]
+    assert world.machine.told == {}  # they know
+    assert status_of(world.core).endings == ()
 
 
 def test_where_nobody_is_named_whoever_took_the_lease_is_its_holder() -> None:
@@ -196,6 +201,12 @@ def test_a_phase_that_takes_longer_than_it_declared_is_ended_and_others_go_on() 
     world.run(0.2)
     assert world.machine.killed == [process(7)]
     assert second.outcome is not None
+    why = "ACTOR_TRAINING took longer than the 5 s that it declared"
+    assert world.machine.told == {7: f"ft_1, actor_train on devices [0, 1]: {why}"}
+    (ending,) = status_of(world.core).endings
+    assert (ending.time, ending.pipeline_id, ending.why, ending.devices) == (1e9 + 5.0, "ft_1", why, (0, 1))
+    with pytest.raises(StaleEpochError, match=f"lease {ending.epoch} .{why}. is not held by 'ft_1'"):
+        asyncio.run(service_of(world).release("ft_1", [ending.epoch]))
 
 
 def test_waiting_lasts_as_long_as_it_takes_unless_the_job_says_otherwise() -> None:

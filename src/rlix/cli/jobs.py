@@ -59,6 +59,8 @@ def show_status() -> int:
             if pipeline.pipeline_id not in launched:
                 state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
                 _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
+        for ending in control.endings:
+            _say(console, f"ended at {_time_of_day(ending.time)}: {ending}")
     return 0
 
 

@@ -265,8 +265,7 @@ class Core:
         ticket = self.gangs.holding(lease.epoch)
         if ticket is None or lease.longest_s is None:
             return
-        name = f"{lease.phase.name} of {lease.pipeline_id}/{lease.cluster}"
-        why = f"{name} took longer than the {lease.longest_s:g} s that it declared"
+        why = f"{lease.phase.name} took longer than the {lease.longest_s:g} s that it declared"
         left_s = max(0.0, since + lease.longest_s - self.wall())
         self.gangs.after(ticket, "longest", left_s, lambda: self.endings.take(lease, why))
 
