@@ -13,7 +13,8 @@ from rlix.control.status import status_of
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
-from rlix.protocol.messages import Cluster, Demand, LeaseState, Registration, ReleaseReason
+from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
+from rlix.scheduler.image import image
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 CRITIC = Cluster("critic", 1, (1, 2))
@@ -233,6 +234,30 @@ def test_parts_of_a_job_that_wait_for_each_other_are_found_and_named() -> None:
     assert "waits for ft_1/right (ACTOR_TRAINING)" in str(second.outcome)
     world.release(other)
     assert first.outcome is not None
+
+
+def test_a_phase_inside_another_avoids_what_that_one_holds_and_so_does_a_restarted_core(tmp_path: Path) -> None:
+    outer, inner = Cluster("outer", 1, (0, 1), ((2, 3),)), Cluster("inner", 1, (0,), ((1,), (2,), (3,)))
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(2, clusters=(outer, inner), journal=journal)
+        held, within = world.gang("ft_1", outer), world.gang("ft_1", inner, holding=(1,))
+        assert (held.epoch, held.devices, within.devices) == (1, (0, 1), (2,))
+        other = world.gang("ft_2", inner)  # which is on its own
+        assert other.devices == (3,)
+        waiting = world.ask("ft_1", inner, holding=(held.epoch, within.epoch), key="k")
+        assert waiting.outcome is None
+        journal.compact(image(world.core.state))
+        before = world.core.state
+        world.restart(list(journal.replay()))
+        assert world.core.state.requests == before.requests
+        world.run(2.0)
+        world.release(other)
+        again = world.core.gangs.find("ft_1", "k")
+        assert again is not None
+        assert isinstance(again.outcome, Lease)
+        assert again.outcome.devices == (3,)
+        everywhere = (held.epoch, within.epoch, again.outcome.epoch)
+        assert isinstance(world.ask("ft_1", inner, holding=everywhere).outcome, DeadlockError)
 
 
 def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(

@@ -338,7 +338,8 @@ class Core:
                 self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
 
     def _can_run(self, ticket: Ticket) -> bool:
-        return any(all(self.state.device(d) is not None for d in choice) for choice in ticket.cluster.choices)
+        choices = self.state.requests.get(ticket.request_id, ticket.cluster).choices
+        return any(all(self.state.device(d) is not None for d in choice) for choice in choices)
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
         if ticket.outcome is not None:
