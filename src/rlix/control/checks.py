@@ -67,7 +67,7 @@ def asked(where: str, value: object) -> None:
 def demand(where: str, value: object) -> None:
     """Raises SpecError unless it is a demand, of finite numbers from 0 up."""
     if not isinstance(value, Demand) or not all(_is_seconds(part) for part in astuple(value)):
-        raise SpecError(f"{where}: needs finite numbers from 0 up, got {value!r}")
+        raise SpecError(f"{where}: a demand needs finite numbers from 0 up, got {value!r}")
 
 
 def _is_count(value: object) -> bool:

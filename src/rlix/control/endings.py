@@ -234,7 +234,7 @@ class Endings:
             told = told and str(self._note(pipeline_id, told))
             for ticket in core.gangs.of_pipeline(pipeline_id):
                 if ticket.outcome is None:
-                    text = f"pipeline {pipeline_id!r} was unregistered while it waited for {ticket.cluster.name!r}"
+                    text = f"pipeline {pipeline_id!r} was ended while it waited for {ticket.cluster.name!r}"
                     core.withdraw(ticket, PipelineGoneError(f"{text}: {why or 'unregistered'}"))
             core.record(PipelineEnding(pipeline_id, why))
         job.ending = True
