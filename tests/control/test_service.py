@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.control.journal import decode, encode
 from rlix.control.rpc import Patient
 from rlix.control.scheduler_service import Scheduler

@@ -7,7 +7,7 @@ at every second: one wrong type would stop either for everybody.
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple
 
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Demand, Process
 

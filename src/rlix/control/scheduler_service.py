@@ -9,8 +9,8 @@ from pathlib import Path
 import ray
 
 from rlix.control import checks
-from rlix.control.core import Asked, Core
-from rlix.control.gang_queue import Ticket
+from rlix.control.core import Core
+from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.job import Job
 from rlix.control.journal import open_journal
 from rlix.control.live_nodes import LiveNodes
