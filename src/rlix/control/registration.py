@@ -150,6 +150,12 @@ def job_name(registration: Registration) -> str:
     return f"job {(registration.name or registration.pipeline_id)!r}"
 
 
+def declared(registration: Registration) -> object:
+    """What tells whether two declarations are the same, wherever each was placed."""
+    clusters = [(c.name, c.tensor_parallel_size, len(c.devices), c.elastic) for c in registration.clusters]
+    return registration.ray_namespace, registration.name, clusters
+
+
 def _elastic_names(registration: Registration) -> str:
     names = [repr(cluster.name) for cluster in registration.clusters if cluster.elastic]
     return " or ".join(names) or "elastic clusters, of which it has none"

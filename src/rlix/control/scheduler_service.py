@@ -11,7 +11,6 @@ import ray
 from rlix.control import checks
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked, Ticket
-from rlix.control.job import Job
 from rlix.control.journal import open_journal
 from rlix.control.live_nodes import LiveNodes
 from rlix.control.registration import (
@@ -19,12 +18,13 @@ from rlix.control.registration import (
     check_cluster,
     check_gang_request,
     check_rollout_cluster,
-    job_name,
+    declared,
 )
+from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
-from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError
+from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     ControlStatus,
@@ -169,7 +169,7 @@ class Scheduler:
             core.record(PipelineRegistered(registration))
             return registration
         # Asked for by size it might be placed elsewhere now; what was answered the first time stays.
-        if _declared(before) != _declared(registration):
+        if declared(before) != declared(registration):
             raise SpecError(
                 f"register_pipeline({pipeline_id!r}): already registered; allocate another id for another pipeline"
             )
@@ -178,14 +178,14 @@ class Scheduler:
     async def admit_pipeline(self, pipeline_id: str) -> None:
         """See `Orchestrator.admit_pipeline`. Admitting an admitted pipeline changes nothing."""
         core = await self._core()
-        _registration(core, pipeline_id)
+        checks.registration(core, pipeline_id)
         if pipeline_id not in core.jobs:
             core.record(PipelineAdmitted(pipeline_id))
 
     async def unregister_pipeline(self, pipeline_id: str, reason: str = "", spare: Process | None = None) -> None:
         """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks; it is not ended with the others."""
         core = await self._core()
-        _registration(core, pipeline_id)
+        checks.registration(core, pipeline_id)
         checks.text(pipeline_id, "reason", reason)
         checks.process(pipeline_id, spare, optional=True)
         await _ended(core, pipeline_id, reason, spare)
@@ -194,18 +194,18 @@ class Scheduler:
         """Names the processes that keep bytes under a cluster's leases, by rank; cluster "" is the pipeline's program,
         whose end is the pipeline's."""
         core = await self._core()
-        _job(core, pipeline_id)
+        checks.job(core, pipeline_id)
         if cluster:
             check_cluster(core.state.registrations[pipeline_id], cluster)
-        checks.holders(_name(core, pipeline_id), processes)
+        checks.holders(checks.name(core, pipeline_id), processes)
         core.name_holders(pipeline_id, cluster, tuple(processes.items()))
 
     async def beat(self, pipeline_id: str, process: Process, held: Sequence[int]) -> None:
         """A process that speaks for the pipeline lives, and knows that it holds these leases."""
         core = await self._core()
-        _job(core, pipeline_id)
-        checks.process(_name(core, pipeline_id), process)
-        checks.epochs(_name(core, pipeline_id), held)
+        checks.job(core, pipeline_id)
+        checks.process(checks.name(core, pipeline_id), process)
+        checks.epochs(checks.name(core, pipeline_id), held)
         core.watch.beat(pipeline_id, process, frozenset(held))
 
     # -- devices -----------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Scheduler:
             DeadlockError: it waits for what its own caller keeps.
         """
         core = await self._core()
-        job, where = _job(core, pipeline_id), _name(core, pipeline_id)
+        job, where = checks.job(core, pipeline_id), checks.name(core, pipeline_id)
         checks.asked(where, asked)
         checks.wait(where, wait_s)
         job.heard(asked.holder, core.clock.time())
@@ -282,7 +282,7 @@ class Scheduler:
     ) -> RolloutAnswer:
         """What a rollout that knows of these leases does not know yet; empty when nothing happened for `wait_s`."""
         core = await self._core()
-        job, where = _job(core, pipeline_id), _name(core, pipeline_id)
+        job, where = checks.job(core, pipeline_id), checks.name(core, pipeline_id)
         check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
         checks.process(where, process, optional=True)
         checks.epochs(where, held)
@@ -298,7 +298,7 @@ class Scheduler:
                 return answer
             if not await _called(core.rollouts.watchers(pipeline_id, cluster), left_s):
                 return RolloutAnswer()
-            _job(core, pipeline_id)
+            checks.job(core, pipeline_id)
 
     async def report_demand(self, pipeline_id: str, cluster: str, demand: Demand) -> None:
         """What the rollout still has to do.
@@ -307,9 +307,9 @@ class Scheduler:
             SpecError: not a rollout cluster, or not a demand.
         """
         core = await self._core()
-        job = _job(core, pipeline_id)
+        job = checks.job(core, pipeline_id)
         check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
-        checks.demand(_name(core, pipeline_id), demand)
+        checks.demand(checks.name(core, pipeline_id), demand)
         job.heard(None, core.clock.time())
         core.report(pipeline_id, cluster, demand)
 
@@ -349,23 +349,11 @@ class Scheduler:
 
     async def registration(self, pipeline_id: str) -> Registration:
         """What the pipeline registered."""
-        return _registration(await self._core(), pipeline_id)
+        return checks.registration(await self._core(), pipeline_id)
 
     async def status(self) -> ControlStatus:
         """See `Orchestrator.status`."""
         return status_of(await self._core())
-
-
-def numbered(known: Sequence[Device], found: Sequence[Device], next_id: int) -> tuple[Device, ...]:
-    """`found` with the ids that their devices had before; new ones get ids that no device ever had."""
-    ids = {(device.node_id, device.index): device.id for device in known}
-    devices = []
-    for device in found:
-        number = ids.get((device.node_id, device.index))
-        if number is None:
-            number, next_id = next_id, next_id + 1
-        devices.append(Device(number, device.node_id, device.node_ip, device.index, device.kind, device.key))
-    return tuple(sorted(devices, key=lambda device: device.id))
 
 
 async def _called(watchers: list[Callable[[], None]], wait_s: float) -> bool:
@@ -394,35 +382,6 @@ async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | Non
     ended = asyncio.Event()
     core.endings.end(pipeline_id, reason, spare=spare, done=ended.set)
     await ended.wait()
-
-
-def _declared(registration: Registration) -> object:
-    clusters = [(c.name, c.tensor_parallel_size, len(c.devices), c.elastic) for c in registration.clusters]
-    return registration.ray_namespace, registration.name, clusters
-
-
-def _name(core: Core, pipeline_id: str) -> str:
-    return job_name(core.state.registrations[pipeline_id])
-
-
-def _registration(core: Core, pipeline_id: str) -> Registration:
-    registration = core.state.registrations.get(pipeline_id)
-    if registration is None:
-        why = core.log.why_ended(pipeline_id)
-        text = f"pipeline {pipeline_id!r} is not registered (any more)"
-        raise PipelineGoneError(f"{text}: {why}" if why else text)
-    return registration
-
-
-def _job(core: Core, pipeline_id: str) -> Job:
-    _registration(core, pipeline_id)
-    job = core.jobs.get(pipeline_id)
-    if job is None:
-        raise PipelineGoneError(f"pipeline {pipeline_id!r} is not admitted; call admit_pipeline first")
-    if job.ending:
-        why = core.state.ending.get(pipeline_id, "")
-        raise PipelineGoneError(f"pipeline {pipeline_id!r} is being ended{f': {why}' if why else ''}")
-    return job
 
 
 def _log_to(path: Path) -> None:
