@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import Event
 
