@@ -112,12 +112,8 @@ class Journal:
     def pool(self) -> str:
         return str(self._db.execute("SELECT value FROM meta WHERE key = 'pool'").fetchone()[0])
 
-    @property
-    def size(self) -> int:
-        """The number of events that `replay` yields."""
-        return self._length
-
     def __len__(self) -> int:
+        """The number of events that `replay` yields."""
         return self._length
 
     def append(self, events: Sequence[Event]) -> None:

@@ -1,6 +1,5 @@
 """The bundles of elastic clusters: what a rollout has been told, and what it has to answer in time."""
 
-import logging
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from rlix.protocol.types import Phase
 
 if TYPE_CHECKING:
     from rlix.control.core import Core
-
-logger = logging.getLogger(__name__)
 
 _Key = tuple[str, str]  # (pipeline_id, cluster)
 
