@@ -65,9 +65,7 @@ class Rollouts:
 
     def ended(self, lease: Lease, *, wake: bool = True) -> None:
         """The lease is over, or somebody else ends it. `wake`: it is news to the rollout."""
-        at = self._deadlines.pop(lease.epoch, None)
-        if at is not None:
-            at[1].cancel()
+        self._stop_deadline(lease)
         if wake:
             self.wake(lease.pipeline_id, lease.cluster)
 
@@ -85,15 +83,18 @@ class Rollouts:
             changed()
 
     def _noted(self, lease: Lease) -> None:
+        if self._stop_deadline(lease):
+            self._core.jobs[lease.pipeline_id].succeeded()
+
+    def _stop_deadline(self, lease: Lease) -> bool:
+        """Whether there was one."""
         at = self._deadlines.pop(lease.epoch, None)
         if at is not None:
             at[1].cancel()
-            self._core.jobs[lease.pipeline_id].succeeded()
+        return at is not None
 
     def _set_deadline(self, lease: Lease, limit_s: float, why: str) -> None:
-        before = self._deadlines.pop(lease.epoch, None)
-        if before is not None:
-            before[1].cancel()
+        self._stop_deadline(lease)
         when = self._core.clock.time() + limit_s
         timer = self._core.clock.call_later(limit_s, lambda: self._late(lease, why))
         self._deadlines[lease.epoch] = when, timer
