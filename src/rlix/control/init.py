@@ -3,11 +3,14 @@
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._private import services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.exceptions import RayActorError, RayError
 
@@ -180,7 +183,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     remove_unheld(VIRTUAL_KEYS, older_than_s=_OLD_LOCK_S)  # of pools that were killed
-    with loopback_kept():
+    with loopback_kept(), _own_session():
         ray.init(
             address="local",
             num_cpus=num_cpus or _LOGICAL_CPUS,
@@ -196,6 +199,17 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             **devices,
         )
     _Session.started_ray = True
+
+
+@contextlib.contextmanager
+def _own_session() -> Iterator[None]:
+    """What Ray starts is in no process group of ours: a signal to that is for us, who end Ray when we are ready."""
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:
