@@ -15,7 +15,7 @@ from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import Demand, Process
 from rlix.protocol.types import Phase
-from tests.control.world import INFER, TRAIN, World, process
+from tests.control.world import INFER, TRAIN, World, process, service_of
 
 GANG = Phase.ACTOR_TRAINING
 Call = Callable[[Scheduler], Coroutine[Any, Any, object]]
@@ -27,12 +27,6 @@ class Kept(Forgetful):
 
     def append(self, events: Any) -> None:
         self.events += events
-
-
-def service_of(world: World) -> Scheduler:
-    service = Scheduler(world.settings, "pool")
-    service._started = world.core
-    return service
 
 
 def asking(**asked: Any) -> Call:

@@ -265,8 +265,7 @@ class Core:
         ticket = self.gangs.holding(lease.epoch)
         if ticket is None or lease.longest_s is None:
             return
-        name = f"{lease.phase.name} of {lease.pipeline_id}/{lease.cluster}"
-        why = f"{name} took longer than the {lease.longest_s:g} s that it declared"
+        why = f"{lease.phase.name} took longer than the {lease.longest_s:g} s that it declared"
         left_s = max(0.0, since + lease.longest_s - self.wall())
         self.gangs.after(ticket, "longest", left_s, lambda: self.endings.take(lease, why))
 
@@ -339,7 +338,8 @@ class Core:
                 self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
 
     def _can_run(self, ticket: Ticket) -> bool:
-        return any(all(self.state.device(d) is not None for d in choice) for choice in ticket.cluster.choices)
+        choices = self.state.requests.get(ticket.request_id, ticket.cluster).choices
+        return any(all(self.state.device(d) is not None for d in choice) for choice in choices)
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
         if ticket.outcome is not None:

@@ -262,7 +262,7 @@ class Scheduler:
         held = {status.lease.epoch: status.lease for status in core.state.leases_of(pipeline_id)}
         core.endings.given_back(*(held[epoch] for epoch in epochs if epoch in held))
         if gone := [epoch for epoch in epochs if epoch not in held]:
-            names = ", ".join(map(str, gone))
+            names = ", ".join(f"{epoch} ({why})" if (why := core.endings.why(epoch)) else str(epoch) for epoch in gone)
             raise StaleEpochError(f"release: lease {names} is not held by {pipeline_id!r} (any more)")
 
     async def poll_rollout(
@@ -399,7 +399,9 @@ def _declared(registration: Registration) -> object:
 def _registration(core: Core, pipeline_id: str, where: str) -> Registration:
     registration = core.state.registrations.get(pipeline_id)
     if registration is None:
-        raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is not registered (any more)")
+        why = core.log.why_ended(pipeline_id)
+        text = f"{where}: pipeline {pipeline_id!r} is not registered (any more)"
+        raise PipelineGoneError(f"{text}: {why}" if why else text)
     return registration
 
 

@@ -21,7 +21,7 @@ class _Nodes:
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         done(())
 
-    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
         done(())
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
