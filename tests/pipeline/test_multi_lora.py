@@ -286,7 +286,8 @@ def test_what_does_not_fit_together_is_said_before_the_start() -> None:
             job(runs)
     with pytest.raises(ValueError, match="add 'pipeline: multi_lora'"):
         job({"a": {}}, pipeline=None)
-    assert job({"a": {}}).run_specs["a"].lora is not None
+    runs = job({"a": None, "b": {"lora": {"path": "/c"}}}, lora={"rank": 4}).run_specs
+    assert [(run.lora.rank, run.lora.path) for run in runs.values() if run.lora] == [(4, None), (16, "/c")]
 
 
 # ---- sharing ---------------------------------------------------------------------------------------------------------
