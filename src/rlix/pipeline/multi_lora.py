@@ -18,6 +18,7 @@ from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
 from rlix.pipeline.samples import mean
+from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import LoraSpec, RunSpec
 from rlix.pipeline.spec.runs import with_run
@@ -133,6 +134,8 @@ class MultiLoraPipeline(LoraFinetunePipeline):
                 raise SpecError(f"{self.spec.name}: run {name!r} is paused: resume it, or remove it first")
             job = with_run(self.spec, name, run)
             spec = job.run_specs[name]
+            if problems := [f"{problem.field}: {problem.message}" for problem in environment_problems(spec)]:
+                raise SpecError("\n".join(problems))
             self._check_room(name, spec)
             self._added[name] = run
             self._removed.discard(name)
