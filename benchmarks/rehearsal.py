@@ -16,13 +16,14 @@ than declared, as a share of the time that all jobs stepped: above a few percent
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
@@ -178,17 +179,17 @@ def lateness(records: Sequence[RunRecord]) -> float:
     return late_s / sum(row["step_s"] for row in rows)
 
 
-def table(name: str, results: dict[str, dict[str, float]]) -> Iterator[str]:
-    shared = results.get("shared", {}).get("measured_s")
-    yield f"{name:10} {'measured s':>10} {'simulated s':>11} {'error':>7} {'shared is':>10} {'late':>6} {'reward':>14}"
-    for mode, row in results.items():
-        error = row["simulated_s"] / row["measured_s"] - 1
-        times = f"{row['measured_s'] / shared:.2f} x" if shared else ""
-        reward = f"{row['first_reward']:.2f} -> {row['last_reward']:.2f}"
-        yield (
-            f"{mode:10} {row['measured_s']:10.1f} {row['simulated_s']:11.1f} {error:+7.1%} {times:>10} "
-            f"{row['late']:6.1%} {reward:>14}"
-        )
+HEAD = f"{'':20} {'measured s':>10} {'simulated s':>11} {'error':>7} {'shared is':>10} {'late':>6} {'reward':>14}"
+
+
+def line(name: str, mode: str, row: dict[str, float], shared_s: float | None) -> str:
+    error = row["simulated_s"] / row["measured_s"] - 1
+    times = f"{row['measured_s'] / shared_s:.2f} x" if shared_s else ""
+    reward = f"{row['first_reward']:.2f} -> {row['last_reward']:.2f}"
+    return (
+        f"{name:11} {mode:8} {row['measured_s']:10.1f} {row['simulated_s']:11.1f} {error:+7.1%} {times:>10} "
+        f"{row['late']:6.1%} {reward:>14}"
+    )
 
 
 def main() -> None:
@@ -199,26 +200,27 @@ def main() -> None:
     parser.add_argument("--only", choices=MODES, action="append")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    logging.getLogger("rlix.control").setLevel(logging.ERROR)  # simulated jobs end, too
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs of {args.steps} steps on {GPUS} virtual GPUs"
+    )
+    print(HEAD, flush=True)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in args.workloads or WORKLOADS:
         specs = [WORKLOADS[name](number, args.steps) for number in range(args.jobs)]
+        rows = results[name] = {}
         for mode in args.only or MODES:
             seconds, records = measured(mode, specs)
-            results.setdefault(name, {})[mode] = {
+            rows[mode] = {
                 "measured_s": seconds,
                 "simulated_s": predicted(mode, specs, records),
                 "late": lateness(records),
                 "first_reward": fmean(record.metrics[0]["reward"] for record in records),
                 "last_reward": fmean(record.metrics[-1]["reward"] for record in records),
             }
-            print(f"{name} {mode}: {seconds:.1f} s", file=sys.stderr)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs of {args.steps} steps on {GPUS} virtual GPUs"
-    )
-    for name, by_mode in results.items():
-        print("\n".join(table(name, by_mode)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2))
+            print(line(name, mode, rows[mode], rows.get("shared", {}).get("measured_s")), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":
