@@ -148,8 +148,7 @@ class Pipeline(ABC):
         self.checkpoints.look()
         self._update(phase=f"waiting for {name}")
         with self.client.phase(cluster, phase, stop=self.stop_requested if stoppable else None) as lease:
-            self._update(phase=name)
-            self._changed |= phase in _TRAINING
+            self.note_entered(phase)
             marks = [time.time()]
             try:
                 if engine is not None:
@@ -183,6 +182,11 @@ class Pipeline(ABC):
     def devices_of(self, ids: Iterable[int]) -> tuple[Device, ...]:
         """The devices with these ids, in their order."""
         return tuple(self.devices[id] for id in ids)
+
+    def note_entered(self, phase: Phase) -> None:
+        """Show `phase` as what the job is doing. Once it trains, checkpoints would not hold the last whole step."""
+        self._changed |= phase in _TRAINING
+        self._update(phase=phase.name.lower())
 
     def note_phase(self, text: str) -> None:
         """Show `text` as what the job is doing."""
