@@ -38,12 +38,12 @@ def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -
     world.release(lease)
     world.roll("ft_1", 0)
     world.roll("ft_2", 9)
-    first, second = world.core.snapshot().rollouts
+    first, second = world.core.planning.snapshot().rollouts
     assert (first.used_gpu_s, first.age_s) == (6.0, 3.0)
     assert second.used_gpu_s == 0.0
     assert first.gang_expected
     world.run(1.0)
-    assert not world.core.snapshot().rollouts[0].gang_expected
+    assert not world.core.planning.snapshot().rollouts[0].gang_expected
 
 
 def test_a_gang_is_expected_when_the_last_of_several_rollouts_has_ended() -> None:

@@ -103,7 +103,7 @@ class Endings:
             core.record(DrainStarted(lease.epoch, why))
         job = core.jobs.get(lease.pipeline_id)
         if lease.phase is Phase.ROLLOUT and job is not None and not job.ending:
-            core.clock.call_later(job.failed(core.clock.time()), core.changed)
+            core.clock.call_later(job.failed(core.clock.time()), core.planning.soon)
             core.rollouts.ended(lease)
         # Whoever asked for devices of a node that left may be on another one, and has no byte there any more.
         holders = self.named_holders(lease) if reason is ReleaseReason.NODE_LOST else self.holders(lease)
@@ -234,7 +234,7 @@ class Endings:
             told = told and str(self._note(pipeline_id, told))
             for ticket in core.gangs.of_pipeline(pipeline_id):
                 if ticket.outcome is None:
-                    text = f"pipeline {pipeline_id!r} was unregistered while it waited for {ticket.cluster.name!r}"
+                    text = f"pipeline {pipeline_id!r} was ended while it waited for {ticket.cluster.name!r}"
                     core.withdraw(ticket, PipelineGoneError(f"{text}: {why or 'unregistered'}"))
             core.record(PipelineEnding(pipeline_id, why))
         job.ending = True
