@@ -178,7 +178,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     def status(self) -> JobStatus:
         """Of all runs together, and of each."""
-        runs = tuple(run.status() for run in self._all_runs())
+        runs = tuple(_shown(run) for run in self._all_runs())
         rewards = [run.reward for run in runs if run.reward is not None]
         return replace(
             self._status,
@@ -324,6 +324,12 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         self._save_progress()
         with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.actor, self.engine_lock)):
             yield
+
+
+def _shown(run: AdapterRun) -> JobStatus:
+    """A paused run's own word for what it is differs: to itself it was stopped."""
+    status = run.status()
+    return replace(status, phase="paused") if run.paused and status.state == "stopped" else status
 
 
 class _OneAtATime:
