@@ -239,7 +239,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
         ({"seed": 1}, "seed"),
         ({"max_tokens": -1}, "max_tokens must be"),
         ({"messages": ["hi"]}, "messages must be"),
-        ({"messages": [said("user", "a" * 300)]}, "fill the model's context"),
+        ({"messages": [said("user", "a" * 300)]}, "maximum context length is 200 tokens"),
         ({"messages": [said("user", "hi"), {"content": "no role"}]}, "template does not render"),
     ],
 )
