@@ -12,7 +12,7 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.exceptions import RayActorError, RayError
 
 from rlix.control.announcement import Announcement, read_announcement
-from rlix.control.attach import attach_to_cluster, attach_to_daemon, authentication, loopback_kept
+from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
 from rlix.control.orchestrator import Orchestrator
 from rlix.control.resource_manager import ResourceManager
 from rlix.control.rpc import get
@@ -83,7 +83,7 @@ def init(
     logging.getLogger("rlix").setLevel(level)
     if virtual_gpus is not None and virtual_gpus < 1:
         raise SpecError(f"rlix.init: virtual_gpus must be at least 1, got {virtual_gpus}")
-    if not ray.is_initialized() and not _attach_ray(address or settings.ray_address, settings.home, virtual_gpus):
+    if not ray.is_initialized() and not _connect_ray(address or settings.ray_address, settings.home, virtual_gpus):
         if not create_if_missing:
             raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")
         _start_ray(settings, virtual_gpus, num_cpus)
@@ -130,18 +130,18 @@ def detach() -> None:
     authentication.restore()
 
 
-def _attach_ray(address: str, home: Path, virtual_gpus: int | None) -> bool:
+def _connect_ray(address: str, home: Path, virtual_gpus: int | None) -> bool:
     """Connects to the Ray at `address`, or to that of the home's daemon; false when a new one must be started."""
     if address == "local":
         return False
     if address:
-        attach_to_cluster(address)
+        connect_to_cluster(address)
         return True
     found = read_announcement(home)
     if found is None:
         return False
     check_size(found, virtual_gpus, "virtual_gpus")
-    attach_to_daemon(found)
+    connect_to_daemon(found)
     return True
 
 
