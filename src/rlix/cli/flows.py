@@ -18,6 +18,11 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
 
 
+def is_flow(name: str) -> bool:
+    """Whether this names a flow; else it names a job."""
+    return name.partition(":")[0].endswith(".py")
+
+
 def load_flow(name: str) -> Flow:
     """The flow of `path/to/file.py:flow`.
 

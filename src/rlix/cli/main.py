@@ -252,13 +252,21 @@ def profile(
 
 @app.command()
 def plan(
-    flow: Annotated[str, typer.Argument(metavar="FLOW", help="A flow, as path/to/file.py:name.")],
-    gpus: Annotated[int, typer.Option(min=1, help="Devices to run on.")] = 4,
+    name: Annotated[str, typer.Argument(metavar="FLOW|SPEC", help="A flow, as path/to/file.py:name, or a job.")],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Devices to run on (default: of a flow 4, of a job as `rlix run` has).")
+    ] = None,
     gigabytes: Annotated[float, typer.Option(min=0, help="Memory of a device; 0: no limit.")] = 0.0,
-    mode: Annotated[str, typer.Option(help="auto, collocated, disaggregated or hybrid.")] = "auto",
+    mode: Annotated[
+        str | None, typer.Option(help="auto, collocated, disaggregated or hybrid (default: as a job says, or auto).")
+    ] = None,
 ) -> None:
-    """Say how a profiled flow runs fastest, and what the runner-up would take."""
-    from rlix.cli.flows import plan_flow
+    """Say how a flow or a job runs fastest, and what the runner-up would take."""
+    from rlix.cli.flows import is_flow, plan_flow
+    from rlix.cli.plans import plan_job_file
 
     with one_message_per_mistake():
-        plan_flow(flow, gpus, gigabytes, mode)
+        if is_flow(name):
+            plan_flow(name, gpus or 4, gigabytes, mode or "auto")
+        else:
+            plan_job_file(name, gpus, gigabytes, mode)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
+from rlix.cli.plans import planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.resume import say_resumptions
 from rlix.cli.view import make_console
@@ -118,6 +119,7 @@ def _run_to_end(
     specs: list[JobSpec], options: RunOptions, console: Console, interrupts: Interrupts
 ) -> tuple[tuple["JobStatus", ...], list[Path]]:
     handles: list[JobHandle] = []
+    settings = Settings.from_env()
     first = "starting the control plane ..." if options.private else "joining the control plane, or starting one ..."
     console.print(first, highlight=False)
     with _control_plane(specs, options, interrupts) as pool:
@@ -129,6 +131,7 @@ def _run_to_end(
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
+            specs = planned(specs, ids, settings.home, smallest_memory(devices), console)
             check_jobs(specs, ids)
             if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (

@@ -1,0 +1,173 @@
+"""Jobs that leave their clusters to a plan: what is planned, from what, and what the schedule allows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlix.cli.main import app
+from rlix.flow.planner import Mode, Point
+from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.pipeline.planning.choose import choose, profile_path, unplanned
+from rlix.pipeline.planning.declared import answer_lengths, declared_profile
+from rlix.pipeline.planning.graph import widths_of
+from rlix.pipeline.spec.changes import spec_changes
+from rlix.pipeline.spec.job import JobSpec, load_job
+from rlix.protocol.errors import SpecError
+
+SPEED = {"token_ms": 100.0, "knee": 48.0, "kv_us": 0.0, "prefill_us": 1000.0, "trained_token_ms": 1.0}
+SPEED |= {"scored_token_ms": 0.5, "expand_s": 0.3, "sync_s": 0.1, "shrink_s": 0.2, "move_s": 0.25}
+
+
+def job(**changes: Any) -> JobSpec:
+    values: dict[str, Any] = {
+        "name": "job",
+        "steps": 4,
+        "source": "copy",
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 10},
+        "declared_speed": SPEED,
+        "plan": {"prompt_tokens": 10.0},
+    }
+    values |= {"source": {"task": "copy_digits"}, **changes}
+    return JobSpec.model_validate_json(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def test_tables_from_a_declared_speed_are_what_the_work_would_last() -> None:
+    parts = declared_profile(job(algorithm={"options": {"kl_coefficient": 0.1}}), 4, off_policy=False).parts
+    infer, train, reference = (parts[name] for name in ("actor_infer", "actor_train", "reference"))
+    # 16 of 32 on a replica: 16 × 10 tokens of prompts, ten steps of decoding, and the new weights
+    assert infer.table.seconds(2, 32) == pytest.approx(0.16 + 10 * 0.1 + 0.1)
+    assert (infer.load_s, infer.offload_s) == (pytest.approx(0.2), 0.2)
+    assert train.table.seconds(4, 32) == pytest.approx(8 * 20 * 1e-3 + 2 * 0.25)
+    assert reference.table.seconds(4, 32) == pytest.approx(8 * 20 * 0.5e-3 + 2 * 0.25)
+    assert (train.load_s, train.offload_s) == (0, 0)  # it pays for that in every phase
+
+
+def test_work_that_is_done_more_often_lasts_longer() -> None:
+    def trained(**changes: Any) -> float:
+        ahead = "schedule" in changes
+        parts = declared_profile(job(**changes), 1, off_policy=ahead).parts
+        return parts["actor_train"].table.seconds(1, 32)
+
+    once = trained()
+    assert once == pytest.approx(32 * 20 * 1e-3 + 0.5)
+    assert trained(algorithm={"epochs": 2}) == pytest.approx(2 * 0.64 + 0.32 + 2 * 0.5)  # and old log-probs
+    assert trained(schedule="ahead") == pytest.approx(0.64 + 0.32 + 2 * 0.5)  # to weigh samples by their age
+    reference = {"lora": {}, "algorithm": {"options": {"kl_coefficient": 0.1}}}
+    assert trained(**reference) == pytest.approx(0.64 + 0.32 + 2 * 0.5)  # the model without its adapter
+    ppo = declared_profile(job(algorithm="ppo"), 1, off_policy=False).parts
+    assert ppo["critic"].table.seconds(1, 32) == pytest.approx(0.64 + 0.32 + 2 * 0.5)
+
+
+def test_answers_are_as_long_as_the_plan_says() -> None:
+    assert set(answer_lengths(job())) == {10}
+    spread = answer_lengths(job(plan={"prompt_tokens": 1.0, "answer_tokens": 4.0, "answer_spread": 1.0}))
+    assert (min(spread), max(spread)) == (1, 10)
+    assert sorted(spread)[16] == pytest.approx(4, abs=0.5)
+
+
+def test_on_policy_parts_take_turns_on_all_devices(tmp_path: Path) -> None:
+    spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
+    chosen = choose(spec, [4, 5, 6, 7], tmp_path)
+    assert chosen.planned.best.mode is Mode.COLLOCATED
+    # 8 × 10 of prompts, ten steps and weights that come back; 8 rows of 20 tokens; and what leaving takes
+    assert chosen.planned.best.seconds == pytest.approx(0.08 + 1 + 0.1 + 0.64 + 0.5 + 0.2 + 0.2)
+    clusters = chosen.spec.clusters
+    assert (clusters.actor_train.gpus, clusters.actor_infer.gpus) == (4, 4)  # anywhere, as long as it is the same
+    assert chosen.line == (
+        "job: plan: collocated: actor_infer on 4 → actor_train on 4; 2.72 s a step, by the declared speed"
+    )
+    again = JobSpec.model_validate_json(json.dumps(chosen.spec.model_dump(mode="json")))
+    assert again == chosen.spec  # as the run folder keeps it
+    assert unplanned(chosen.spec) == spec
+
+
+def test_on_policy_devices_of_their_own_spare_the_switching(tmp_path: Path) -> None:
+    plan = choose(job(), range(4), tmp_path).planned.best
+    assert plan.shape == "(actor_infer on 2 | actor_train on 2, in turn)"
+    assert plan.seconds == pytest.approx(0.16 + 1 + 0.1 + 0.32 + 0.5)
+
+
+def test_a_step_ahead_generation_gets_devices_of_its_own(tmp_path: Path) -> None:
+    chosen = choose(job(schedule="ahead"), [4, 5, 6, 7], tmp_path)
+    assert chosen.planned.best.mode is Mode.DISAGGREGATED
+    clusters = chosen.spec.clusters
+    assert clusters.actor_infer.devices is not None
+    assert clusters.actor_train.devices is not None
+    assert not set(clusters.actor_infer.devices) & set(clusters.actor_train.devices)
+    assert set(clusters.actor_infer.devices + clusters.actor_train.devices) <= {4, 5, 6, 7}
+    assert chosen.planned.best.shape.endswith("a step ahead)")
+    section = chosen.spec.plan
+    assert section is not None
+    assert section.step_s == pytest.approx(max(section.seconds.values()))
+
+
+def test_a_mode_and_a_number_of_devices_can_be_asked_for(tmp_path: Path) -> None:
+    apart = job(plan={"mode": "disaggregated", "gpus": 2, "prompt_tokens": 10.0})
+    plan = choose(apart, range(8), tmp_path).planned.best
+    assert plan.shape == "(actor_infer on 1 | actor_train on 1, in turn)"
+    with pytest.raises(SpecError, match=r"plan\.gpus: asks for 2 devices, and the pool has 1"):
+        choose(apart, [0], tmp_path)
+
+
+def test_only_widths_among_which_batches_divide() -> None:
+    assert widths_of(job(), "actor_train", 12) == (1, 2, 4, 8)
+    assert widths_of(job(algorithm={"minibatches": 4}), "actor_train", 12) == (1, 2, 4, 8)
+    assert widths_of(job(algorithm={"minibatches": 8}), "actor_train", 12) == (1, 2, 4)
+    assert widths_of(job(warmup={"steps": 1, "batch_size": 6}), "actor_train", 12) == (1, 2)
+    assert widths_of(job(clusters={"actor_train": {"tensor_parallel": 4}}), "actor_train", 12) == (1, 2)
+    assert widths_of(job(), "actor_infer", 3) == (1, 2, 3)
+
+
+def test_without_a_declared_speed_a_job_is_planned_from_its_profile(tmp_path: Path) -> None:
+    spec = job(declared_speed=None, plan="auto")
+    with pytest.raises(SpecError, match="run `rlix profile` first"):
+        choose(spec, range(2), tmp_path)
+    points = tuple(Point(w, 32, 8.0 / w) for w in (1, 2))
+    Profile("job", "here", {name: PartProfile(points) for name in ("actor_infer", "actor_train")}).write(
+        profile_path(tmp_path, spec)
+    )
+    assert choose(spec, range(2), tmp_path).planned.best.seconds == pytest.approx(8.0)
+    other = job(declared_speed=None, plan="auto", algorithm={"epochs": 2})
+    assert profile_path(tmp_path, other) != profile_path(tmp_path, spec)
+    assert profile_path(tmp_path, job(seed=3)) == profile_path(tmp_path, spec)  # which nothing takes longer for
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clusters": {"actor_train": {"gpus": 2}}}, "clusters.actor_train.gpus: is what the plan decides; remove it"),
+        ({"clusters": {"actor_infer": {"devices": [0]}}}, "clusters.actor_infer.devices: is what the plan decides"),
+        ({"plan": "auto"}, "plan.prompt_tokens: is missing: a plan from declared_speed"),
+        ({"plan": "fastest"}, "auto"),
+        ({"plan": None}, "or have the job planned: 'plan: auto'"),
+        ({"pipeline": "collections:Counter"}, "plan: is for jobs that train one policy"),
+        ({"source": {"environment": "digit_lookup"}}, "plan.answer_tokens: is missing"),
+    ],
+)
+def test_what_does_not_go_with_a_plan(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        job(**changes)
+
+
+def test_going_on_with_a_plan_that_is_still_to_be_made_changes_no_clusters(tmp_path: Path) -> None:
+    ran = choose(job(), range(4), tmp_path).spec
+    assert spec_changes(ran, job()) == []
+    assert {c.field for c in spec_changes(ran, choose(job(), range(2), tmp_path).spec)} >= {"clusters.actor_train.gpus"}
+    assert all(not change.refused for change in spec_changes(ran, choose(job(), range(2), tmp_path).spec))
+
+
+def test_rlix_plan_explains_a_job(tmp_path: Path, rlix_home: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(unplanned(job()).to_yaml())
+    assert load_job(file) == job()
+    shown = CliRunner().invoke(app, ["plan", str(file), "--gpus", "4"])
+    assert shown.exit_code == 0, shown.output
+    assert "disaggregated: (actor_infer on 2 | actor_train on 2, in turn)" in shown.output
+    assert "runner-up" in shown.output
+    assert "so parts only take turns" in shown.output
+    assert "with `schedule: ahead`, samples up to a step old, it would be" in shown.output
+    wrong = CliRunner().invoke(app, ["plan", str(file), "--mode", "fast"])
+    assert wrong.exit_code == 2
