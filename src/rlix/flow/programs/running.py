@@ -66,7 +66,7 @@ class Running:
         self.replanned = 0
         self._states: dict[str, Any] = {}
         self._lock = DeviceLock()
-        self._drift = Drift(self.plan)
+        self._drift = Drift.of(self.plan)
         self._chunks: dict[int, int] = {}
         self._segment: SegmentRun | None = None
         self._started = False
@@ -138,7 +138,7 @@ class Running:
             (self._states[name],) = self.groups[name].on(0).call("save").wait(self._timeout_s)
             self.groups.pop(name).close()
         self.plan = plan
-        self._drift, self._chunks = Drift(plan), {}
+        self._drift, self._chunks = Drift.of(plan), {}
         self._start()
 
     def _start(self) -> None:
@@ -233,7 +233,7 @@ class Running:
         self.profile = self.profile.scaled(factors)
         self.planned = planned = self._make_plan(self.profile)
         self.plan = rescaled(self.plan, factors, {part.name: part.after for part in self.flow.parts})
-        self._drift = Drift(self.plan)
+        self._drift = Drift.of(self.plan)
         if planned.best.shape != self.plan.shape and planned.best.seconds < self.plan.seconds * (1 - WORTH):
             logger.info("%s: from now on %s", self.flow.name, planned.best.shape)
             self.replanned += 1
