@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
@@ -21,7 +21,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.launch import Group
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, Fence
 from rlix.protocol.types import Phase
 
@@ -216,8 +216,13 @@ class Running:
                 )
             try:
                 yield self._job.client.fence(lease)
-            finally:
-                self._lock.clear()
+            except BaseException:  # raised again; what went wrong first says more than that a part does not leave
+                try:
+                    self._lock.clear()
+                except (RlixError, RayError) as error:
+                    logger.warning("%s: devices were not freed: %s", self.flow.name, error)
+                raise
+            self._lock.clear()
 
     def _make_plan(self, profile: Profile | None) -> Any:
         if profile is None:
