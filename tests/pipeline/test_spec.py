@@ -198,6 +198,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"asynchronous": {"max_staleness": 1}}, "asynchronous", "write 'schedule: {name: ahead, options: {max_staleness"),
     ({"schedule": {"max_staleness": 1}}, "schedule.max_staleness", "written under 'options'"),
     ({"critic": {"clip": 0.1}}, "critic", "is an option of ppo now"),
+    (
+        {
+            "pipeline": "multi_lora",
+            "runs": {"a": {}, "b": {"source": {"data": {"path": "x.jsonl"}, "rewards": "exact_match"}}},
+        },
+        "runs.b.source.data.path",
+        "there is no file",
+    ),
+    ({"pipeline": "multi_lora", "runs": {"a": {"warmup": {}}}}, "runs.a.warmup", "'warmup' of the job as a whole"),
+    (
+        {"pipeline": "multi_lora", "runs": {"a": {"rollout": {"executor": "vllm"}}}},
+        "runs.a.rollout.executor",
+        "is one for all runs",
+    ),
+    ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no folder of a PEFT"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
     ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),
     ({"pipeline": "asynchronous_agentic"}, "pipeline", "an environment under 'source' and 'schedule: ahead' say it"),

@@ -36,8 +36,8 @@ class NodeAgent:
     async def occupied(self, devices: Sequence[Device]) -> tuple[Occupant, ...]:
         return occupants(self._node, devices)
 
-    async def kill(self, processes: Sequence[Process]) -> tuple[Process, ...]:
-        return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S)
+    async def kill(self, processes: Sequence[Process], why: str) -> tuple[Process, ...]:
+        return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S, why)
 
     async def states(self, processes: Sequence[Process]) -> Mapping[Process, str]:
         return self._node.states(processes)
@@ -86,19 +86,19 @@ class LiveNodes:
             found += answer
         done(found)
 
-    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
         if not processes:
             done(())
             return
-        self._spawn(self._kill(processes, done))
+        self._spawn(self._kill(processes, why, done))
 
-    async def _kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+    async def _kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
         left: tuple[Process, ...] = ()
         for node_id, group in _by_node(processes):
             if node_id == self._here:
-                left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S)
+                left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why)
             elif node_id not in self.gone:
-                answer = await self._ask(node_id, "kill", group)
+                answer = await self._ask(node_id, "kill", group, why)
                 left += group if answer is None else answer
         done(left)
 

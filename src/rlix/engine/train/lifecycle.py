@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device, Fence
+from rlix.protocol.messages import Device, Fence, Process
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class StartedAs:
     start: Literal["fork", "spawn"]
     build_timeout_s: float
     collective_timeout_s: float
+    name_holders: Callable[[Mapping[int, Process]], object] | None
 
 
 class TrainWorkers(Engine):
@@ -73,6 +74,7 @@ class TrainWorkers(Engine):
             start_timeout_s=how.build_timeout_s,
         )
         try:
+            self._name_holders(group)
             settings = (how.executor, layout, spec, how.collective_timeout_s, lease)
             group.run("setup", *settings, timeout_s=how.build_timeout_s)
         except WorkerError as error:
@@ -82,6 +84,10 @@ class TrainWorkers(Engine):
             group.close(graceful=False)
             raise
         return group
+
+    def _name_holders(self, group: WorkerGroup) -> None:
+        if self._started_as.name_holders is not None:
+            self._started_as.name_holders(group.processes)
 
     def _adopt(
         self, group: WorkerGroup, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None
@@ -120,7 +126,11 @@ class TrainWorkers(Engine):
         old.results("hand_over", parts, timeout_s=self._timeout_s)
         self._run("to_host", timeout_s=self._timeout_s)
         self._residency = Residency.HOST
-        self._rebuild(Evacuated(tuple(parts), agree=True), devices, layout, lease)
+        try:
+            self._rebuild(Evacuated(tuple(parts), agree=True), devices, layout, lease)
+        except BaseException:  # re-raised; these go on
+            self._name_holders(old)
+            raise
         old.close()
 
     def _end(self, *, graceful: bool) -> None:

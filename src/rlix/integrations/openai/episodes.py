@@ -75,6 +75,10 @@ class Episodes:
             self._waiting.append(id)
         return self._open[id]
 
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
     def close(self, episode: Episode) -> None:
         self._open.pop(episode.id, None)
 
