@@ -119,7 +119,6 @@ def _run_to_end(
     specs: list[JobSpec], options: RunOptions, console: Console, interrupts: Interrupts
 ) -> tuple[tuple["JobStatus", ...], list[Path]]:
     handles: list[JobHandle] = []
-    settings = Settings.from_env()
     first = "starting the control plane ..." if options.private else "joining the control plane, or starting one ..."
     console.print(first, highlight=False)
     with _control_plane(specs, options, interrupts) as pool:
@@ -131,7 +130,8 @@ def _run_to_end(
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
-            specs = planned(specs, ids, settings.home, smallest_memory(devices), console)
+            resumed = options.runs_dir if options.resume else None
+            specs = planned(specs, ids, smallest_memory(devices), console, resumed)
             check_jobs(specs, ids)
             if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (

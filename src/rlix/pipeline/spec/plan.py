@@ -27,6 +27,8 @@ class PlanSpec(Section):
     """Written by RLix into the run's own spec, with the clusters: what was chosen."""
     step_s: float = 0.0
     """Likewise: seconds of a step, as planned."""
+    load_s: float = 0.0
+    """Likewise: seconds of it until rollouts are back on devices that others had."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Likewise: of each cluster's work in a step."""
 
