@@ -147,7 +147,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         run = self._run(name)
         with self._runs_lock:
             if not self._threads[name].is_alive() or run.stop_requested.is_set():
-                raise SpecError(f"{self.spec.name}: run {name!r} does not train: {run.status().phase}")
+                raise SpecError(f"{self.spec.name}: run {name!r} does not train: {_shown(run).phase}")
             run.paused = True
             run.request_stop()
 
@@ -155,8 +155,10 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         """Go on with a paused run. Raises SpecError when it is not paused, or not yet, or there is no room for it."""
         run = self._run(name)
         with self._runs_lock:
-            if not run.paused or self._threads[name].is_alive():
+            if not run.paused:
                 raise SpecError(f"{self.spec.name}: run {name!r} is not paused: {run.status().phase}")
+            if self._threads[name].is_alive():
+                raise SpecError(f"{self.spec.name}: run {name!r} ends its step before it pauses; try again in a moment")
             self._check_room(name, run.spec)
             self._start(name, run.spec, resume=True)
 
