@@ -198,6 +198,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"asynchronous": {"max_staleness": 1}}, "asynchronous", "write 'schedule: {name: ahead, options: {max_staleness"),
     ({"schedule": {"max_staleness": 1}}, "schedule.max_staleness", "written under 'options'"),
     ({"critic": {"clip": 0.1}}, "critic", "is an option of ppo now"),
+    (
+        {
+            "pipeline": "multi_lora",
+            "runs": {"a": {}, "b": {"source": {"data": {"path": "x.jsonl"}, "rewards": "exact_match"}}},
+        },
+        "runs.b.source.data.path",
+        "there is no file",
+    ),
+    ({"pipeline": "multi_lora", "runs": {"a": {"warmup": {}}}}, "runs.a.warmup", "'warmup' of the job as a whole"),
+    (
+        {"pipeline": "multi_lora", "runs": {"a": {"rollout": {"executor": "vllm"}}}},
+        "runs.a.rollout.executor",
+        "is one for all runs",
+    ),
+    ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no folder of a PEFT"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
     ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),
     ({"pipeline": "asynchronous_agentic"}, "pipeline", "an environment under 'source' and 'schedule: ahead' say it"),
@@ -269,12 +284,12 @@ class TestBad:
         assert "clusters.actor_train: says neither how many devices nor which; add e.g. 'gpus: 2'" in train
         assert "clusters.critic: says neither" in critic
         (line,) = failure(tmp_path, with_keys(clusters=None))
-        assert line.startswith("job.yaml: clusters: is missing and has no default (")
-        assert "actor_train: {gpus: 2}" in line
+        assert line.startswith("job.yaml: clusters.actor_train: says neither")
+        assert "plan: auto" in line
 
     def test_a_missing_cluster(self, tmp_path: Path) -> None:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_infer": {"devices": [0]}}))
-        assert ": clusters.actor_train: is missing" in line
+        assert ": clusters.actor_train: says neither" in line
 
     @pytest.mark.parametrize(
         ("text", "message"),

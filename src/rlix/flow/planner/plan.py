@@ -48,11 +48,15 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Stages that work at the same time on different chunks of `chunk` items; `seconds` for all of a step's items."""
+    """Stages that work at the same time on different chunks of `chunk` items; `seconds` for all of a step's items.
+
+    `ahead`: some stages work on the next step's items meanwhile; `seconds` are from one step's end to the next one's.
+    """
 
     stages: tuple[StagePlan, ...]
     chunk: int
     seconds: float
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +95,12 @@ class Plan:
         for segment in self.segments:
             chunks = self.items // segment.chunk
             slowest = max(segment.stages, key=lambda stage: stage.seconds)
-            many = f"{chunks} chunks of {segment.chunk}: " if len(segment.stages) > 1 else ""
+            many = f"{chunks} chunks of {segment.chunk}: " if chunks > 1 else "a step ahead: " if segment.ahead else ""
             lines.append(f"  {segment.seconds:.3f} s  {many}{_stages(segment)}")
-            if len(segment.stages) > 1:
+            if chunks > 1 or segment.ahead:
                 lines.append(f"           the slowest is {_names(slowest)}: {slowest.seconds * chunks:.3f} s of work")
         if self.switch_s:
-            lines.append(f"  {self.switch_s:.3f} s  loading and offloading: not all states fit on the devices at once")
+            lines.append(f"  {self.switch_s:.3f} s  loading and offloading: not all states stay on the devices at once")
         return "\n".join(lines)
 
 
@@ -131,7 +135,8 @@ def _segment(segment: SegmentPlan, items: int) -> str:
     stages = " | ".join(f"{_names(stage)} on {stage.devices or 'the CPU'}" for stage in segment.stages)
     if len(segment.stages) == 1:
         return stages
-    return f"({stages}, by {segment.chunk} of {items})"
+    how = f"by {segment.chunk} of {items}" if segment.chunk < items else "a step ahead" if segment.ahead else "in turn"
+    return f"({stages}, {how})"
 
 
 def _names(stage: StagePlan) -> str:

@@ -10,6 +10,7 @@ from rlix.pipeline.spec.columns import column_problems
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
+from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
 from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, TASK_GIVEN, SourceSpec
 from rlix.protocol.errors import SpecError
@@ -33,6 +34,16 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
             "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
         )
     yield from _loggers(spec.logging)
+    if (
+        spec.lora is not None
+        and spec.lora.path is not None
+        and not Path(spec.lora.path, "adapter_config.json").is_file()
+    ):
+        yield Problem("lora.path", f"{spec.lora.path} is no folder of a PEFT adapter: it holds no adapter_config.json")
+    for name, run in spec.runs.items():
+        for problem in environment_problems(run_of(spec, name, run)):
+            if problem.field.split(".")[0] in run.model_fields_set:  # else it is the job's, and said
+                yield Problem(f"runs.{name}.{problem.field}", problem.message)
 
 
 def _loggers(logging: LoggingSpec) -> Iterator[Problem]:

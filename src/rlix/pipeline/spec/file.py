@@ -154,7 +154,8 @@ def _hint_for_key(key: str, section: FieldPath, model: type[BaseModel]) -> str:
     if "options" in siblings:
         return f"; an option of what is named is written under 'options' (known here: {', '.join(sorted(siblings))})"
     if elsewhere := [dotted for dotted in _dotted_names(model, "") if dotted.rsplit(".", 1)[-1] == key]:
-        return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+        where = [f"{key!r} of the job as a whole" if dotted == key else repr(dotted) for dotted in elsewhere]
+        return f"; did you mean {' or '.join(where)}?"
     return f"; known here: {', '.join(sorted(siblings))}"
 
 
