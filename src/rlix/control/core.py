@@ -250,10 +250,8 @@ class Core:
         return pipeline_id
 
     def request(self, pipeline_id: str, cluster: Cluster, phase: Phase, asked: Asked = _PLAIN) -> Ticket:
-        """Records a gang request; the ticket decides once it is active, or with the error.
-
-        Raises:
-            DeadlockError: it could never be granted: parts of the job wait for each other in a circle.
+        """Records a gang request; the ticket decides once it is active, or with the error: at once where it could never
+        be granted, because its devices are gone or parts of the job wait for each other in a circle.
         """
         request_id = self.state.next_request_id
         ticket = self.gangs.open(request_id, asked.key, pipeline_id, cluster, phase)
