@@ -37,11 +37,9 @@ SPEED = {
 }
 JOBS: Mapping[str, Mapping[str, Any]] = {
     "on policy, fastest": {},
-    "on policy, collocated": {"plan": {"mode": "collocated"}},
     "on policy, disaggregated": {"plan": {"mode": "disaggregated"}},
     "with a reference model": {"algorithm": {"options": {"kl_coefficient": 0.05}}},
     "a step ahead, fastest": {"schedule": "ahead"},
-    "a step ahead, collocated": {"schedule": "ahead", "plan": {"mode": "collocated"}},
 }
 
 
@@ -52,10 +50,15 @@ def job(number: int, changes: Mapping[str, Any], steps: int) -> JobSpec:
         "steps": steps,
         "source": {"task": {"name": "copy_digits", "options": {"digits": digits}}},
         "warmup": {"steps": 60},
-        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": digits + 1},
+        "rollout": {
+            "prompts_per_step": 16,
+            "samples_per_prompt": 8,
+            "max_new_tokens": digits + 1,
+            "max_num_seqs": 32,
+        },
         "declared_speed": SPEED,
         **changes,
-        "plan": {"prompt_tokens": digits + 2, **changes.get("plan", {})},
+        "plan": {"prompt_tokens": digits + 1, "answer_tokens": 9, "answer_spread": 0.25, **changes.get("plan", {})},
     }
     return JobSpec.model_validate_json(json.dumps(values))
 

@@ -62,6 +62,8 @@ def test_work_that_is_done_more_often_lasts_longer() -> None:
     reference = {"lora": {}, "algorithm": {"options": {"kl_coefficient": 0.1}}}
     assert trained(**reference) == pytest.approx(0.64 + 0.32 + 2 * 0.5)  # the model without its adapter
     ppo = declared_profile(job(algorithm="ppo"), 1, off_policy=False).parts
+    ahead = declared_profile(job(schedule="ahead"), 1, off_policy=True).parts["actor_infer"]
+    assert (ahead.load_s, ahead.offload_s) == (pytest.approx(2 * 0.3 - 0.1), 0.4)  # it leaves for both phases
     assert ppo["critic"].table.seconds(1, 32) == pytest.approx(0.64 + 0.32 + 2 * 0.5)
 
 
@@ -250,5 +252,9 @@ def test_rlix_plan_explains_a_job(tmp_path: Path, rlix_home: Path) -> None:
     assert "runner-up" in shown.output
     assert "so parts only take turns" in shown.output
     assert "with `schedule: ahead`, samples up to a step old, it would be" in shown.output
+    checked = CliRunner().invoke(app, ["check", str(file), "--devices", "4", "--memory", "80"])
+    assert checked.exit_code == 0, checked.output
+    assert "job: plan: disaggregated" in checked.output
+    assert "actor_training" in checked.output
     wrong = CliRunner().invoke(app, ["plan", str(file), "--mode", "fast"])
     assert wrong.exit_code == 2

@@ -45,6 +45,11 @@ def planned(
     return found
 
 
+def pool_size(spec: JobSpec) -> int:
+    """How many devices a job is planned for where nothing runs that could be asked."""
+    return (spec.plan and spec.plan.gpus) or new_pool_size(Settings.from_env())
+
+
 def profile_job_file(name: str, gpus: int | None, widths: Sequence[int], prompts: Sequence[int], repeats: int) -> None:
     """Run a few steps of the job for each width, alone where nobody else is in the pool, and keep the tables."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
@@ -52,7 +57,7 @@ def profile_job_file(name: str, gpus: int | None, widths: Sequence[int], prompts
         raise SpecError(f"{name}: has a declared_speed, which `rlix plan` plans from without a profile")
     if spec.pipeline is not None:
         raise SpecError(f"{name}: has a pipeline of its own, whose parts are not known")
-    devices = gpus or new_pool_size(settings)
+    devices = gpus or pool_size(spec)
     most = spec.rollout.prompts_per_step
     sizes = tuple(prompts) or halves(most, most // 4)
     wanted = trials(spec, devices, tuple(widths) or halves(devices), sizes, repeats)
@@ -84,7 +89,7 @@ def plan_job_file(name: str, gpus: int | None, gigabytes: float, mode: str | Non
     wanted = spec.plan or PlanSpec()
     if mode not in (None, "auto", *Mode):
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
-    devices = gpus or wanted.gpus or new_pool_size(settings)
+    devices = gpus or pool_size(spec)
     memory = int(gigabytes * 1e9) if gigabytes else machine_memory()
     spec = spec.model_copy(update={"plan": wanted.model_copy(update={"gpus": devices, "mode": mode or wanted.mode})})
     chosen = choose(spec, range(devices), settings.home, memory)

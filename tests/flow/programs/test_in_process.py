@@ -213,6 +213,22 @@ def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
 
 
+def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def get(refs: list[list[int]], timeout: float | None = None) -> list[list[int]]:
+        now[0] += 0.5 * sum(map(len, refs))
+        return refs
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(measure_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = [Part("ones", Adds, "add", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 10})]
+    known = measure_module.profile(
+        Flow("sums", parts, 4, lambda n: [0] * n), POOL, measure_module.Grid((1,), (4,), repeats=1)
+    )
+    assert [known.parts[name].points[0].seconds for name in ("ones", "tens")] == [2.0, 2.0]
+
+
 def test_a_rank_that_computes_is_not_brought_off() -> None:
     """When another rank has failed, the turn is over, and its peers may be at it still."""
     began, may_end, order = threading.Event(), threading.Event(), []
