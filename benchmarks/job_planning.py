@@ -58,7 +58,7 @@ def job(number: int, changes: Mapping[str, Any], steps: int) -> JobSpec:
         },
         "declared_speed": SPEED,
         **changes,
-        "plan": {"prompt_tokens": digits + 1, "answer_tokens": 9, "answer_spread": 0.25, **changes.get("plan", {})},
+        "plan": {"prompt_tokens": digits + 2, "answer_tokens": 9, "answer_spread": 0.25, **changes.get("plan", {})},
     }
     return JobSpec.model_validate_json(json.dumps(values))
 

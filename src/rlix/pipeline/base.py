@@ -262,9 +262,9 @@ class Pipeline(ABC):
             if best is not None or done % every == 0:
                 self.checkpoints.begin(done, self.save, best)
                 self._saved = done
-                self._log_plan(
-                    self._plan.at_checkpoint(self.folder.path, sorted(self.devices), Settings.from_env().home)
-                )
+                if self._plan.drifted:
+                    home = Settings.from_env().home
+                    self._log_plan(self._plan.at_checkpoint(self.folder.path, sorted(self.devices), home))
         if self._done > self._saved:
             self.checkpoints.begin(self._done, self.save)
         self.checkpoints.settle()

@@ -271,3 +271,18 @@ def test_what_went_wrong_first_is_what_a_step_raises(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Group, "offload", lambda _: (_ for _ in ()).throw(WaitTimeoutError("does not leave")))
         with pytest.raises(WorkerError, match="rank 1 died"):
             running.step(list(range(ITEMS)))
+
+
+def test_what_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, closed = running_module.start, []
+
+    def start(part: Part, *args: Any, **kwargs: Any) -> Group:
+        if part.name == "more":
+            raise WorkerError("no room for it")
+        return begun(part, *args, **kwargs)  # type: ignore[return-value]
+
+    monkeypatch.setattr(running_module, "start", start)
+    monkeypatch.setattr(Group, "close", lambda group: closed.append(group.name))
+    with pytest.raises(WorkerError, match="no room"):
+        Running(flow(), POOL, profile=profile(ones=0.1, tens=0.1, more=0.1))
+    assert closed == ["sums/ones", "sums/tens"]

@@ -70,7 +70,11 @@ class Running:
         self._chunks: dict[int, int] = {}
         self._segment: SegmentRun | None = None
         self._started = False
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # raised again; nobody has anything to close then
+            self.close()
+            raise
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """One step of the flow, by another plan if times have drifted.

@@ -32,6 +32,7 @@ class PlanWatch:
         self._drift = _drift(self._planned)
         self._phases: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
+        self._named = ""  # the plan that was said to be better
 
     def phase(self, cluster: str, seconds: float) -> None:
         """A cluster had its devices for so long, its engine's coming and going included."""
@@ -56,12 +57,14 @@ class PlanWatch:
         self._planned, self._drift = now, _drift(now)
         return said
 
+    @property
+    def drifted(self) -> bool:
+        return bool(self._ratios)
+
     def at_checkpoint(self, folder: Path, ids: Sequence[int], home: Path) -> str:
-        """Where times have drifted: keeps them for a plan to come, and says what it would be if that is worth it."""
-        plan = self._spec.plan
-        if not self._ratios or plan is None:
-            return ""
-        clusters = self._spec.clusters_in_use
+        """Once times have drifted: keeps them for a plan to come, and says what it would be if that is worth it."""
+        plan, clusters = self._spec.plan, self._spec.clusters_in_use
+        assert plan is not None
         kept = {
             name: [(clusters[name].count or 0) // clusters[name].tensor_parallel, seconds * self._ratios.get(name, 1.0)]
             for name, seconds in plan.seconds.items()
@@ -72,11 +75,12 @@ class PlanWatch:
         except SpecError as error:
             logger.info("%s: is not planned anew: %s", self._spec.name, error)
             return ""
-        present = self._planned[STEP]
-        if f"{other.mode}: {other.shape}" == plan.chosen or other.seconds > present * (1 - WORTH):
+        shape, present = f"{other.mode}: {other.shape}", self._planned[STEP]
+        if shape in (plan.chosen, self._named) or other.seconds > present * (1 - WORTH):
             return ""
+        self._named = shape
         return (
-            f"by these times another plan would take {other.seconds:.3g} s a step: {other.mode}: {other.shape}; stop "
+            f"by these times another plan would take {other.seconds:.3g} s a step: {shape}; stop "
             "the job and go on with `rlix run --resume` to have it"
         )
 
