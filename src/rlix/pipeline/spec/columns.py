@@ -73,6 +73,15 @@ def missing_columns(where: str, table: TableSpec, columns: Sequence[str]) -> Ite
             )
 
 
+def known_columns(table: TableSpec) -> Sequence[str] | None:
+    """None where they are not known before the table is loaded, or something is wrong with it."""
+    path = Path(table.path)
+    try:
+        return _columns(path, table.split) if path.exists() else None
+    except (SpecError, OSError, UnicodeDecodeError):
+        return None
+
+
 def is_saved(path: Path) -> bool:
     """Whether the folder was written by `Dataset.save_to_disk`."""
     return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
