@@ -20,7 +20,6 @@ from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share, o
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
 
-
 _Text = Annotated[str, Field(min_length=1)]
 
 
