@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,17 @@ def test_two_jobs_run_to_their_report(tmp_path: Path, commands: list[Command]) -
     assert command.marked() == []
 
 
-def test_ctrl_c_stops_cleanly_and_leaves_nothing(tmp_path: Path, commands: list[Command]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_stops_cleanly_and_leaves_nothing(
+    tmp_path: Path, commands: list[Command], number: signal.Signals
+) -> None:
+    """As a terminal sends Ctrl-C, and `timeout` SIGTERM."""
     command = Command(tmp_path, "run", *write_jobs(tmp_path, steps=100_000), "--private")
     commands.append(command)
     command.wait_for(r"left: running, step [1-9]")
     command.wait_for(r"right: running, step [1-9]")
-    command.interrupt()
-    assert command.wait() == 130, command.output()
+    command.send(number)
+    assert command.wait() == 128 + number, command.output()
     assert "Traceback" not in command.stderr.read_text()
     for name in ("left", "right"):
         assert f"{name}: stopped" in command.stdout.read_text()

@@ -31,8 +31,7 @@ def check_specs(
     from rlix.pipeline.memory.shape import shape_of
 
     specs = [load_job(name) for name in names]
-    if devices is not None:
-        check_jobs(specs, range(devices))
+    check_jobs(specs, None if devices is None else range(devices))
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     console, problems = make_console(), []
     known = memory if model_config is None else None

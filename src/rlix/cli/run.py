@@ -54,8 +54,7 @@ def run_jobs(options: RunOptions) -> int:
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
     _check_output(options.runs_dir)
-    if options.devices is not None:
-        check_jobs(specs, range(options.devices))
+    check_jobs(specs, None if options.devices is None else range(options.devices))
     console = make_console(stderr=options.as_json)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)

@@ -6,7 +6,7 @@ tensor, and a fused one of the trainer's fits a separate one of a replica's.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -127,16 +127,6 @@ def shard(
         for choice in product(*placed)
         if elements(box := tuple(run for run, _ in choice))
     )
-
-
-def stacked(local: str, parts: Iterable[tuple[str, Box]]) -> dict[str, Piece]:
-    """A fused parameter: boxes of several tensors, by name, one after the other along dimension 0 of a local tensor."""
-    pieces: dict[str, Piece] = {}
-    row = 0
-    for name, box in parts:
-        pieces[name] = Piece(box, local, (row, *(0 for _ in box[1:])))
-        row += box[0][1] - box[0][0]
-    return pieces
 
 
 def _chunk(runs: Sequence[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
