@@ -24,7 +24,7 @@ from rlix.control.program import Program, attach
 from rlix.integrations.leases import Gate, ProgramGate, RankGate, Stages
 from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
-from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
+from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration, Start
 from rlix.node.process import start_time
@@ -236,6 +236,7 @@ def hook(session: Session) -> None:
 
     @functools.wraps(init)
     def leased_init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        refuse_kind(type(self))
         session.start()
         init(self, *args, **kwargs)
 
