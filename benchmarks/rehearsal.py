@@ -38,21 +38,21 @@ GPUS, JOBS, GANG = 8, 6, 2
 MODES = ("shared", "split", "queued", "alone")
 POLICY = {"shared": "rlix", "split": "static", "queued": "slots", "alone": "exclusive"}
 
-# A 7B model's 10 ms for a decoding step on one GPU, each token of ours standing for 300 of its, at twenty times the
-# pace; what it takes to train a token and to load is scaled alike.
+# A 7B model's 10 ms for a decoding step on one GPU, each token of ours standing for 600 of its and each sample for
+# four, at twenty times the pace; what it takes to train a token and to load is scaled alike.
 SPEED = DeclaredSpeedSpec(
-    token_ms=150.0,
-    knee=48.0,
-    kv_us=100.0,
-    prefill_us=100.0,
-    trained_token_ms=0.7,
-    scored_token_ms=0.2,
-    expand_s=0.3,
-    sync_s=0.05,
-    shrink_s=0.1,
-    move_s=0.1,
+    token_ms=300.0,
+    knee=12.0,
+    kv_us=800.0,
+    prefill_us=800.0,
+    trained_token_ms=5.6,
+    scored_token_ms=1.6,
+    expand_s=0.6,
+    sync_s=0.1,
+    shrink_s=0.2,
+    move_s=0.2,
 )
-PROMPTS, SAMPLES = 32, 8
+PROMPTS, SAMPLES, SEQUENCES = 16, 4, 16
 LONGEST = 33.0  # tokens of a sample
 NORMAL = NormalDist()
 ENVIRONMENT = {"tokens_per_turn": 2.5, "latency_p50_s": 0.16, "latency_p99_s": 2.7, "reset_s": 1.0}
@@ -61,7 +61,8 @@ ENVIRONMENT = {"tokens_per_turn": 2.5, "latency_p50_s": 0.16, "latency_p99_s": 2
 def reasoning(number: int, steps: int) -> JobSpec:
     spec = load_job("copy_digits")
     task = {"task": {"name": "copy_digits", "options": {"digits": 6, "spread": 1.2}}}
-    rollout = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": 33, "max_num_seqs": 64}
+    batch = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    rollout = {**batch, "max_new_tokens": 33, "max_num_seqs": SEQUENCES}
     return _declared(spec, f"reason_{number}", number, steps, {"source": task}, rollout)
 
 

@@ -43,7 +43,7 @@ def test_errors_keep_their_type_and_say_what_to_do(ray_session: Any) -> None:
     with pytest.raises(SpecError, match="kind must be a word such as 'ft' or 'lora', got ''"):
         ask(ray_session.allocate_pipeline_id.remote(""))
     job_id = ask(ray_session.allocate_pipeline_id.remote("ft"))
-    with pytest.raises(PipelineGoneError, match=f"admit_pipeline: pipeline '{job_id}' is not registered"):
+    with pytest.raises(PipelineGoneError, match=f"pipeline '{job_id}' is not registered"):
         ask(ray_session.admit_pipeline.remote(pipeline_id=job_id))
     with pytest.raises(ValueError, match="device 9 does not exist; this pool has devices 0-7"):  # a SpecError is one
         ask(

@@ -5,12 +5,14 @@ from typing import Any
 
 from rlix.engine.executors.moves import MovingExecutor
 from rlix.engine.lora import AdapterConfig
+from rlix.protocol.errors import WeightSyncError
 
 
 class Holding:
     """Only what `_serve` needs of an executor."""
 
     _serve, _forget_adapter = MovingExecutor._serve, MovingExecutor._forget_adapter
+    _refused: dict[str, str]
 
     def __init__(self) -> None:
         self._adapters: dict[str, Any] = {}
@@ -18,6 +20,8 @@ class Holding:
         self.moves: list[str] = []
 
     def _put_adapter(self, adapter: Any) -> int:
+        if adapter.config.rank > 8:
+            raise WeightSyncError(f"no room for rank {adapter.config.rank}")
         self.moves.append(f"put {adapter.name} of rank {adapter.config.rank}")
         return 1
 
@@ -25,10 +29,21 @@ class Holding:
         self.moves.append(f"remove {name}")
 
 
-def test_another_adapter_of_the_same_name_takes_the_place_of_the_first() -> None:
-    def adapter(name: str, rank: int, version: int) -> Any:
-        return SimpleNamespace(name=name, config=AdapterConfig(rank, 1.0), weights=SimpleNamespace(id=version))
+def adapter(name: str, rank: int, version: int) -> Any:
+    return SimpleNamespace(name=name, config=AdapterConfig(rank, 1.0), weights=SimpleNamespace(id=version))
 
+
+def test_an_adapter_that_does_not_fit_keeps_nobody_else_out() -> None:
+    held: Any = Holding()
+    assert held._serve([adapter("wide", 64, 1), adapter("a", 2, 1)]) == 1
+    assert (list(held._adapters), held._refused) == (["a"], {"wide": "no room for rank 64"})
+    held._serve([adapter("a", 64, 2)])  # not served by an older version either
+    assert (list(held._adapters), list(held._refused)) == ([], ["a"])
+    held._serve([adapter("a", 4, 3)])
+    assert (list(held._adapters), held._refused) == (["a"], {})
+
+
+def test_another_adapter_of_the_same_name_takes_the_place_of_the_first() -> None:
     held: Any = Holding()
     for wanted in (
         [adapter("a", 2, 1), adapter("b", 4, 1)],

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -210,6 +211,8 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
     assert paused.wait(WAIT_S)
     many._threads["dropped"].join(WAIT_S)
     assert "dropped" not in many.actor.module.adapters()
+    dropped = {run.name: run for run in many.status().runs}["dropped"]  # which may have been through before
+    assert dropped.phase == {"stopped": "paused", "finished": "finished"}[dropped.state]
     with pytest.raises(SpecError, match="no run 'none'"):
         many.pause("none")
     many.resume("dropped")
@@ -219,12 +222,17 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
 
 
 def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str, Any]) -> None:
-    broken = {"source": {"task": f"{Path(__file__).parent}/own_parts.py:RefusesStepOne"}}
-    many = Many(job({"small": RUNS["small"], "broken": broken}), tmp_path / "job")
-    with pytest.raises(RlixError, match=r"1 of 2 runs failed, the others have ended: broken: .*no prompts today"):
+    parts = f"{Path(__file__).parent}/own_parts.py"
+    broken = {"source": {"task": f"{parts}:RefusesStepOne"}}
+    torn = {"algorithm": {"name": f"{parts}:BreaksInStepOne", "options": {"sharpness": 1.0}}}
+    many = Many(job({"small": RUNS["small"], "broken": broken, "torn": torn}), tmp_path / "job")
+    with pytest.raises(RlixError, match=r"2 of 3 runs failed, .* broken: .*no prompts today.*; torn: .*no loss today"):
         many.run()
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
-    assert {run.name: run.state for run in many.status().runs} == {"small": "finished", "broken": "failed"}
+    states = {"small": "finished", "broken": "failed", "torn": "failed"}
+    assert {run.name: run.state for run in many.status().runs} == states
+    kept = {run: sorted(p.name for p in tmp_path.glob(f"job/runs/{run}/checkpoints/*")) for run in ("broken", "torn")}
+    assert kept == {"broken": ["step_1"], "torn": []}, "of a step that trained no checkpoint is right"
     # What was broken is mended and the job goes on: what is done is not done again.
     again = Many(job({"small": RUNS["small"], "broken": {"steps": 1}}), tmp_path / "job", resume=True)
     assert again.run().state == "finished"
@@ -285,7 +293,8 @@ def test_what_does_not_fit_together_is_said_before_the_start() -> None:
             job(runs)
     with pytest.raises(ValueError, match="add 'pipeline: multi_lora'"):
         job({"a": {}}, pipeline=None)
-    assert job({"a": {}}).run_specs["a"].lora is not None
+    runs = job({"a": None, "b": {"lora": {"path": "/c"}}}, lora={"rank": 4}).run_specs
+    assert [(run.lora.rank, run.lora.path) for run in runs.values() if run.lora] == [(4, None), (16, "/c")]
 
 
 # ---- sharing ---------------------------------------------------------------------------------------------------------
@@ -329,3 +338,28 @@ def test_a_lease_serves_whoever_is_ready_and_ends(waiting: list[Ticket], trained
     if chosen is not None:
         assert chosen in ready
         assert chosen.run == last or all(t.run != last for t in ready)
+
+
+@given(scored=st.lists(st.integers(0, 2), min_size=2, max_size=4), choices=st.data())
+def test_nobody_trains_twice_while_another_run_waits(scored: list[int], choices: st.DataObject) -> None:
+    """Whoever asks when; `scored` are the turns that each run takes before it trains."""
+    waiting: list[Ticket] = []
+    left, overtaken = list(scored), [Counter[str]() for _ in scored]
+    trained, last = set[str](), None
+    for _ in range(50):
+        ask = [run for run in range(len(scored)) if all(ticket.run != str(run) for ticket in waiting)]
+        for run in choices.draw(st.lists(st.sampled_from(ask), unique=True)) if ask else ():
+            waiting.append(Ticket(str(run), Phase.OLD_LOG_PROBS if left[run] else Phase.ACTOR_TRAINING))
+            overtaken[run].clear()
+        ticket = next_turn(waiting, trained, last)
+        if ticket is None:
+            trained, last = set(), None  # the lease ends, and another one begins
+            continue
+        waiting.remove(ticket)
+        last, run = ticket.run, int(ticket.run)
+        left[run] = left[run] - 1 if left[run] else scored[run]
+        if ticket.phase is Phase.ACTOR_TRAINING:
+            trained.add(last)
+            for other in waiting:
+                overtaken[int(other.run)][last] += 1
+                assert overtaken[int(other.run)][last] <= 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.control.heartbeat import Heartbeat
 from rlix.control.rollout_lease import RolloutLease
 from rlix.control.rpc import Patient

@@ -221,6 +221,11 @@ class LoopExecutor(MovingExecutor):
     def _in_flight(self) -> int:
         return len(self._open)
 
+    def _forget_adapter(self, name: str) -> None:
+        """What is in flight with it ends first, with the tokens it has."""
+        self._abort(frozenset(request.id for _, _, request in self._open.values() if request.adapter == name))
+        super()._forget_adapter(name)
+
     def _fail(self, error: Exception) -> None:
         calls = [call for call, _, _ in self._open.values()]
         self._open.clear()
@@ -246,6 +251,7 @@ class LoopExecutor(MovingExecutor):
                 return
             self.life.check_serving("this replica")
             for request in requests:
+                self._check_adapter(request)
                 self._check(request)
             if call.on_chunk is not None:
                 self._stream_due = min(self._stream_due, time.monotonic() + call.every_s)
@@ -253,6 +259,10 @@ class LoopExecutor(MovingExecutor):
                 self._accept_one(call, index, request)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._abandon(call, error)
+
+    def _check_adapter(self, request: GenerationRequest) -> None:
+        if reason := self._refused.get(request.adapter):
+            raise ValueError(f"request {request.id!r}: adapter {request.adapter!r} cannot be served: {reason}")
 
     def _accept_one(self, call: _Call, index: int, request: GenerationRequest) -> None:
         reason = _answered(request)

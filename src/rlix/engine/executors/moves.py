@@ -32,6 +32,7 @@ class MovingExecutor(InferenceExecutor):
         super().__init__(source, options, site)
         self._adapters: dict[str, WeightsId] = {}  # on top of the weights, by name
         self._adapter_configs: dict[str, AdapterConfig] = {}
+        self._refused: dict[str, str] = {}  # adapters that cannot be served here, and why
 
     def _adapter_versions(self) -> dict[str, int]:
         return {name: weights.version for name, weights in self._adapters.items()}
@@ -70,11 +71,14 @@ class MovingExecutor(InferenceExecutor):
         """Release everything, whatever state it is in."""
 
     def _put_adapter(self, adapter: PublishedAdapter) -> int:
-        """Bring an adapter, or another version of it in place, beside weights that are on the devices; the bytes."""
+        """Bring an adapter, or another version of it in place, beside weights that are on the devices; the bytes.
+
+        A WeightSyncError or ValueError says that it does not fit, and harms no other adapter.
+        """
         raise WeightSyncError(f"{type(self).__name__} serves no LoRA adapters, so {adapter.name!r} has no place")
 
     def _remove_adapter(self, name: str) -> None:
-        """Take an adapter off again."""
+        """Take an adapter off again, or what there is of it."""
 
     # ---- what runs it ----------------------------------------------------------------------------------------
 
@@ -165,22 +169,36 @@ class MovingExecutor(InferenceExecutor):
         return moved
 
     def _serve(self, wanted: Sequence[PublishedAdapter]) -> int:
-        """Have these adapters and no others; what is there already stays."""
+        """Have these adapters and no others; what is there already stays.
+
+        One that does not fit is left out: whoever asks for it is told why, and the others are served.
+        """
         configs = {adapter.name: adapter.config for adapter in wanted}
         for name in list(self._adapters):
             if self._adapter_configs[name] != configs.get(name):  # not wanted, or another one of that name
                 self._forget_adapter(name)
-        moved = 0
+        moved, self._refused = 0, {}
         for adapter in wanted:
-            if self._adapters.get(adapter.name) != adapter.weights.id:
+            if self._adapters.get(adapter.name) == adapter.weights.id:
+                continue
+            try:
                 moved += self._put_adapter(adapter)
+            except (WeightSyncError, ValueError) as error:
+                logger.warning("adapter %r cannot be served: %s", adapter.name, error)
+                self._forget_adapter(adapter.name)
+                self._refused[adapter.name] = str(error)
+            else:
                 self._adapters[adapter.name] = adapter.weights.id
                 self._adapter_configs[adapter.name] = adapter.config
         return moved
 
     def _forget_adapter(self, name: str) -> None:
         self._remove_adapter(name)
-        del self._adapters[name]
+        self._adapters.pop(name, None)
+
+    def _drop_adapters(self) -> None:
+        """They leave the devices with the weights."""
+        self._serve(())
 
     def _overwrite(self, published: PublishedWeights) -> int:
         before = self.life.weights
@@ -205,7 +223,7 @@ class MovingExecutor(InferenceExecutor):
         keep = keep_host and self.life.weights is not None
         with self._failing("releasing the devices' memory failed", Part.KV_CACHE):
             if not keep:
-                self._serve(())
+                self._drop_adapters()
             self._leave(keep)
         self.change(lambda life: life.released(keep_host=keep))
         return freed
@@ -216,7 +234,7 @@ class MovingExecutor(InferenceExecutor):
         before = self.life.failure
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # re-raised; a backend may raise anything
             said = f"{reason}: {error}"
             self.change(lambda life: life if life.failure != before else life.failed(said, *lost))
             raise

@@ -207,11 +207,6 @@ class VllmExecutor(LoopExecutor):
         return LoRARequest(request.adapter, self._numbers[request.adapter], f"{weights.publication}@{weights.version}")
 
     def _serve(self, wanted: Sequence[PublishedAdapter]) -> int:
-        if len(wanted) > self._options.adapters:
-            raise WeightSyncError(
-                f"{len(wanted)} adapters, and vLLM was started with room for {self._options.adapters}: build the "
-                "engine with adapters=... and adapter_rank=..."
-            )
         if self._options.adapters and not self._has_none and self._engine is not None:
             self._rpc("rlix_put_no_adapter", _NONE)
             self._has_none = True
@@ -219,7 +214,12 @@ class VllmExecutor(LoopExecutor):
 
     def _put_adapter(self, adapter: PublishedAdapter) -> int:
         """In place: what is in flight goes on with the new values, as it does when the weights are new."""
-        config, tensors = adapter.config, adapter.tensors()
+        config, tensors, room = adapter.config, adapter.tensors(), self._options.adapters
+        if adapter.name not in self._adapters and len(self._adapters) >= room:
+            raise WeightSyncError(
+                f"vLLM was started with room for {room} adapters: build the engine"
+                " with adapters=... and adapter_rank=..."
+            )
         if config.rank > self._options.adapter_rank:
             raise WeightSyncError(
                 f"adapter {adapter.name!r} has rank {config.rank}; vLLM was started for {self._options.adapter_rank}"
@@ -233,7 +233,7 @@ class VllmExecutor(LoopExecutor):
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _remove_adapter(self, name: str) -> None:
-        if self._engine is not None:
+        if self._engine is not None and name in self._numbers:
             self._rpc("rlix_remove_adapter", self._numbers[name])
 
     def _lose_adapters(self) -> None:
@@ -336,7 +336,7 @@ class VllmExecutor(LoopExecutor):
             if self._engine is not None:
                 self._recover()
                 self._leave(keep_host=False)
-        except Exception:
+        except Exception:  # re-raised; whatever vLLM raises, ending it releases everything
             self._end_engine()
             raise
 

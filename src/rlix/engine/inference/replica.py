@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
@@ -150,12 +151,16 @@ class Replica(Worker):
     async def start(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin to generate; `collect` brings what comes of it.
 
+        Where one adapter's requests are refused the others' go on.
+
         Raises:
             NotResidentError: the replica is not ready.
         """
-        loop, ids = asyncio.get_running_loop(), tuple(request.id for request in requests)
-        future = self._submit(requests, lambda chunk: loop.call_soon_threadsafe(self._take, chunk), REPORT_EVERY_S)
-        future.add_done_callback(lambda done: self._started_ended(ids, done))
+        loop = asyncio.get_running_loop()
+        for adapter in dict.fromkeys(request.adapter for request in requests):
+            own = [request for request in requests if request.adapter == adapter]
+            future = self._submit(own, lambda chunk: loop.call_soon_threadsafe(self._take, chunk), REPORT_EVERY_S)
+            future.add_done_callback(partial(self._started_ended, tuple(request.id for request in own)))
 
     async def collect(self, timeout_s: float) -> Collected:
         """What the requests of `start` have got since the last call; waits `timeout_s` for anything to come.

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -32,7 +32,7 @@ class LoraSpec(Section):
 
 class RunSpec(Section):
     """One adapter of a `multi_lora` job. `source`, `schedule` and `algorithm` replace the job's, of the other sections
-    only the keys that are given."""
+    only the keys that are given; a `lora` with a `path` replaces the job's as well."""
 
     steps: Count | None = None
     seed: Index | None = None
@@ -43,3 +43,9 @@ class RunSpec(Section):
     rollout: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any] = Field(default_factory=dict)
     checkpoint: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_job(cls, given: Any) -> Any:
+        """`runs: {plain: }` says nothing of its own."""
+        return {} if given is None else given

@@ -13,13 +13,15 @@ from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
 
 Job = TypeVar("Job", bound=Sections)
+_OF_REPLICAS = {"executor", "executor_options", "max_num_seqs"}
 
 
 def run_data(job: Sections, run: RunSpec) -> dict[str, Any]:
     """What a run says, and the job where it says nothing; as a job's file has it."""
     data = job.model_dump(mode="json", exclude={"runs", "pipeline", "warmup"}, exclude_unset=True)
     for key, value in run.model_dump(mode="json", exclude_unset=True).items():
-        merged = key in ("lora", "rollout", "optimizer", "checkpoint")
+        outside = key == "lora" and "path" in value  # whose adapter says itself what the job says of all others
+        merged = key in ("lora", "rollout", "optimizer", "checkpoint") and not outside
         data[key] = {**(data.get(key) or {}), **value} if merged else value
     data.setdefault("lora", {})
     return data
@@ -48,6 +50,10 @@ def with_run(job: Job, name: str, run: RunSpec) -> Job:
 def run_problems(job: Sections) -> Iterator[Problem]:
     """What is wrong with each run."""
     for name, run in job.runs.items():
+        for key in sorted(_OF_REPLICAS & run.rollout.keys()):
+            yield Problem(
+                f"runs.{name}.rollout.{key}", "is one for all runs, whose replicas are the same; give it to the job"
+            )
         try:
             algorithm = run_of(job, name, run).algorithm
         except ValidationError as error:
