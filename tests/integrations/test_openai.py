@@ -223,6 +223,22 @@ def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
     run(play)
 
 
+def test_who_gives_up_asking_for_an_episode_takes_none() -> None:
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def sent(message: Any) -> None: ...
+
+    async def play(endpoint: Endpoint) -> None:
+        opened = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=True)
+        headers = [(b"authorization", b"Bearer key")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/episodes", "query_string": b"", "headers": headers}
+        await make_app("job", endpoint.episodes)(scope, gone, sent)
+        assert endpoint.episodes.take() is opened
+
+    run(play)
+
+
 def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
     async def play(endpoint: Endpoint) -> None:
         episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)

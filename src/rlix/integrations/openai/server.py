@@ -94,8 +94,9 @@ class _Endpoint:
         if not self._episodes.is_jobs(_key(request)):
             return _error(401, "invalid_api_key", "an episode's key gives no other episode; use the job's")
         deadline = time.monotonic() + _TAKE_S
-        while (episode := self._episodes.take()) is None:
-            if time.monotonic() > deadline:
+        # Who asked may be gone meanwhile: nobody would play the episode.
+        while (gone := await request.is_disconnected()) or (episode := self._episodes.take()) is None:
+            if gone or time.monotonic() > deadline:
                 return _error(503, "no_episode", "no episode is open: the job is training; ask again")
             await asyncio.sleep(_WATCH_S)
         return JSONResponse(
