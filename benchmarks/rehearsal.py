@@ -16,13 +16,14 @@ than declared, as a share of the time that all jobs stepped: above a few percent
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
@@ -37,21 +38,21 @@ GPUS, JOBS, GANG = 8, 6, 2
 MODES = ("shared", "split", "queued", "alone")
 POLICY = {"shared": "rlix", "split": "static", "queued": "slots", "alone": "exclusive"}
 
-# A 7B model's 10 ms for a decoding step on one GPU, each token of ours standing for 300 of its, at twenty times the
-# pace; what it takes to train a token and to load is scaled alike.
+# A 7B model's 10 ms for a decoding step on one GPU, each token of ours standing for 600 of its and each sample for
+# four, at twenty times the pace; what it takes to train a token and to load is scaled alike.
 SPEED = DeclaredSpeedSpec(
-    token_ms=150.0,
-    knee=48.0,
-    kv_us=100.0,
-    prefill_us=100.0,
-    trained_token_ms=0.7,
-    scored_token_ms=0.2,
-    expand_s=0.3,
-    sync_s=0.05,
-    shrink_s=0.1,
-    move_s=0.1,
+    token_ms=300.0,
+    knee=12.0,
+    kv_us=800.0,
+    prefill_us=800.0,
+    trained_token_ms=5.6,
+    scored_token_ms=1.6,
+    expand_s=0.6,
+    sync_s=0.1,
+    shrink_s=0.2,
+    move_s=0.2,
 )
-PROMPTS, SAMPLES = 32, 8
+PROMPTS, SAMPLES, SEQUENCES = 16, 4, 16
 LONGEST = 33.0  # tokens of a sample
 NORMAL = NormalDist()
 ENVIRONMENT = {"tokens_per_turn": 2.5, "latency_p50_s": 0.16, "latency_p99_s": 2.7, "reset_s": 1.0}
@@ -60,7 +61,8 @@ ENVIRONMENT = {"tokens_per_turn": 2.5, "latency_p50_s": 0.16, "latency_p99_s": 2
 def reasoning(number: int, steps: int) -> JobSpec:
     spec = load_job("copy_digits")
     task = {"task": {"name": "copy_digits", "options": {"digits": 6, "spread": 1.2}}}
-    rollout = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": 33, "max_num_seqs": 64}
+    batch = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+    rollout = {**batch, "max_new_tokens": 33, "max_num_seqs": SEQUENCES}
     return _declared(spec, f"reason_{number}", number, steps, {"source": task}, rollout)
 
 
@@ -178,47 +180,48 @@ def lateness(records: Sequence[RunRecord]) -> float:
     return late_s / sum(row["step_s"] for row in rows)
 
 
-def table(name: str, results: dict[str, dict[str, float]]) -> Iterator[str]:
-    shared = results.get("shared", {}).get("measured_s")
-    yield f"{name:10} {'measured s':>10} {'simulated s':>11} {'error':>7} {'shared is':>10} {'late':>6} {'reward':>14}"
-    for mode, row in results.items():
-        error = row["simulated_s"] / row["measured_s"] - 1
-        times = f"{row['measured_s'] / shared:.2f} x" if shared else ""
-        reward = f"{row['first_reward']:.2f} -> {row['last_reward']:.2f}"
-        yield (
-            f"{mode:10} {row['measured_s']:10.1f} {row['simulated_s']:11.1f} {error:+7.1%} {times:>10} "
-            f"{row['late']:6.1%} {reward:>14}"
-        )
+HEAD = f"{'':20} {'measured s':>10} {'simulated s':>11} {'error':>7} {'shared is':>10} {'late':>6} {'reward':>14}"
+
+
+def line(name: str, mode: str, row: dict[str, float], shared_s: float | None) -> str:
+    error = row["simulated_s"] / row["measured_s"] - 1
+    times = f"{row['measured_s'] / shared_s:.2f} x" if shared_s else ""
+    reward = f"{row['first_reward']:.2f} -> {row['last_reward']:.2f}"
+    return (
+        f"{name:11} {mode:8} {row['measured_s']:10.1f} {row['simulated_s']:11.1f} {error:+7.1%} {times:>10} "
+        f"{row['late']:6.1%} {reward:>14}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=list(WORKLOADS))
+    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=[])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--only", choices=MODES, action="append")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    logging.getLogger("rlix.control").setLevel(logging.ERROR)  # simulated jobs end, too
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs of {args.steps} steps on {GPUS} virtual GPUs"
+    )
+    print(HEAD, flush=True)
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in args.workloads:
+    for name in args.workloads or WORKLOADS:
         specs = [WORKLOADS[name](number, args.steps) for number in range(args.jobs)]
+        rows = results[name] = {}
         for mode in args.only or MODES:
             seconds, records = measured(mode, specs)
-            results.setdefault(name, {})[mode] = {
+            rows[mode] = {
                 "measured_s": seconds,
                 "simulated_s": predicted(mode, specs, records),
                 "late": lateness(records),
                 "first_reward": fmean(record.metrics[0]["reward"] for record in records),
                 "last_reward": fmean(record.metrics[-1]["reward"] for record in records),
             }
-            print(f"{name} {mode}: {seconds:.1f} s", file=sys.stderr)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs of {args.steps} steps on {GPUS} virtual GPUs"
-    )
-    for name, by_mode in results.items():
-        print("\n".join(table(name, by_mode)))
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2))
+            print(line(name, mode, rows[mode], rows.get("shared", {}).get("measured_s")), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

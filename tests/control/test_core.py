@@ -1,5 +1,6 @@
 """The single writer without Ray: what it records, how leases end, and how it takes failures."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 
 from rlix.control.journal import Journal, JournalError
 from rlix.control.settings import Settings
+from rlix.control.status import status_of
 from rlix.control.usage import Usage
-from rlix.protocol.errors import DeadlockError, PipelineGoneError, WaitTimeoutError
+from rlix.protocol.errors import DeadlockError, PipelineGoneError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
-from rlix.protocol.messages import Cluster, Demand, LeaseState, Registration, ReleaseReason
-from tests.control.world import DEVICES, INFER, TRAIN, World, process
+from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
+from rlix.scheduler.image import image
+from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 CRITIC = Cluster("critic", 1, (1, 2))
 
@@ -35,12 +38,12 @@ def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -
     world.release(lease)
     world.roll("ft_1", 0)
     world.roll("ft_2", 9)
-    first, second = world.core.snapshot().rollouts
+    first, second = world.core.planning.snapshot().rollouts
     assert (first.used_gpu_s, first.age_s) == (6.0, 3.0)
     assert second.used_gpu_s == 0.0
     assert first.gang_expected
     world.run(1.0)
-    assert not world.core.snapshot().rollouts[0].gang_expected
+    assert not world.core.planning.snapshot().rollouts[0].gang_expected
 
 
 def test_a_gang_is_expected_when_the_last_of_several_rollouts_has_ended() -> None:
@@ -140,6 +143,7 @@ def test_ending_a_job_ends_its_program_first_then_its_workers_and_can_be_repeate
     assert world.machine.killed == [process(1), process(2), process(3), stray]
     assert isinstance(waiting.outcome, PipelineGoneError)
     assert done == [1]
+    assert world.machine.told == dict.fromkeys([1, 2, 3, 9], "ft_1: enough")
     assert "ft_1" not in world.core.state.registrations
     assert world.gang("ft_2").devices == (0, 1)
 
@@ -165,12 +169,14 @@ def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
     world = World()
     me = process(1)
     world.core.name_holders("ft_1", "", [(0, me)])
-    world.core.endings.end("ft_1", "done", spare=me, done=lambda: None)
+    world.core.endings.end("ft_1", "done", spare=me)
     assert world.machine.killed == []
     world.core.name_holders("ft_2", "", [(0, me)])
     world.machine.lock(world.gang("ft_2"), me)
-    world.core.endings.end("ft_2", "done", spare=me, done=lambda: None)
+    world.core.endings.end("ft_2", "done", spare=me)
     assert world.machine.killed == [me]
+    assert world.machine.told == {}  # they know
+    assert status_of(world.core).endings == ()
 
 
 def test_where_nobody_is_named_whoever_took_the_lease_is_its_holder() -> None:
@@ -182,7 +188,7 @@ def test_where_nobody_is_named_whoever_took_the_lease_is_its_holder() -> None:
     world.gang("ft_2", holder=me)
     bundle = world.roll("ft_2", 1)[-1]
     world.core.watch.beat("ft_2", other, frozenset({bundle.epoch}))
-    world.core.endings.end("ft_2", "enough", spare=me, done=lambda: None)
+    world.core.endings.end("ft_2", "enough", spare=me)
     assert world.machine.killed == [process(5), other]
 
 
@@ -196,6 +202,12 @@ def test_a_phase_that_takes_longer_than_it_declared_is_ended_and_others_go_on() 
     world.run(0.2)
     assert world.machine.killed == [process(7)]
     assert second.outcome is not None
+    why = "ACTOR_TRAINING took longer than the 5 s that it declared"
+    assert world.machine.told == {7: f"ft_1, actor_train on devices [0, 1]: {why}"}
+    (ending,) = status_of(world.core).endings
+    assert (ending.time, ending.pipeline_id, ending.why, ending.devices) == (1e9 + 5.0, "ft_1", why, (0, 1))
+    with pytest.raises(StaleEpochError, match=f"lease {ending.epoch} .{why}. is not held by 'ft_1'"):
+        asyncio.run(service_of(world).release("ft_1", [ending.epoch]))
 
 
 def test_waiting_lasts_as_long_as_it_takes_unless_the_job_says_otherwise() -> None:
@@ -222,6 +234,30 @@ def test_parts_of_a_job_that_wait_for_each_other_are_found_and_named() -> None:
     assert "waits for ft_1/right (ACTOR_TRAINING)" in str(second.outcome)
     world.release(other)
     assert first.outcome is not None
+
+
+def test_a_phase_inside_another_avoids_what_that_one_holds_and_so_does_a_restarted_core(tmp_path: Path) -> None:
+    outer, inner = Cluster("outer", 1, (0, 1), ((2, 3),)), Cluster("inner", 1, (0,), ((1,), (2,), (3,)))
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(2, clusters=(outer, inner), journal=journal)
+        held, within = world.gang("ft_1", outer), world.gang("ft_1", inner, holding=(1,))
+        assert (held.epoch, held.devices, within.devices) == (1, (0, 1), (2,))
+        other = world.gang("ft_2", inner)  # which is on its own
+        assert other.devices == (3,)
+        waiting = world.ask("ft_1", inner, holding=(held.epoch, within.epoch), key="k")
+        assert waiting.outcome is None
+        journal.compact(image(world.core.state))
+        before = world.core.state
+        world.restart(list(journal.replay()))
+        assert world.core.state.requests == before.requests
+        world.run(2.0)
+        world.release(other)
+        again = world.core.gangs.find("ft_1", "k")
+        assert again is not None
+        assert isinstance(again.outcome, Lease)
+        assert again.outcome.devices == (3,)
+        everywhere = (held.epoch, within.epoch, again.outcome.epoch)
+        assert isinstance(world.ask("ft_1", inner, holding=everywhere).outcome, DeadlockError)
 
 
 def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.control.journal import decode, encode
 from rlix.control.rpc import Patient
 from rlix.control.scheduler_service import Scheduler
@@ -15,7 +15,7 @@ from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import Demand, Process
 from rlix.protocol.types import Phase
-from tests.control.world import INFER, TRAIN, World, process
+from tests.control.world import INFER, TRAIN, World, process, service_of
 
 GANG = Phase.ACTOR_TRAINING
 Call = Callable[[Scheduler], Coroutine[Any, Any, object]]
@@ -27,12 +27,6 @@ class Kept(Forgetful):
 
     def append(self, events: Any) -> None:
         self.events += events
-
-
-def service_of(world: World) -> Scheduler:
-    service = Scheduler(world.settings, "pool")
-    service._started = world.core
-    return service
 
 
 def asking(**asked: Any) -> Call:
@@ -84,6 +78,12 @@ def test_nonsense_is_refused_and_leaves_nothing(call: Call) -> None:
     assert [decode(*encode(event)) for event in journal.events] == journal.events
     assert world.core.state.requests == {}
     assert not any(job.callers for job in world.core.jobs.values())
+
+
+@pytest.mark.parametrize("call", [asking(longest_s=-1.0), rolling(held=("x",)), asking(key=7)])
+def test_what_a_client_says_for_its_user_is_refused_in_the_jobs_name(call: Call) -> None:
+    with pytest.raises(SpecError, match=r"^job 'ft_1': "):
+        asyncio.run(call(service_of(World())))
 
 
 def test_nobody_gives_back_what_another_job_holds() -> None:

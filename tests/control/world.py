@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlix.control.core import Asked, Core
-from rlix.control.gang_queue import Ticket
+from rlix.control.core import Core
+from rlix.control.gang_queue import Asked, Ticket
+from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
 from rlix.control.writer import EventStore, Forgetful
 from rlix.protocol.events import DevicesDiscovered, Event, PipelineAdmitted, PipelineRegistered
@@ -40,6 +41,7 @@ class Machine:
     def __init__(self) -> None:
         self.locks: dict[int, Occupant] = {}
         self.killed: list[Process] = []
+        self.told: dict[int, str] = {}  # why it is ended, by pid
         self.immortal: set[Process] = set()
         self.states_: dict[Process, str] = {}
 
@@ -61,8 +63,9 @@ class Machine:
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         done(tuple(self.locks[device.id] for device in devices if device.id in self.locks))
 
-    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
         self.killed += processes
+        self.told |= {p.pid: why for p in processes if why}
         for victim in processes:
             if victim not in self.immortal:
                 self.unlock(victim)
@@ -71,6 +74,13 @@ class Machine:
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
         done({p: self.states_.get(p, "running") for p in processes})
+
+
+def service_of(world: "World") -> Scheduler:
+    """The service before the world's core."""
+    service = Scheduler(world.settings, POOL)
+    service._started = world.core
+    return service
 
 
 class World:

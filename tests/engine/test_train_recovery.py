@@ -38,8 +38,11 @@ def unbroken(ray_session: Any) -> list[float]:
 
 @pytest.fixture
 def engine(ray_session: Any) -> Iterator[TrainEngine]:
-    with TrainEngine(policy()).build(shard=2, seed=11, collective_timeout_s=60.0) as engine:
+    named: list[Any] = []
+    settings = {"seed": 11, "collective_timeout_s": 60.0, "name_holders": named.append}
+    with TrainEngine(policy()).build(shard=2, **settings) as engine:
         yield engine
+        assert not engine.processes or named[-1] == engine.processes
 
 
 def test_one_ragged_row_costs_a_moment_and_nothing_else(engine: TrainEngine, unbroken: list[float]) -> None:
@@ -125,11 +128,15 @@ def test_forward_is_called_through_the_engine(engine: TrainEngine) -> None:
 
 
 def test_an_engine_moves_to_other_devices_and_another_width(ray_session: Any, unbroken: list[float]) -> None:
-    devices = pool_devices()
-    with TrainEngine(policy(), Swapping).build(shard=2, devices=devices[:2], seed=11) as engine:
+    devices, named = pool_devices(), []
+    with TrainEngine(policy(), Swapping).build(
+        shard=2, devices=devices[:2], seed=11, name_holders=named.append
+    ) as engine:
+        assert named == [first := engine.processes]
         losses = train(engine, range(2))
         engine.resize(devices=devices[4:6])
         assert engine.devices == devices[4:6]
+        assert named[1:] == [engine.processes] != [first]
         losses += train(engine, range(2, 4))
         assert losses == unbroken[:4]
         engine.resize(devices=devices[:3])  # as wide as the devices allow
@@ -144,6 +151,7 @@ def test_an_engine_moves_to_other_devices_and_another_width(ray_session: Any, un
         assert engine.steps_done() == 8
         with pytest.raises(ValueError, match="9 device"):
             engine.resize(shard=9)
+        assert named[-1] == engine.processes
         assert train(engine, range(1))
         engine.meta()
         with pytest.raises(NotResidentError):

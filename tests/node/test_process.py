@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,24 @@ def test_a_stopped_process_is_killed(child: "subprocess.Popen[bytes]") -> None:
     os.kill(child.pid, signal.SIGSTOP)
     assert process.kill([known], 30.0) == ()
     assert not process.alive(known)
+
+
+@pytest.mark.parametrize("stream", ["pipe", "file"])
+def test_who_is_killed_is_told_why_on_its_own_terminal(tmp_path: Path, stream: str) -> None:
+    log = tmp_path / "log"
+    with (
+        log.open("w") as file,
+        subprocess.Popen(SLEEP, stderr=subprocess.PIPE if stream == "pipe" else file) as child,
+    ):
+        file.write("what it said before")
+        file.flush()
+        known = process.describe(child.pid)
+        assert known is not None
+        os.kill(child.pid, signal.SIGSTOP)
+        assert process.kill([known], 30.0, "it was late") == ()
+        said = child.stderr.read().decode() if child.stderr else log.read_text()
+    before = "" if stream == "pipe" else "what it said before"
+    assert said == f"{before}rlix: process {known.pid} is ended: it was late\n"
 
 
 def test_a_group_ends_with_its_leader_but_never_the_callers_own(child: "subprocess.Popen[bytes]") -> None:

@@ -1,13 +1,27 @@
-"""A tokenizer with one token per byte and Qwen's special tokens, and chat templates as models ship them."""
+"""A tokenizer with one token per byte and Qwen's special tokens; chat templates and sizes as models ship them."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def qwen_7b() -> Qwen2Config:
+    """The sizes of Qwen2.5-7B-Instruct."""
+    return Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    )
 
 
 def template(name: str) -> str:

@@ -17,6 +17,7 @@ from rlix.pipeline.full_finetune import FullFinetunePipeline
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.job import JobSpec
+from rlix.protocol.messages import Demand
 
 
 class Generator:
@@ -27,6 +28,7 @@ class Generator:
         self.published: list[int] = []
         self.submitted: list[int] = []
         self.answered: list[tuple[Trajectory, int]] = []
+        self.expected = Demand(0, 0)
         self._vocabulary, self._end = vocabulary, end
 
     def publish(self, version: int) -> None:
@@ -47,7 +49,8 @@ class Generator:
     def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
         return done.result(timeout=timeout_s)
 
-    def expect(self, demand: object) -> None: ...
+    def expect(self, demand: Demand) -> None:
+        self.expected = demand
 
     def abandon(self) -> None: ...
 

@@ -18,7 +18,8 @@ from rlix.pipeline.samples import Answer, End, Turn, measured
 from rlix.pipeline.sources.base import Patience, SourceFailedError
 from rlix.pipeline.sources.environments.episode import Episode
 from rlix.pipeline.sources.environments.guard import Tally
-from rlix.pipeline.sources.episodes import environment_metrics, judged
+from rlix.pipeline.sources.episodes import environment_metrics
+from rlix.pipeline.sources.played import judged
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import Jobs, agent, closing_jobs, learnt, on_two_devices, rows
@@ -85,7 +86,6 @@ def test_metrics_count_failures_and_leave_them_out_of_means() -> None:
         "env_timeouts": 1.0,
         "env_retries": 2.0,
         "env_wait_s": 2.0,
-        "turns": 0.5,
     }
     left_out, paid = judged(bad, None), judged(bad, -2.0)
     assert (left_out.counts, paid.counts, paid.reward) == (False, True, -2.0)

@@ -14,27 +14,12 @@ from rlix.pipeline.memory.shape import shape_of
 from rlix.pipeline.spec.file import read_yaml
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
-from tests.pipeline.chat_models import byte_tokenizer, template
+from tests.pipeline.chat_models import byte_tokenizer, qwen_7b, template
 from tests.pipeline.in_process import InProcess
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["qwen_7b_grpo", "agent_tools"]
 GIB = 2**30
-
-
-def seven_b(folder: Path) -> Path:
-    """The sizes of Qwen2.5-7B-Instruct, without its weights."""
-    Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-    ).save_pretrained(folder)
-    return folder
 
 
 def small_model(folder: Path) -> Path:
@@ -85,15 +70,16 @@ def scaled_down(name: str, folder: Path, **changes: Any) -> JobSpec:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_the_machine_it_is_written_for(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec, folder = load_job(EXAMPLES / f"{name}.yaml"), seven_b(tmp_path)
+    spec = load_job(EXAMPLES / f"{name}.yaml")
+    qwen_7b().save_pretrained(tmp_path)
     spec.check_devices(range(8))
-    check_specs([str(EXAMPLES / f"{name}.yaml")], memory_gib=80, devices=8, model_config=folder)
+    check_specs([str(EXAMPLES / f"{name}.yaml")], memory_gib=80, devices=8, model_config=tmp_path)
     shown = capsys.readouterr().out
     assert "actor_training" in shown
     assert f"of max_num_seqs {spec.rollout.max_num_seqs} trajectories at a time" in shown
     with pytest.raises(SpecError, match=r"actor_train: actor_training needs about \d+\.\d GiB on each device"):
-        check_specs([str(EXAMPLES / f"{name}.yaml")], memory_gib=24, devices=8, model_config=folder)
-    found = job_memory(spec, shape_of(spec.model, folder), 80 * GIB)
+        check_specs([str(EXAMPLES / f"{name}.yaml")], memory_gib=24, devices=8, model_config=tmp_path)
+    found = job_memory(spec, shape_of(spec.model, tmp_path), 80 * GIB)
     assert not list(memory_problems(spec, found, 80 * GIB))
     assert found.fitting == spec.rollout.max_num_seqs or (found.fitting or 0) > 100
 

@@ -1,6 +1,8 @@
 """How the frame of every pipeline ends: stopped at any time, or with a teardown that fails."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -9,7 +11,10 @@ import pytest
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.jobs.status import JobConfig
+from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import load_job
+from rlix.protocol.errors import RlixError
+from rlix.protocol.types import Phase
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.test_composition import job
 from tests.pipeline.training_jobs import rows
@@ -26,7 +31,16 @@ class Toy(Pipeline):
 
     def step(self, step: int) -> dict[str, float]:
         self._break("step")
+        self._break(f"step {step}")
+        with self.phase("actor_train", Phase.ACTOR_TRAINING):
+            self._break(f"training {step}")
         return {"reward": 0.0}
+
+    def save(self, path: Path) -> None:
+        (path / "state").touch()
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        raise RlixError("no replica answers")
 
     def teardown(self) -> None:
         self._break("teardown")
@@ -36,9 +50,10 @@ class Toy(Pipeline):
             raise RuntimeError(f"broke in {where}")
 
 
-def toy(folder: Path) -> Toy:
+def toy(folder: Path, **changes: Any) -> Toy:
     client: Any = MagicMock()
-    return Toy("ft_1", JobConfig(load_job("copy_digits"), folder), client)
+    client.phase.side_effect = lambda *_, **__: nullcontext(SimpleNamespace(devices=(), epoch=1))
+    return Toy("ft_1", JobConfig(load_job("copy_digits").model_copy(update=changes), folder), client)
 
 
 def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
@@ -62,6 +77,23 @@ def test_a_teardown_that_fails_keeps_nothing_and_is_told(tmp_path: Path, breaks_
     assert ends == ["started", "first_step", "failed"]
     again, _ = RunFolder.open(tmp_path / "job", wait_s=0.0)  # the lock is free
     again.close()
+
+
+@pytest.mark.parametrize(("breaks_in", "kept"), [("step 3", ["step_3"]), ("training 3", [])])
+def test_a_failing_job_keeps_its_last_whole_step_unless_training_had_begun(
+    tmp_path: Path, breaks_in: str, kept: list[str]
+) -> None:
+    pipeline = toy(tmp_path / "job")
+    pipeline.breaks_in = (breaks_in,)
+    with pytest.raises(RuntimeError, match=f"broke in {breaks_in}"):
+        pipeline.run()
+    assert sorted(path.name for path in (tmp_path / "job" / "checkpoints").glob("*")) == kept
+
+
+def test_an_evaluation_that_fails_costs_its_metrics_alone(tmp_path: Path) -> None:
+    pipeline = toy(tmp_path / "job", steps=2, evaluation=EvaluationSpec(every=1))
+    assert pipeline.run().state == "finished"
+    assert "the evaluation after 2 steps failed: no replica answers" in (tmp_path / "job" / "job.log").read_text()
 
 
 def test_a_step_whose_critic_has_trained_is_not_abandoned(tmp_path: Path) -> None:

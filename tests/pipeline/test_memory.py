@@ -14,6 +14,7 @@ from rlix.pipeline.memory.estimate import Generation, Training
 from rlix.pipeline.memory.job import job_memory, memory_problems
 from rlix.pipeline.memory.shape import ModelShape, counted, shape_of
 from rlix.pipeline.spec.job import JobSpec
+from tests.pipeline.chat_models import qwen_7b
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -54,16 +55,7 @@ def job(**changes: Any) -> JobSpec:
 
 class TestShape:
     def test_of_a_7b_model(self) -> None:
-        config = Qwen2Config(
-            vocab_size=152_064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            tie_word_embeddings=False,
-        )
-        assert counted(config) == QWEN_7B
+        assert counted(qwen_7b()) == QWEN_7B
         assert QWEN_7B.rest == 2 * 152_064 * 3584 + 3584  # embeddings, head, last norm
         assert QWEN_7B.cache == 28 * 2 * 4 * 128
 

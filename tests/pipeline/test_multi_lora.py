@@ -225,12 +225,17 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
 
 
 def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str, Any]) -> None:
-    broken = {"source": {"task": f"{Path(__file__).parent}/own_parts.py:RefusesStepOne"}}
-    many = Many(job({"small": RUNS["small"], "broken": broken}), tmp_path / "job")
-    with pytest.raises(RlixError, match=r"1 of 2 runs failed, the others have ended: broken: .*no prompts today"):
+    parts = f"{Path(__file__).parent}/own_parts.py"
+    broken = {"source": {"task": f"{parts}:RefusesStepOne"}}
+    torn = {"algorithm": {"name": f"{parts}:BreaksInStepOne", "options": {"sharpness": 1.0}}}
+    many = Many(job({"small": RUNS["small"], "broken": broken, "torn": torn}), tmp_path / "job")
+    with pytest.raises(RlixError, match=r"2 of 3 runs failed, .* broken: .*no prompts today.*; torn: .*no loss today"):
         many.run()
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
-    assert {run.name: run.state for run in many.status().runs} == {"small": "finished", "broken": "failed"}
+    states = {"small": "finished", "broken": "failed", "torn": "failed"}
+    assert {run.name: run.state for run in many.status().runs} == states
+    kept = {run: sorted(p.name for p in tmp_path.glob(f"job/runs/{run}/checkpoints/*")) for run in ("broken", "torn")}
+    assert kept == {"broken": ["step_1"], "torn": []}, "of a step that trained no checkpoint is right"
     # What was broken is mended and the job goes on: what is done is not done again.
     again = Many(job({"small": RUNS["small"], "broken": {"steps": 1}}), tmp_path / "job", resume=True)
     assert again.run().state == "finished"

@@ -143,35 +143,42 @@ def test_a_running_gang_is_never_preempted(phase: Phase) -> None:
     assert not world.cycle()
 
 
-def test_a_gang_moves_rather_than_stand_second_in_a_queue_if_nobody_works_there() -> None:
+def test_a_phase_of_unknown_length_runs_where_nobody_works_or_else_at_home() -> None:
     world = World(6)
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d"):
         world.register(name, [4, 5], train=[0, 1], alternatives=[[4, 5], [2, 3]])
     world.demand("a", 1)
     world.cycle()
-    world.request("a")
-    world.cycle()
-    next_in_line = world.request("b")
-    assert not world.cycle(), "whoever is next in line waits"
-    second = world.request("c")
+    first = world.request("a")
+    assert world.cycle().grants == (GangGrant(first, (0, 1)),)
+    second = world.request("b")
     assert world.cycle().grants == (GangGrant(second, (2, 3)),), "a rollout is at work on 4 or 5"
+    waits = world.request("c")
+    assert not world.cycle()
     world.release_gangs()
-    assert world.cycle().grants == (GangGrant(next_in_line, (0, 1)),)
+    assert world.cycle().grants == (GangGrant(waits, (0, 1)),)
+    world.release_gangs()
+    world.demand("d", 9)
+    world.register("e", [0, 1, 2, 3])
+    world.demand("e", 9)
+    world.settle()
+    anywhere = world.request("d")
+    assert world.cycle().grants == (GangGrant(anywhere, (0, 1)),), "somebody works everywhere"
 
 
 def test_a_gang_waits_for_the_devices_where_it_last_was() -> None:
     world = World(4)
-    for name in ("a", "b", "c"):
+    for name in ("a", "b"):
         world.register(name, [0], train=[0, 1], alternatives=[[2, 3]])
-    for name in ("a", "b", "c"):
+    for name in ("a", "b"):
         world.request(name)
     world.cycle()
-    assert {s.lease.pipeline_id: s.lease.devices for s in world.leases(LeaseState.ACTIVE)} == {"a": (0, 1), "c": (2, 3)}
+    assert {s.lease.pipeline_id: s.lease.devices for s in world.leases(LeaseState.ACTIVE)} == {"a": (0, 1), "b": (2, 3)}
     world.release_gangs()
-    world.request("c")
-    (request,) = [r for r in world.snapshot().requests if r.pipeline_id == "c"]
+    world.request("b")
+    (request,) = [r for r in world.snapshot().requests if r.pipeline_id == "b"]
     assert request.choices == ((2, 3), (0, 1))
-    world.demand("c", 1)
+    world.demand("b", 1)
     (rollout,) = world.snapshot().rollouts
     assert rollout.gang_devices == (2, 3), "the policy expects it there, too"
 

@@ -84,6 +84,13 @@ class TestGangs:
 
 
 class TestAlternatives:
+    def test_one_is_off_the_jobs_other_gangs(self) -> None:
+        wide, narrow = place([gang(32, "wide"), gang(2, "narrow")], pool(64))
+        assert narrow.devices == (0, 1)
+        assert len(narrow.alternatives) == MAX_ALTERNATIVES
+        assert not set(wide.devices).isdisjoint(narrow.alternatives[0])
+        assert narrow.alternatives[-1] == (32, 33)
+
     def test_are_the_other_blocks_the_least_crowded_and_nearest_first(self) -> None:
         (cluster,) = place([gang(2)], pool(4, 4), [on(0, 1, 2, 3), on(6, 7), on(6, 7)])
         assert cluster.devices == (4, 5)

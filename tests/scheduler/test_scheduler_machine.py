@@ -74,7 +74,10 @@ def assert_strict_priority(before: Snapshot, granted: dict[int, tuple[int, ...]]
         else:
             assert rivals or fixed & claim, "a gang that fits was left waiting"
         if claim != first and not request.work_gpu_s:  # who knows its length weighs all choices
-            assert any(o.id not in granted and firsts[o.id] & first for o in ahead), "moved without a queue at home"
+            gangs = any(set(granted.get(o.id, firsts[o.id])) & first for o in ahead) or fixed & first
+            worked = [lease for lease in leases if first & set(lease.devices)]
+            busy = any(demand.get((lease.pipeline_id, lease.cluster)) for lease in worked)
+            assert gangs or busy, "moved while nobody worked at home"
             others = {device for other, devices in granted.items() if other != request.id for device in devices}
             stopped = [lease for lease in leases if claim & set(lease.devices) and not others & set(lease.devices)]
             assert not any(demand.get((s.pipeline_id, s.cluster)) for s in stopped), "moved onto somebody's work"

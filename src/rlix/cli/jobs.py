@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
-from rlix.cli.pool import Pool, StatusSource, running_pool
+from rlix.cli.pool import Pool, StatusSource, elsewhere, running_pool
 from rlix.cli.programs import AttachedProgram, asking, find_programs
 from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render, utilisation
 from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, watch
-from rlix.control.announcement import Announcement, await_end, is_claimed, log_path, read_announcement
+from rlix.control.announcement import Announcement, await_end, await_start, is_claimed, log_path, read_announcement
 from rlix.control.daemon import other_programs
 from rlix.control.init import shutdown
 from rlix.control.settings import Settings
@@ -59,6 +59,8 @@ def show_status() -> int:
             if pipeline.pipeline_id not in launched:
                 state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
                 _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
+        for ending in control.endings:
+            _say(console, f"ended at {_time_of_day(ending.time)}: {ending}")
     return 0
 
 
@@ -98,6 +100,9 @@ def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
 def take_down() -> int:
     """Stop every job, then end the control plane."""
     console, settings, found = make_console(), Settings.from_env(), None
+    if not elsewhere(settings) and read_announcement(settings.home) is None and is_claimed(settings.home):
+        _say(console, "a control plane is starting here: waiting for it to be ready, to end it")
+        await_start(settings.home)
     try:
         with running_pool(settings) as pool:
             if pool is not None:
@@ -211,8 +216,10 @@ def _say(console: Console, text: str) -> None:
 
 def _say_nothing_runs(console: Console) -> None:
     settings = Settings.from_env()
-    state = "is starting or ending" if is_claimed(settings.home) else "runs"
-    _say(console, f"no control plane {state} here (RLIX_HOME is {settings.home}); `rlix run` starts one")
+    if not elsewhere(settings) and is_claimed(settings.home):
+        _say(console, f"a control plane is starting or ending here (RLIX_HOME is {settings.home}); try again soon")
+    else:
+        _say(console, f"no control plane runs here (RLIX_HOME is {settings.home}); `rlix run` starts one")
 
 
 def _wait(done: Callable[[], bool], timeout_s: float) -> bool:

@@ -108,7 +108,7 @@ def shared_pool(settings: Settings, wanted: int | None, enough: int) -> Iterator
 def running_pool(settings: Settings) -> Iterator[Pool | None]:
     """The control plane that runs already; None where there is none."""
     try:
-        if _elsewhere(settings):
+        if elsewhere(settings):
             try:
                 orchestrator = init(create_if_missing=False, settings=settings, log_level=_LOG_LEVEL)
             except RlixError:
@@ -123,7 +123,8 @@ def running_pool(settings: Settings) -> Iterator[Pool | None]:
         detach()
 
 
-def _elsewhere(settings: Settings) -> bool:
+def elsewhere(settings: Settings) -> bool:
+    """Whether it is the control plane of a Ray cluster that is meant, not that of RLIX_HOME's daemon."""
     return settings.ray_address not in ("", "local")
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
+from rlix.cli.plans import planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.resume import say_resumptions
 from rlix.cli.view import make_console
@@ -53,8 +54,7 @@ def run_jobs(options: RunOptions) -> int:
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
     _check_output(options.runs_dir)
-    if options.devices is not None:
-        check_jobs(specs, range(options.devices))
+    check_jobs(specs, None if options.devices is None else range(options.devices))
     console = make_console(stderr=options.as_json)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)
@@ -129,6 +129,8 @@ def _run_to_end(
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
+            resumed = options.runs_dir if options.resume else None
+            specs = planned(specs, ids, smallest_memory(devices), console, resumed)
             check_jobs(specs, ids)
             if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (

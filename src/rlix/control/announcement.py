@@ -3,9 +3,11 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +15,10 @@ from pathlib import Path
 
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 90.0
+_LOOK_S = 1.0
 _POLL_S = 0.05
 _CLAIM_TRIES = 20
 _LOG_LINES = 15
@@ -70,12 +75,17 @@ def is_claimed(home: Path) -> bool:
 
 
 class Claim:
-    """The right to be the daemon of a home. The kernel takes it back when the process that holds it ends."""
+    """The right to be the daemon of a home. The kernel takes it back when the last process that holds it ends."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, inherited: int | None = None) -> None:
+        """`inherited`: the descriptor with which whoever started this process passes its claim on."""
         self._home = home
         home.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(home).open("w")
+        self._lock = _lock(home).open("w") if inherited is None else os.fdopen(inherited, "w")
+        os.set_inheritable(self.fileno(), False)
+
+    def fileno(self) -> int:
+        return self._lock.fileno()
 
     def take(self) -> bool:
         """False when another process has it."""
@@ -97,8 +107,29 @@ class Claim:
         _file(self._home).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the right back, if it was taken."""
+        """Gives the right back, if it was taken and not passed on."""
         self._lock.close()
+
+
+class DeathNotice:
+    """Says at once that a daemon is gone: Ray notices almost a minute later, and whoever asks it something waits so
+    long."""
+
+    def __init__(self, home: Path, found: Announcement) -> None:
+        self._over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, args=(home, found), name="death notice", daemon=True)
+        self.thread.start()
+
+    def cancel(self) -> None:
+        self._over.set()
+
+    def _watch(self, home: Path, found: Announcement) -> None:
+        while is_claimed(home):
+            if self._over.wait(_LOOK_S):
+                return
+        if not self._over.is_set():
+            text = "the control plane (process %d) is gone, and its Ray; what is asked of it fails within a minute"
+            logger.warning(text, found.pid)
 
 
 def find_or_start_daemon(
@@ -119,12 +150,21 @@ def find_or_start_daemon(
         if child is not None and child.poll():
             raise RlixError(f"the control plane did not start: {_end_of(log_path(home))}")
         if (child is None or child.returncode is not None) and not is_claimed(home):
-            child = _spawn(home, virtual_gpus)
+            child = _spawn(home, virtual_gpus) or child
         if time.monotonic() > deadline:
-            raise WaitTimeoutError(
-                f"no control plane was ready within {timeout_s:.0f} s in {home}; its log is {log_path(home)}"
-            )
+            raise WaitTimeoutError(_not_ready(home, timeout_s))
         time.sleep(_POLL_S)
+
+
+def await_start(home: Path, timeout_s: float = START_TIMEOUT_S) -> Announcement | None:
+    """The announcement of the home's daemon once it is ready, where one is starting; None when none is (any more).
+
+    Raises:
+        WaitTimeoutError: it was not ready within `timeout_s` seconds.
+    """
+    if not _wait(lambda: read_announcement(home) is not None or not is_claimed(home), timeout_s):
+        raise WaitTimeoutError(_not_ready(home, timeout_s))
+    return read_announcement(home)
 
 
 def await_end(home: Path, timeout_s: float) -> None:
@@ -147,21 +187,29 @@ def python_path() -> list[str]:
     return [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes]":
+def _not_ready(home: Path, timeout_s: float) -> str:
+    return f"no control plane was ready within {timeout_s:.0f} s in {home}; its log is {log_path(home)}"
+
+
+def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes] | None":
+    """Starts a daemon that has the home's claim from the first moment; None when somebody else has it."""
     log = log_path(home)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["RLIX_HOME"] = str(home)
     environment["PYTHONPATH"] = os.pathsep.join(python_path())
-    arguments = [] if virtual_gpus is None else [str(virtual_gpus)]
-    with log.open("ab") as output:
+    size = [] if virtual_gpus is None else [str(virtual_gpus)]
+    with log.open("ab") as output, contextlib.closing(Claim(home)) as claim:
+        if not claim.take():
+            return None
         return subprocess.Popen(
-            [sys.executable, "-m", "rlix.control.daemon", *arguments],
+            [sys.executable, "-m", "rlix.control.daemon", *size, f"--claim={claim.fileno()}"],
             cwd=home,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            pass_fds=[claim.fileno()],
             start_new_session=True,
         )
 

@@ -4,6 +4,7 @@ It outlives the program that started it, and ends, with everything it started, o
 pipeline has been registered and no other program attached.
 """
 
+import argparse
 import contextlib
 import logging
 import os
@@ -21,7 +22,7 @@ from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlix.control.announcement import Announcement, Claim
-from rlix.control.attach import authentication, daemon_authentication
+from rlix.control.connect import authentication, daemon_authentication
 from rlix.control.init import init, shutdown
 from rlix.control.rpc import comes_back
 from rlix.control.settings import Settings
@@ -144,11 +145,15 @@ def _status(orchestrator: Any) -> ControlStatus:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("virtual_gpus", type=int, nargs="?")
+    parser.add_argument("--claim", type=int, metavar="FD", help="the home's lock, already taken")
+    arguments = parser.parse_args()
     try:
         settings = Settings.from_env()
-        with contextlib.closing(Claim(settings.home)) as claim:
+        with contextlib.closing(Claim(settings.home, arguments.claim)) as claim:
             if claim.take():  # otherwise another one was faster
-                Daemon(settings, claim).run(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+                Daemon(settings, claim).run(arguments.virtual_gpus)
     except RlixError as error:
         logger.error("%s", error)
         return 1

@@ -1,6 +1,7 @@
 """How leases and pipelines end: a device passes on when its holder's bytes are gone or its holder is dead."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from rlix.protocol.events import (
     PipelineEnding,
     PipelineUnregistered,
 )
-from rlix.protocol.messages import Device, Lease, LeaseState, Occupant, Process, ReleaseReason
+from rlix.protocol.messages import Device, Ending, Lease, LeaseState, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEPT_ENDINGS = 20
 _LOOK_AGAIN_S = 0.02
 _LONGEST_PAUSE_S = 60.0
 
@@ -30,10 +32,12 @@ class Endings:
     """Nobody's word is enough for a device: who gives a lease back is believed when the device's lock is free too.
 
     Whoever does not give it back is ended, and a device that is locked even then is quarantined and looked at again.
+    `last` are the latest ends that nobody asked for, or somebody else: for people, and not over a restart.
     """
 
     def __init__(self, core: "Core") -> None:
         self._core = core
+        self.last: deque[Ending] = deque(maxlen=KEPT_ENDINGS)
         self._taking: set[int] = set()  # epochs whose holders are being ended right now
         self._quarantine_s: dict[int, float] = {}  # by epoch: the pause before the next look
 
@@ -93,17 +97,28 @@ class Endings:
             self._release({lease: reason})
             return
         self._taking.add(lease.epoch)
-        name = f"lease {lease.epoch} of {lease.pipeline_id}/{lease.cluster} on devices {list(lease.devices)}"
-        logger.warning("%s is taken back: %s", name, why)
+        ending = self._note(lease.pipeline_id, why, lease)
+        logger.warning("lease %d is taken back: %s", lease.epoch, ending)
         if status.state is LeaseState.ACTIVE:
             core.record(DrainStarted(lease.epoch, why))
         job = core.jobs.get(lease.pipeline_id)
         if lease.phase is Phase.ROLLOUT and job is not None and not job.ending:
-            core.clock.call_later(job.failed(core.clock.time()), core.changed)
+            core.clock.call_later(job.failed(core.clock.time()), core.planning.soon)
             core.rollouts.ended(lease)
         # Whoever asked for devices of a node that left may be on another one, and has no byte there any more.
         holders = self.named_holders(lease) if reason is ReleaseReason.NODE_LOST else self.holders(lease)
-        self._kill_holders(lease, holders, partial(self._seen_after_death, lease, why, reason))
+        self._kill_holders(lease, holders, str(ending), partial(self._seen_after_death, lease, why, reason))
+
+    def why(self, epoch: int) -> str:
+        """Why a lease was taken; "" when it was not, or long ago."""
+        return next((ending.why for ending in self.last if ending.epoch == epoch), "")
+
+    def _note(self, pipeline_id: str, why: str, lease: Lease | None = None) -> Ending:
+        core = self._core
+        registration = core.state.registrations.get(pipeline_id)
+        of_lease = (lease.epoch, lease.cluster, lease.devices) if lease else ()
+        self.last.append(Ending(core.wall(), pipeline_id, registration.name if registration else "", why, *of_lease))
+        return self.last[-1]
 
     def holders(self, lease: Lease) -> tuple[Process, ...]:
         """The processes that keep bytes under the lease: those named, or else those that took it."""
@@ -122,7 +137,11 @@ class Endings:
         return tuple(named.values())
 
     def _kill_holders(
-        self, lease: Lease, named: Sequence[Process], done: Callable[[Sequence[Process], Sequence[Occupant]], None]
+        self,
+        lease: Lease,
+        named: Sequence[Process],
+        told: str,
+        done: Callable[[Sequence[Process], Sequence[Occupant]], None],
     ) -> None:
         """Ends the named processes, then whoever still locks the devices under this lease."""
         core = self._core
@@ -135,12 +154,12 @@ class Endings:
             if not found:
                 done(survivors, there)
                 return
-            core.nodes.kill(found, lambda left: after_all((*survivors, *left)))
+            core.nodes.kill(found, told, lambda left: after_all((*survivors, *left)))
 
         def after_all(survivors: tuple[Process, ...]) -> None:
             self._look((lease,), lambda there: done(survivors, there[lease.epoch]))
 
-        core.nodes.kill(tuple(named), after_named)
+        core.nodes.kill(tuple(named), told, after_named)
 
     def _seen_after_death(
         self,
@@ -177,7 +196,7 @@ class Endings:
             return
         self._taking.add(lease.epoch)
         done = partial(self._seen_after_death, lease, _first(status.reason), ReleaseReason.KILLED)
-        self._kill_holders(lease, self.holders(lease), done)
+        self._kill_holders(lease, self.holders(lease), "", done)  # who can be told has been
 
     def give_up(self, device_id: int) -> tuple[Lease, ...]:
         """A person says that a quarantined device is free: ends the leases that keep it. Returns them."""
@@ -193,8 +212,12 @@ class Endings:
 
     # -- a pipeline ends ---------------------------------------------------------------------------------------------
 
-    def end(self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], None]) -> None:
+    def end(
+        self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], object] = lambda: None
+    ) -> None:
         """Ends a pipeline: refuses its requests, ends its program and its workers, then frees its devices.
+
+        They are told why, unless it ends by its own word.
 
         Saying it again tries again. `spare` is the process that says so: it is not ended, unless it keeps devices
         locked. `done` is called when that has been tried; a pipeline with quarantined devices is there until they are
@@ -206,31 +229,38 @@ class Endings:
             core.record(PipelineUnregistered(pipeline_id, why))
             done()
             return
+        programs = core.state.holders(pipeline_id, "").values()
+        told = "" if spare is not None and (spare in programs or spare in job.callers) else why or "unregistered"
         if pipeline_id not in core.state.ending:
-            level = logging.INFO if spare is not None else logging.WARNING  # by its own word, or by somebody else's
-            logger.log(level, "pipeline %s ends: %s", pipeline_id, why or "unregistered")
+            logger.log(logging.WARNING if told else logging.INFO, "pipeline %s ends: %s", pipeline_id, why)
+            told = told and str(self._note(pipeline_id, told))
             for ticket in core.gangs.of_pipeline(pipeline_id):
                 if ticket.outcome is None:
-                    text = f"pipeline {pipeline_id!r} was unregistered while it waited for {ticket.cluster.name!r}"
+                    text = f"pipeline {pipeline_id!r} was ended while it waited for {ticket.cluster.name!r}"
                     core.withdraw(ticket, PipelineGoneError(f"{text}: {why or 'unregistered'}"))
             core.record(PipelineEnding(pipeline_id, why))
         job.ending = True
         registration = core.state.registrations[pipeline_id]
-        programs = [p for p in core.state.holders(pipeline_id, "").values() if p != spare]
         workers = [
             process
             for cluster in registration.clusters
             for process in core.state.holders(pipeline_id, cluster.name).values()
             if process != spare
         ]
+
+        def after_workers(_: Sequence[Process]) -> None:
+            self._end_leases(pipeline_id, why, told, spare, done)
+
         # The program goes first: it would start its workers again.
         core.nodes.kill(
-            programs, lambda _: core.nodes.kill(workers, lambda _: self._end_leases(pipeline_id, why, spare, done))
+            [p for p in programs if p != spare], told, lambda _: core.nodes.kill(workers, told, after_workers)
         )
         for cluster in registration.clusters:
             core.rollouts.wake(pipeline_id, cluster.name)
 
-    def _end_leases(self, pipeline_id: str, why: str, spare: Process | None, done: Callable[[], None]) -> None:
+    def _end_leases(
+        self, pipeline_id: str, why: str, told: str, spare: Process | None, done: Callable[[], object]
+    ) -> None:
         leases = [s.lease for s in self._core.state.leases_of(pipeline_id) if s.lease.epoch not in self._taking]
         left = len(leases)
 
@@ -244,7 +274,7 @@ class Endings:
         self._taking.update(lease.epoch for lease in leases)
         for lease in leases:
             unnamed = () if self.named_holders(lease) else self.holders(lease)  # the others are dead by now
-            self._kill_holders(lease, [p for p in unnamed if p != spare], partial(one_done, lease))
+            self._kill_holders(lease, [p for p in unnamed if p != spare], told, partial(one_done, lease))
         if not leases:
             self._forget_if_empty(pipeline_id)
             done()
@@ -261,8 +291,7 @@ class Endings:
             job = core.jobs.get(pipeline_id)
             if job is not None:
                 job.ending = True
-                end = partial(self.end, pipeline_id, why, done=lambda: None)
-                core.clock.call_later(core.settings.settle_s, end)
+                core.clock.call_later(core.settings.settle_s, partial(self.end, pipeline_id, why))
 
     # -- below -------------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ class Nodes(Protocol):
         """Which of the devices are locked now, and by whom."""
         ...
 
-    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
-        """Ends the processes; `done` gets those that still live after a few seconds."""
+    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
+        """Ends the processes, which are told `why` where that is not empty; `done` gets those that still live after a
+        few seconds."""
         ...
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:

@@ -36,4 +36,5 @@ def status_of(core: Core) -> ControlStatus:
         granted_at=dict(core.granted_at),
         holders={lease.epoch: core.endings.holders(lease) for lease in held},
         trouble=core.writer.trouble,
+        endings=tuple(core.endings.last),
     )

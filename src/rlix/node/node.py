@@ -27,6 +27,6 @@ class Node:
     def states(self, processes: Iterable[Process]) -> dict[Process, process.State]:
         return {each: process.state(each) for each in processes}
 
-    def kill(self, processes: Iterable[Process], timeout_s: float) -> tuple[Process, ...]:
+    def kill(self, processes: Iterable[Process], timeout_s: float, why: str = "") -> tuple[Process, ...]:
         """End processes (see `process.kill`); returns those that still live after `timeout_s`."""
-        return process.kill(processes, timeout_s)
+        return process.kill(processes, timeout_s, why)

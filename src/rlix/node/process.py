@@ -1,5 +1,6 @@
 """Processes of this machine: who they are, whether they live, and how they end."""
 
+import contextlib
 import logging
 import os
 import select
@@ -70,10 +71,11 @@ def descendants(process: Process) -> tuple[Process, ...]:
     return tuple(child for child in found if child is not None and alive(child))
 
 
-def kill(processes: Iterable[Process], timeout_s: float) -> tuple[Process, ...]:
+def kill(processes: Iterable[Process], timeout_s: float, why: str = "") -> tuple[Process, ...]:
     """End processes with SIGKILL, also stopped ones, and return those that still live after `timeout_s`.
 
-    One that leads a process group takes the whole group with it, unless that is the caller's own.
+    One that leads a process group takes the whole group with it, unless that is the caller's own. `why` is written to
+    each one's standard error before, for whoever looks there.
     """
     watched: dict[int, Process] = {}
     survivors = []
@@ -86,6 +88,8 @@ def kill(processes: Iterable[Process], timeout_s: float) -> tuple[Process, ...]:
             watched[descriptor] = process
             if not alive(process):  # asked after opening: from here on the descriptor cannot mean another process
                 continue
+            if why:
+                _tell(process, f"rlix: process {process.pid} is ended: {why}")
             try:
                 _kill(descriptor, process.pid)
             except ProcessLookupError:
@@ -97,6 +101,18 @@ def kill(processes: Iterable[Process], timeout_s: float) -> tuple[Process, ...]:
         return (*survivors, *_wait(waiting, time.monotonic() + timeout_s))
     finally:
         for descriptor in watched:
+            os.close(descriptor)
+
+
+def _tell(process: Process, text: str) -> None:
+    """Where that can be done at once: on a terminal, in a pipe with room, at the end of a file."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    with contextlib.suppress(OSError):  # another user's, a socket, closed, full
+        descriptor = os.open(f"/proc/{process.pid}/fd/2", flags)
+        try:
+            if alive(process):  # so that it was this one's
+                os.write(descriptor, f"{text}\n".encode(errors="replace"))
+        finally:
             os.close(descriptor)
 
 

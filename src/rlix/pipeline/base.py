@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlix.control.client import JobClient
+from rlix.control.settings import Settings
 from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
@@ -19,6 +20,7 @@ from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
+from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
@@ -27,6 +29,7 @@ from rlix.protocol.types import Phase
 logger = logging.getLogger(__name__)
 
 SETTLE_AFTER_ERROR_S = 60.0
+_TRAINING = (Phase.ACTOR_TRAINING, Phase.CRITIC_TRAINING)
 
 
 class Resident(Protocol):
@@ -63,11 +66,14 @@ class Pipeline(ABC):
         self.stop_requested = threading.Event()
         self._ended = threading.Event()
         self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
+        self._done = self._saved = 0  # steps
+        self._changed = False  # whether a step has begun to change what checkpoints hold
         self._rewards: list[float] = []
         self._exacts: list[float] = []
         self._lease_records = 0
         self._usage = Usage(time.time())
         self._moves = Deadlines()
+        self._plan = PlanWatch(self.spec)
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -145,7 +151,7 @@ class Pipeline(ABC):
         self.checkpoints.look()
         self._update(phase=f"waiting for {name}")
         with self.client.phase(cluster, phase, stop=self.stop_requested if stoppable else None) as lease:
-            self._update(phase=name)
+            self.note_entered(phase)
             marks = [time.time()]
             try:
                 if engine is not None:
@@ -165,6 +171,7 @@ class Pipeline(ABC):
                         engine.release(lease.epoch)
             finally:
                 marks.append(time.time())
+                self._plan.phase(cluster, marks[-1] - marks[0])
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
                 spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
                 self.folder.spans([span for span in spans if span.end > span.start])
@@ -179,6 +186,11 @@ class Pipeline(ABC):
     def devices_of(self, ids: Iterable[int]) -> tuple[Device, ...]:
         """The devices with these ids, in their order."""
         return tuple(self.devices[id] for id in ids)
+
+    def note_entered(self, phase: Phase) -> None:
+        """Show `phase` as what the job is doing. Once it trains, checkpoints would not hold the last whole step."""
+        self._changed |= phase in _TRAINING
+        self._update(phase=phase.name.lower())
 
     def note_phase(self, text: str) -> None:
         """Show `text` as what the job is doing."""
@@ -228,7 +240,8 @@ class Pipeline(ABC):
 
     def _train(self, first: int) -> str:
         every = self.spec.checkpoint.every
-        saved = done = first
+        self._saved = self._done = first
+        self._changed = False
         self._write_lease_events()
         spent_gpu_s = self._usage.gpu_s(time.time())  # on what is not done again at every step
         for step in range(first, self.spec.steps):
@@ -241,17 +254,21 @@ class Pipeline(ABC):
                 metrics = self._one_step(step)
             except InterruptedError:
                 break
-            done = step + 1
+            done = self._done = step + 1
+            self._changed = False
             per_step = (self._usage.gpu_s(time.time()) - spent_gpu_s) / (done - first)
             self.expect_gpu_s(per_step * (self.spec.steps - done))
             best = self.checkpoints.better(done, metrics)
             if best is not None or done % every == 0:
                 self.checkpoints.begin(done, self.save, best)
-                saved = done
-        if done > saved:
-            self.checkpoints.begin(done, self.save)
+                self._saved = done
+                if self._plan.drifted:
+                    home = Settings.from_env().home
+                    self._log_plan(self._plan.at_checkpoint(self.folder.path, sorted(self.devices), home))
+        if self._done > self._saved:
+            self.checkpoints.begin(self._done, self.save)
         self.checkpoints.settle()
-        return "stopped" if done < self.spec.steps else "finished"
+        return "stopped" if self._done < self.spec.steps else "finished"
 
     def _one_step(self, step: int) -> dict[str, float]:
         start = time.time()
@@ -270,7 +287,12 @@ class Pipeline(ABC):
             tokens_per_s=metrics.get("tokens_per_s"),
         )
         self._write_lease_events()
+        self._log_plan(self._plan.step(metrics))
         return metrics
+
+    def _log_plan(self, said: str) -> None:
+        if said:
+            logger.info("%s: %s", self.spec.name, said)
 
     def _evaluated(self, done: int) -> dict[str, float]:
         """Metrics of the evaluation that is due after `done` steps. Whoever stops the job does not wait for it."""
@@ -282,6 +304,9 @@ class Pipeline(ABC):
         try:
             metrics = dict(self.evaluate(done))
         except InterruptedError:
+            return {}
+        except RlixError as error:  # it teaches nothing, so training goes on without it
+            logger.warning("%s: the evaluation after %d steps failed: %s", self.spec.name, done, error)
             return {}
         self._update(evaluation=metrics.get(wanted.best or "eval/reward"))
         return {**metrics, "evaluation_s": time.time() - start}
@@ -309,16 +334,19 @@ class Pipeline(ABC):
         detail = self._said(error)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
-            self._settle_after_error()
+            self._save_after_error(error)
             self._note_failure(detail)
         logger.info("%s failed", self.spec.name, exc_info=error)
 
-    def _settle_after_error(self) -> None:
-        """The checkpoint that is under way is of a step that was done before the error."""
+    def _save_after_error(self, error: BaseException) -> None:
+        """Complete the checkpoint under way, which is of a step before the error; write another where more was done."""
         try:
             self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
-        except (RlixError, OSError) as error:
-            logger.warning("%s: its last checkpoint was not completed: %s", self.spec.name, self._said(error))
+            if self._done > self._saved and not self._changed and not is_full_disk(error):
+                self.checkpoints.begin(self._done, self.save)
+                self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
+        except Exception:  # whatever it is: what went wrong first is what the user is told
+            logger.exception("%s: its last checkpoint was not completed", self.spec.name)
 
     def _note_checkpoint(self, done: int, path: Path) -> None:
         self._event("checkpoint", step=done, path=str(path))

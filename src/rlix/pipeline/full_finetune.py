@@ -390,9 +390,9 @@ class FullFinetunePipeline(Pipeline):
                 compute_dtype=dtype,
                 weights_path=path,
                 lease=self.client.fence(lease),
+                name_holders=lambda processes: self.client.name_holders(name, processes),
                 call_timeout_s=self.spec.training.timeout_s,
             )
-            self.client.name_holders(name, engine.processes)
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)
             engine.declare_speed(self.spec.speed)
             engine.release(lease.epoch)

@@ -50,7 +50,7 @@ class AdapterRun(LoraFinetunePipeline):
         """A turn on the job's gang."""
         self.note_phase(f"waiting for {phase.name.lower()}")
         with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
-            self.note_phase(phase.name.lower())
+            self.note_entered(phase)
             yield None
 
     def local_model(self) -> Path:

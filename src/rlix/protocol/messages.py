@@ -236,11 +236,33 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """A job, or one lease of it, that was ended without its own word: when (unix seconds) and why.
+
+    `job` is what its user calls it; `epoch` and `devices` are the lease's, 0 and none where the whole job was ended.
+    """
+
+    time: float
+    pipeline_id: str
+    job: str
+    why: str
+    epoch: int = 0
+    cluster: str = ""
+    devices: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        name = f"{self.job} ({self.pipeline_id})" if self.job else self.pipeline_id
+        where = f", {self.cluster} on devices {list(self.devices)}" if self.epoch else ""
+        return f"{name}{where}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class ControlStatus:
     """What the control plane shows to a terminal view or a script.
 
     `granted_at`: unix seconds, by epoch. `holders`: the processes behind each active lease, by epoch. `trouble`: what
-    keeps the control plane from granting anything, and what to do about it; empty while all is well.
+    keeps the control plane from granting anything, and what to do about it; empty while all is well. `endings`: the
+    last ones, oldest first.
     """
 
     devices: tuple[Device, ...]
@@ -251,3 +273,4 @@ class ControlStatus:
     granted_at: Mapping[int, float] = field(default_factory=dict)
     holders: Mapping[int, tuple[Process, ...]] = field(default_factory=dict)
     trouble: str = ""
+    endings: tuple[Ending, ...] = ()

@@ -4,6 +4,7 @@ All are priced in GPU-seconds. A second that the gang's job loses costs what the
 the pool: `share * (wait + work / width)`. Rollouts that are stopped cost their bundles' loads, `_PER_LOAD` times. So a
 gang is wide while the pool is wide, or while nobody is stopped for it; where jobs are as many as GPUs it runs on few.
 A choice other than the first, which is where the gang last was, must be cheaper by `_WORTH_IT`: its state has to move.
+How long a phase takes is not known at its first time. It then runs where nobody is at work, as wide as it is.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,8 +49,10 @@ class GangChoice:
         """The devices to grant; None while the gang had better wait for the first of `choices`."""
         first, *others = choices
         fits = self._fits(first)
-        if not others or not request.work_gpu_s:
-            return first if fits else self._idle(first, others)
+        if not others:
+            return first if fits else None
+        if not request.work_gpu_s:
+            return self._idle(choices) or (first if fits else None)
         price, best = self._price(request, first), first if fits else None
         if not fits:
             price += self._share * self._wait_s(request, first)
@@ -64,11 +67,10 @@ class GangChoice:
     def _fits(self, devices: tuple[int, ...]) -> bool:
         return self.reserved.isdisjoint(devices) and all(d in self.free or d in self.running for d in devices)
 
-    def _idle(self, first: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """For who would be second in the queue for `first` and whose length is not known: where nobody works."""
-        if self.reserved.isdisjoint(first):
-            return None
-        return next((o for o in others if len(o) == len(first) and self._fits(o) and not any(self._stopped(o))), None)
+    def _idle(self, choices: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The first of these, of those as wide as the first, where nobody works."""
+        wide = (devices for devices in choices if len(devices) == len(choices[0]))
+        return next((devices for devices in wide if self._fits(devices) and not any(self._stopped(devices))), None)
 
     def _stopped(self, devices: tuple[int, ...]) -> Iterable[Lease]:
         """The leases with demand on them."""

@@ -33,6 +33,9 @@ def _events(state: State) -> Iterator[Event]:
                 yield HoldersNamed(pipeline_id, cluster, tuple(holders.items()))
         if pipeline_id in state.admitted or pipeline_id in state.ending:
             yield PipelineAdmitted(pipeline_id)
+    for epoch, status in state.leases.items():
+        answered = state.answered_by(epoch)
+        yield LeaseKept(status, None if answered is None else answered.id)
     for request in sorted(state.requests.values(), key=lambda request: request.id):
         yield GangRequested(
             request.id,
@@ -45,9 +48,6 @@ def _events(state: State) -> Iterator[Event]:
             request.longest_s,
             request.devices,
         )
-    for epoch, status in state.leases.items():
-        answered = state.answered_by(epoch)
-        yield LeaseKept(status, None if answered is None else answered.id)
     for pipeline_id, reason in state.ending.items():
         yield PipelineEnding(pipeline_id, reason)
     yield CountersKept(

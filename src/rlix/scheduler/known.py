@@ -142,9 +142,16 @@ class Known:
         return last if len(last) == len(cluster.devices) else cluster.devices
 
     def _placed(self, asked: GangRequested, cluster: Cluster) -> GangRequest:
-        """The request with the devices on which it may be granted, the expected ones first."""
+        """The request with the devices on which it may be granted, the expected ones first.
+
+        Where it can, it avoids what its own caller holds until it is granted.
+        """
+        kept = {d for epoch in asked.holding if epoch in self._leases for d in self._leases[epoch].lease.devices}
+        apart = [c for c in cluster.choices if kept.isdisjoint(c) and self._devices.keys() >= set(c)] if kept else []
+        choices = apart or cluster.choices
         first = asked.first or self._expected_on(asked.pipeline_id, cluster)
-        others = tuple(devices for devices in cluster.choices if devices != first)
+        first = first if first in choices else choices[0]
+        others = tuple(devices for devices in choices if devices != first)
         return GangRequest(
             asked.request_id,
             asked.pipeline_id,

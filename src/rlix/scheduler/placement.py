@@ -128,19 +128,26 @@ def _gang(wish: Wish, own: Sequence[Block], pool: _Pool) -> Cluster:
     own_on = Counter(chain.from_iterable(own))
     candidates = [*pool.inside(own, size, bundle), *blocks]
     chosen = min(candidates, key=lambda block: (-sum(own_on[device] for device in block), *pool.crowding(block)))
-    alternatives = _alternatives(wish, chosen, pool) if wish.moves else ()
+    alternatives = _alternatives(wish, chosen, frozenset(own_on), pool) if wish.moves else ()
     return Cluster(wish.name, bundle, chosen, alternatives)
 
 
-def _alternatives(wish: Wish, chosen: Block, pool: _Pool) -> tuple[Block, ...]:
-    """Other blocks, the widest first. Every width gets one before any gets a second, so that the cap leaves some."""
+def _alternatives(wish: Wish, chosen: Block, own: frozenset[int], pool: _Pool) -> tuple[Block, ...]:
+    """Other blocks, the widest first. Every width gets one before any gets a second, so that the cap leaves some.
+
+    Where the pool has one, one of them is off the pipeline's own gangs, for a phase inside one of theirs.
+    """
     by_width = []
     for width in _spread(wish.widths):
         blocks = pool.blocks(width, wish.tensor_parallel_size)
         elsewhere = [block for block in blocks if set(block) != set(chosen)]
         by_width.append(sorted(elsewhere, key=lambda block: pool.move(chosen, block)))
     turns = [block for turn in zip_longest(*by_width) for block in turn if block is not None]
-    return tuple(sorted(turns[:MAX_ALTERNATIVES], key=lambda block: -len(block)))
+    offered = turns[:MAX_ALTERNATIVES]
+    apart = next((block for block in turns if own.isdisjoint(block)), None)
+    if apart is not None and apart not in offered:
+        offered[-1] = apart
+    return tuple(sorted(offered, key=lambda block: -len(block)))
 
 
 def _spread(widths: tuple[int, ...]) -> list[int]:

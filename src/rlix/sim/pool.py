@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlix.control.core import Core, Decide
+from rlix.control.core import Core
+from rlix.control.planning import Decide
 from rlix.control.ports import Clock
 from rlix.control.settings import Settings
 from rlix.control.writer import EventStore, Forgetful
@@ -21,7 +22,7 @@ class _Nodes:
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         done(())
 
-    def kill(self, processes: Sequence[Process], done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
         done(())
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:

@@ -58,20 +58,12 @@ class TensorParallelExecutor(TrainExecutor):
     def exports(self, module: BaseTrainModule) -> list[Exported]:
         named = self.named(module)
         return [
-            Exported(name, more, named[name], partial(self._whole, named[name]))
+            Exported(name, more, named[name], partial(named.__getitem__, name))
             for name, more in tied_names(named).items()
         ]
 
     def mover(self) -> Mover:
         return SwapMover(self.device)  # virtual devices are left as real ones are
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        local = tensor.to_local().detach().contiguous()
-        pieces = [torch.empty_like(local) for _ in range(self.layout.tensor)]
-        dist.all_gather(pieces, local, group=self._groups.tensor)
-        return torch.cat(pieces, tensor.placements[1].dim)
 
     def _average(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

@@ -53,7 +53,7 @@ def _play(
         mine = [p for p in parts if place[p.name] == stage]
         held = sum(_best(p, ranks[p.name], size[stage[0]], room)[1] for p in mine)
         work = max(_best(p, ranks[p.name], size[stage[0]], room)[2] for p in mine)
-        swaps[stage] = len([p for p in mine if p.switch_s]) > 1 and held + work > room
+        swaps[stage] = len(mine) > 1 and held + work > room
         seconds[stage] = sum(_best(p, ranks[p.name], size[stage[0]], room)[0] for p in mine)
         seconds[stage] += sum(p.switch_s for p in mine) if swaps[stage] else 0.0
         inside = [e for e in edges if place[e.target] == stage and place[e.source][0] == stage[0]]
@@ -64,7 +64,8 @@ def _play(
         done: dict[tuple[tuple[int, int], int], float] = {}
         for chunk in range(m):
             for stage in sorted(mine):
-                before = {place[e.source] for e in edges if place[e.target] == stage} & set(mine) - {stage}
+                before = {place[e.source] for e in edges if place[e.target] == stage and not e.ahead}
+                before &= set(mine) - {stage}
                 start = max([done.get((stage, chunk - 1), 0.0), *(done[b, chunk] for b in before)])
                 done[stage, chunk] = start + seconds[stage]
         total += max(done.values())
@@ -99,7 +100,7 @@ def _best(part: Component, ranks: int, items: int, room: float) -> tuple[float, 
     for n in range(1, min(ranks, items, part.most or ranks) + 1):
         peak, held = float(part.table.peak_bytes([n], items)[0]), float(part.table.resident_bytes([n])[0])
         seconds = part.table.seconds(n, items)
-        if max(peak, held) <= room and seconds < found[0]:
+        if (n in part.widths or not part.widths) and max(peak, held) <= room and seconds < found[0]:
             found = (seconds, held, max(peak, held) - held)
     return found
 

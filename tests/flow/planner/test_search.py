@@ -61,6 +61,29 @@ def test_a_part_that_does_not_scale_gets_few_devices_beside_the_others() -> None
     assert collocated.seconds == pytest.approx(12.8 + 11.2 + 8)
 
 
+def test_working_a_step_ahead_pays_where_the_edge_allows_it() -> None:
+    make, score, learn = (part(n, 0, 1, chunk=8) for n in ("make", "score", "learn"))
+    inner = Edge("score", "learn")
+    in_turn = make_plan(Graph([make, score, learn], [Edge("make", "score"), inner]), 8, 4)
+    assert in_turn.best.seconds == pytest.approx(3 * 2)
+    slow = part("make", 0, 3, scales=False, chunk=8)  # 24 s on any width: the others' 4 s hide behind it
+    ahead = make_plan(Graph([slow, score, learn], [Edge("make", "score", ahead=True), inner]), 8, 5)
+    assert ahead.best.shape == "(make on 1 | score+learn on 4, a step ahead)"
+    assert (ahead.best.seconds, ahead.best.mode) == (pytest.approx(24), Mode.HYBRID)
+    apart = ahead.of(Mode.DISAGGREGATED)
+    assert apart is not None
+    assert apart.seconds == pytest.approx(24)
+    assert make_plan(Graph([slow, score, learn], [Edge("make", "score"), inner]), 8, 5).best.seconds > 27
+
+
+def test_a_part_runs_on_the_widths_it_can() -> None:
+    narrow = part("a", 0, 1, widths=(1, 3))
+    best = make_plan(Graph([narrow]), 12, 4).best
+    assert ([p.ranks for p in best.parts], best.shape) == ([3], "a on 3")
+    with pytest.raises(SpecError, match=r"a runs on 8 rank\(s\) or more, and 4 device\(s\) hold 4"):
+        make_plan(Graph([part("a", 0, 1, widths=(8,))]), 8, 4)
+
+
 def test_a_simulator_on_the_cpu_takes_no_devices() -> None:
     sim = part("sim", 1, 0, cpu_ranks=1)
     planned = make_plan(chain(sim, part("b", 0, 1)), 8, 2)
@@ -111,12 +134,13 @@ def flows(draw: st.DrawFn) -> tuple[list[Component], list[Edge], int, int, float
             scales=draw(st.booleans()),
             unit=draw(st.sampled_from([1, 1, 2])),
             load_s=draw(tenths),
+            widths=draw(st.sampled_from([(), (), (1,), (1, 2, 4)])),
         )
         for name in names
     ]
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     used = [pair for pair in pairs if draw(st.booleans()) or pair[0] == chr(ord(pair[1]) - 1)]
-    edges = [Edge(a, b, draw(tenths) / 10, draw(tenths) / 10) for a, b in used]
+    edges = [Edge(a, b, draw(tenths) / 10, draw(tenths) / 10, ahead=draw(st.booleans())) for a, b in used]
     return parts, edges, draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(2, 4)), draw(st.sampled_from([6.0, 9.0]))
 
 

@@ -234,7 +234,7 @@ class MovingExecutor(InferenceExecutor):
         before = self.life.failure
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # re-raised; a backend may raise anything
             said = f"{reason}: {error}"
             self.change(lambda life: life if life.failure != before else life.failed(said, *lost))
             raise

@@ -336,7 +336,7 @@ class VllmExecutor(LoopExecutor):
             if self._engine is not None:
                 self._recover()
                 self._leave(keep_host=False)
-        except Exception:
+        except Exception:  # re-raised; whatever vLLM raises, ending it releases everything
             self._end_engine()
             raise
 

@@ -2,7 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import getattr_static, isfunction, signature
 from pathlib import Path
@@ -25,7 +25,7 @@ from rlix.engine.train.worker import TrainStatus
 from rlix.flow.workers.group import PerRank
 from rlix.nn import BaseTrainModule, is_configuring, reduction_of, undone_by
 from rlix.protocol.errors import WorkerError
-from rlix.protocol.messages import Device, Fence
+from rlix.protocol.messages import Device, Fence, Process
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class TrainEngine(StateCalls):
         random_weights: bool = False,
         seed: int | None = None,
         lease: Fence | None = None,
+        name_holders: Callable[[Mapping[int, Process]], object] | None = None,
         dtype: str | torch.dtype = "float32",
         compute_dtype: str | torch.dtype | None = None,
         namespace: str | None = None,
@@ -91,6 +92,8 @@ class TrainEngine(StateCalls):
             random_weights: start from random weights, drawn from `seed` and the same on every layout, though the
                 configuration comes from a model that has weights.
             lease: under which the devices are used, as if `acquire`d at once; default: this program's own.
+            name_holders: given the workers' processes by rank before they use a device, also when others take their
+                place; in a job `lambda processes: client.name_holders("actor_train", processes)`.
             dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
@@ -132,7 +135,9 @@ class TrainEngine(StateCalls):
             compute_dtype=None if compute_dtype is None else _dtype_name(compute_dtype),
         )
         self._timeout_s = call_timeout_s
-        self._started_as = StartedAs(self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s)
+        self._started_as = StartedAs(
+            self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s, name_holders
+        )
         self._configured = []
         self._adopt(self._start(chosen, layout, spec, lease), chosen, layout, lease)
         return self
@@ -285,7 +290,7 @@ class TrainEngine(StateCalls):
         except BaseException:  # raised again: some ranks may have moved
             self._known = self._group is None
             raise
-        self._residency = state
+        self._moved(state)
         return merged(reports)
 
     def _ask_workers(self) -> Life:

@@ -26,8 +26,8 @@ class Parts:
     def exports(self, module: BaseTrainModule) -> list[Exported]:
         """The weights under the names that others know them by; tensors come one by one, as they are asked for.
 
-        What `Exported.tensor` gives is a whole tensor, or a DTensor, which `save` can gather where it is sharded along
-        dimension 0. All ranks ask for all of them, in the order of the list, so to compute one may take a collective.
+        What `Exported.tensor` gives is a whole tensor, or a DTensor that one dimension of its mesh cuts. All ranks ask
+        for all of them, in the order of the list, so to compute one may take a collective.
         """
         return exported(module)
 

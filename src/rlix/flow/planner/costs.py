@@ -51,7 +51,7 @@ class Costs:
     def in_turn(self, costs: Sequence[Cost]) -> tuple[Array, Array]:
         """Seconds of nodes that take turns on the same devices, and those of it that go to loading and offloading."""
         seconds = sum((cost.seconds for cost in costs), np.zeros(self.devices + 1))
-        if sum(cost.switch_s > 0 for cost in costs) < 2:
+        if len(costs) < 2:
             return seconds, np.zeros(self.devices + 1)
         switch = np.where(self.together(costs), 0.0, sum(cost.switch_s for cost in costs))
         return seconds + switch, switch
@@ -76,6 +76,8 @@ class Costs:
         widths = np.arange(1, most + 1)
         peak, resident = part.table.peak_bytes(widths, items), part.table.resident_bytes(widths)
         fits = np.maximum(peak, resident) <= self.device_bytes
+        if part.widths:
+            fits &= np.isin(widths, part.widths)
         seconds = np.where(fits, part.table.seconds_by_width(widths, items), np.inf)
         least = np.minimum.accumulate(seconds)  # more devices than help are left alone
         better = seconds < np.concatenate([[np.inf], least[:-1]])

@@ -18,6 +18,7 @@ class Component:
         table: of calls, by number of ranks.
         unit: devices of one rank.
         most: ranks it can use at most.
+        widths: numbers of ranks that it can run on; empty: any.
         load_s, offload_s: of bringing its state onto its devices and off them, which all its ranks do at once.
         chunk: a batch given to it must be a multiple of this.
         cpu_ranks: it runs on so many ranks that need no device (a simulator); 0: it runs on devices.
@@ -27,6 +28,7 @@ class Component:
     table: Table
     unit: int = 1
     most: int | None = None
+    widths: tuple[int, ...] = ()
     load_s: float = 0.0
     offload_s: float = 0.0
     chunk: int = 1
@@ -47,7 +49,8 @@ class Component:
 class Edge:
     """Items go from one part to another; between different devices that takes `latency_s` + `item_s` for each item.
 
-    `rounds`: of an edge that closes a circle, how often each item goes round.
+    `rounds`: of an edge that closes a circle, how often each item goes round. `ahead`: the source may make the next
+    step's items while the target works on this one's.
     """
 
     source: str
@@ -55,6 +58,7 @@ class Edge:
     latency_s: float = 0.0
     item_s: float = 0.0
     rounds: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,11 @@ class Graph:
 
     def feeds(self, source: Node, target: Node) -> bool:
         return self._feeds([p.name for p in source.parts], [p.name for p in target.parts])
+
+    def waits(self, source: Node, target: Node) -> bool:
+        """Whether `target` begins a step only when `source` has ended it."""
+        mine, theirs = ({part.name for part in node.parts} for node in (target, source))
+        return any(e.source in theirs and e.target in mine and not e.ahead for e in self.edges)
 
     def transfer_s(self, sources: Sequence[Node], target: Node, items: int) -> float:
         """What `target` waits for `items` items from these, which are on other devices."""

@@ -45,14 +45,23 @@ class StagePlan:
     switch_s: float = 0.0
     loops: tuple[LoopPlan, ...] = ()
 
+    @property
+    def used(self) -> int:
+        """Of its devices, how many work: a part may not be able to use all."""
+        return max(part.first + part.devices for part in self.parts) - self.first if self.devices else 0
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Stages that work at the same time on different chunks of `chunk` items; `seconds` for all of a step's items."""
+    """Stages that work at the same time on different chunks of `chunk` items; `seconds` for all of a step's items.
+
+    `ahead`: some stages work on the next step's items meanwhile; `seconds` are from one step's end to the next one's.
+    """
 
     stages: tuple[StagePlan, ...]
     chunk: int
     seconds: float
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +100,12 @@ class Plan:
         for segment in self.segments:
             chunks = self.items // segment.chunk
             slowest = max(segment.stages, key=lambda stage: stage.seconds)
-            many = f"{chunks} chunks of {segment.chunk}: " if len(segment.stages) > 1 else ""
+            many = f"{chunks} chunks of {segment.chunk}: " if chunks > 1 else "a step ahead: " if segment.ahead else ""
             lines.append(f"  {segment.seconds:.3f} s  {many}{_stages(segment)}")
-            if len(segment.stages) > 1:
+            if chunks > 1 or segment.ahead:
                 lines.append(f"           the slowest is {_names(slowest)}: {slowest.seconds * chunks:.3f} s of work")
         if self.switch_s:
-            lines.append(f"  {self.switch_s:.3f} s  loading and offloading: not all states fit on the devices at once")
+            lines.append(f"  {self.switch_s:.3f} s  loading and offloading: not all states stay on the devices at once")
         return "\n".join(lines)
 
 
@@ -128,10 +137,11 @@ class Planned:
 
 
 def _segment(segment: SegmentPlan, items: int) -> str:
-    stages = " | ".join(f"{_names(stage)} on {stage.devices or 'the CPU'}" for stage in segment.stages)
+    stages = " | ".join(f"{_names(stage)} on {stage.used or 'the CPU'}" for stage in segment.stages)
     if len(segment.stages) == 1:
         return stages
-    return f"({stages}, by {segment.chunk} of {items})"
+    how = f"by {segment.chunk} of {items}" if segment.chunk < items else "a step ahead" if segment.ahead else "in turn"
+    return f"({stages}, {how})"
 
 
 def _names(stage: StagePlan) -> str:
@@ -144,5 +154,5 @@ def _stages(segment: SegmentPlan) -> str:
 
 def _stage(stage: StagePlan) -> str:
     switching = f" ({stage.switch_s:.3f} s of it switching)" if stage.switch_s else ""
-    where = f"devices {stage.first}–{stage.first + stage.devices - 1}" if stage.devices else "the CPU"
+    where = f"devices {stage.first}–{stage.first + stage.used - 1}" if stage.devices else "the CPU"
     return f"{_names(stage)} {stage.seconds:.3f} s on {where}{switching}"

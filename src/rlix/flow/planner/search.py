@@ -2,7 +2,8 @@
 
 A plan is a sequence of segments, one after the other on all devices; in a segment, stages work beside each other on
 chunks of the batch; in a stage, parts take turns for every chunk. A segment of stages with times t_i for each of m
-chunks takes, on the longest of its paths, the sum of t_i (to fill and drain) and m-1 times the largest t_i.
+chunks takes, on the longest of its paths, the sum of t_i (to fill and drain) and m-1 times the largest t_i. Where a
+stage may work ahead of the next one, the path is cut there: neither waits for the other within a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,7 @@ class _Search:
         timed = [self.costs.in_turn(group) for group in costs]
         if chunks * max(float(seconds[-1]) for seconds, _ in timed) >= below:
             return None  # not even if each stage had all devices
-        paths = _paths(self.graph, cut)
+        paths, ahead = _paths(self.graph, cut)
         transfers = [self._transfer(cut, i, size) for i in range(len(cut))]
         placed = [i for i, group in enumerate(cut) if any(not part.cpu_ranks for node in group for part in node.parts)]
         others = {i: np.asarray(timed[i][0][0] + transfers[i]) for i in range(len(cut)) if i not in placed}
@@ -125,7 +126,7 @@ class _Search:
             0.0 if stage.switch_s else sum(cost.switch_s for cost in group)
             for stage, group in zip(stages, costs, strict=True)
         )
-        return _Segment(SegmentPlan(tuple(stages), size, seconds), cut, load_s)
+        return _Segment(SegmentPlan(tuple(stages), size, seconds, ahead), cut, load_s)
 
     def _transfer(self, cut: Sequence[Sequence[Node]], index: int, size: int) -> float:
         """What a stage waits for what the stages before it made of one chunk; it is theirs who need it."""
@@ -169,8 +170,9 @@ def _one_path(stages: list[Array], chunks: int) -> Array:
     return total + (chunks - 1) * longest if chunks > 1 else total  # 0 times infinity is no number
 
 
-def _paths(graph: Graph, cut: Sequence[Sequence[Node]]) -> list[tuple[int, ...]]:
-    """From every stage that needs no other to every stage that no other needs."""
+def _paths(graph: Graph, cut: Sequence[Sequence[Node]]) -> tuple[list[tuple[int, ...]], bool]:
+    """From every stage that needs no other to every stage that no other needs, cut where a stage works ahead of the
+    next; and whether one does."""
     follows = {
         i: [j for j in range(i + 1, len(cut)) if any(graph.feeds(a, b) for a in cut[i] for b in cut[j])]
         for i in range(len(cut))
@@ -181,7 +183,16 @@ def _paths(graph: Graph, cut: Sequence[Sequence[Node]]) -> list[tuple[int, ...]]
         rest = [path for j in follows[stage] for path in onward(j)]
         return [(stage, *path) for path in rest] or [(stage,)]
 
-    return [path for i in range(len(cut)) if i not in needed for path in onward(i)]
+    whole = [path for i in range(len(cut)) if i not in needed for path in onward(i)]
+    parts: list[tuple[int, ...]] = []
+    for path in whole:
+        begin = 0
+        for at in range(1, len(path)):
+            if not any(graph.waits(a, b) for a in cut[path[at - 1]] for b in cut[path[at]]):
+                parts.append(path[begin:at])
+                begin = at
+        parts.append(path[begin:])
+    return parts, len(parts) > len(whole)
 
 
 def _stage(costs: Sequence[Cost], devices: int, first: int, seconds: float, switch_s: float) -> StagePlan:
@@ -220,6 +231,10 @@ def _why_none(graph: Graph, items: int, devices: int, device_bytes: float, mode:
     for part in graph.components.values():
         if not np.isfinite(costs.part(part, items).seconds[-1]):
             ranks = [*range(1, devices // part.unit + 1)]
+            if ranks and part.widths and min(part.widths) > ranks[-1]:
+                return (
+                    f"{part.name} runs on {min(part.widths)} rank(s) or more, and {devices} device(s) hold {ranks[-1]}"
+                )
             least = float(np.min(part.table.peak_bytes(ranks, items))) if ranks else 0.0
             need = f"needs {least:.3g} bytes a device even on all" if ranks else f"needs {part.unit} for one rank"
             return f"{part.name} {need} of {devices} device(s) with {device_bytes:.3g} bytes each: give it more devices"

@@ -19,7 +19,13 @@ _TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 class RequestError(RlixError):
     """The client asks for something that the endpoint cannot do; the message is for the client."""
 
+    status = 400
     code = "invalid_request_error"
+
+
+class UnknownModelError(RequestError):
+    status = 404
+    code = "model_not_found"
 
 
 class ContextFullError(RequestError):
@@ -41,19 +47,16 @@ class ChatFormat:
         self._ends = tuple(ends)
         self._chats: dict[str, Chat] = {}
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
-        return self._chat(tools).start(messages)
-
-    def continuation(
-        self, messages: Sequence[Message], answered: Sequence[int], tools: Sequence[Any]
-    ) -> tuple[int, ...]:
-        """The tokens of what is said after `answered`, which was generated."""
-        return self._chat(tools).go_on(messages, answered[-1])
+    def with_tools(self, tools: Sequence[Any]) -> Chat:
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._chats:
+            self._chats[key] = Chat(self._tokenizer, self._spec, self._ends, tools)
+        return self._chats[key]
 
     def reply(self, token_ids: Sequence[int], before: Sequence[int], tools: Sequence[Any], id: str) -> dict[str, Any]:
         """The message for an answer. With tools, the calls are taken out of it; what is no call is text."""
         text = self.decode(token_ids)
-        found = self._chat(tools).action(token_ids, before).tool_calls if tools else ()
+        found = self.with_tools(tools).action(token_ids, before).tool_calls if tools else ()
         calls = [
             {"id": f"call-{id}-{i}", "type": "function", "function": {"name": c.name, "arguments": c.argument}}
             for i, c in enumerate(call for call in found if call.problem is None)
@@ -61,6 +64,12 @@ class ChatFormat:
         if not calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
+
+    def readable(self, prompt: object) -> bool:
+        """Whether a plain prompt is one text, or ids of tokens; replicas fail at others."""
+        if not isinstance(prompt, list):
+            return isinstance(prompt, str) and bool(prompt)
+        return bool(prompt) and all(type(id) is int and 0 <= id < len(self._tokenizer) for id in prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -72,12 +81,6 @@ class ChatFormat:
 
     def token(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id]))
-
-    def _chat(self, tools: Sequence[Any]) -> Chat:
-        key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._chats:
-            self._chats[key] = Chat(self._tokenizer, self._spec, self._ends, tools)
-        return self._chats[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +119,9 @@ class Conversation:
             return Heard(self.turns[:-1], self.turns[-1].observation_ids, given)
         goes_on = len(given) > before + 1 and given[:before] == self._messages
         if self._reply is not None and goes_on and _same(given[before], self._reply):
-            read = self.chat.continuation(given[before + 1 :], self.turns[-1].answer.token_ids, tools)
+            read = self.chat.with_tools(tools).go_on(given[before + 1 :], self.turns[-1].answer.token_ids[-1])
             return Heard(self.turns, read, given)
-        return Heard((), self.chat.opening(given, tools), given)
+        return Heard((), self.chat.with_tools(tools).start(given), given)
 
     def heard_tokens(self, token_ids: Sequence[int]) -> Heard:
         """The same for a plain prompt."""

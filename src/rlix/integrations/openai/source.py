@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,17 @@ from rlix.integrations.openai.conversation import ChatFormat
 from rlix.integrations.openai.episodes import Episode, Episodes, Policy
 from rlix.integrations.openai.server import make_app
 from rlix.pipeline.batch import Row
-from rlix.pipeline.samples import Sample, Samples, measured
-from rlix.pipeline.sources.base import Patience, Source, Surroundings
-from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.samples import Sample
+from rlix.pipeline.sources.base import Surroundings
+from rlix.pipeline.sources.played import PlayedSource
 from rlix.pipeline.spec.named import import_object, where_raised
 from rlix.pipeline.spec.source import AgentSpec, ChatSpec
-from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Demand
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 30.0
-_GRACE_S = 60.0
-_POLL_S = 0.2
 EXTERNAL = "external"
 
 
@@ -55,17 +55,11 @@ Agent = Callable[..., Any]
 """Plays one episode and returns its reward (a float), or None when it has posted one; may be async."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    done: "Future[list[Sample]]"
-    time: float
-
-
-class AgentSource(Source):
-    """A group of episodes for each of the step's tasks, each the last branch of one agent's conversation."""
+class AgentSource(PlayedSource[Sample]):
+    """Each sample is the last branch of one agent's conversation."""
 
     def __init__(self, spec: AgentSpec, around: Surroundings, chat: ChatSpec) -> None:
-        super().__init__(spec, around)
+        super().__init__(spec, around, "agent", spec.failure_reward)
         self._spec = spec
         self._agent = _find_agent(spec)
         policy = Policy(
@@ -77,9 +71,7 @@ class AgentSource(Source):
             generate=lambda step, trajectory: around.generator().submit(step, trajectory),
         )
         self._episodes = Episodes(policy)
-        self._loop = LoopThread()
         self._threads = ThreadPoolExecutor(spec.concurrency, "agents")
-        self._patience = Patience(around.job, "agent")
         config = uvicorn.Config(
             make_app(around.job, self._episodes), host="127.0.0.1", port=spec.port, log_level="warning", lifespan="off"
         )
@@ -98,62 +90,29 @@ class AgentSource(Source):
 
     # ---- episodes --------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, groups: int | None = None) -> _Begun:
-        return _Begun(self._loop.submit(self._play(step, groups or self.around.groups)), time.time())
-
-    def finish(self, begun: _Begun) -> Samples:
-        if not wait([begun.done], timeout=self.around.timeout_s + _GRACE_S).done:
-            raise WaitTimeoutError(
-                f"the endpoint's thread did not answer within {self.around.timeout_s + _GRACE_S:g} s"
-            )
-        played = begun.done.result()
-        self._patience.look_at(played)
-        seconds, tokens = time.time() - begun.time, sum(sample.generated for sample in played)
-        metrics = {
-            "rollout_s": seconds,
-            "tokens": float(tokens),
-            "tokens_per_s": tokens / seconds,
-            "agent_failed": float(sum(sample.failed for sample in played)),
-            "turns": sum(len(sample.turns) for sample in played) / len(played),
-        }
-        samples = [self._judged(sample) for sample in played]
-        return Samples(samples, self.around.group_size, measured(samples, metrics))
-
-    async def _play(self, step: int, groups: int) -> list[Sample]:
-        tasks = [f"episodes/{step}/{i}" for i in range(groups)]
-        ids = [(f"{task}/{k}", task) for task in tasks for k in range(self.around.group_size)]
+    @asynccontextmanager
+    async def opened(
+        self, step: int, ids: Sequence[tuple[str, str]]
+    ) -> "AsyncIterator[Mapping[str, asyncio.Future[Sample]]]":
         waiting = self._agent is None
-        episodes = [self._episodes.open(step, id, task, waiting=waiting) for id, task in ids]
+        episodes = [self._episodes.open(step, id, task, waiting=waiting) for task, id in ids]
         played = [] if waiting else [asyncio.ensure_future(self._played(episode)) for episode in episodes]
         try:
-            await self._until_done(step, episodes)
-            return [episode.done.result() for episode in episodes]
-        except BaseException:  # raised again
-            self.around.generator().abandon()
-            raise
+            yield {episode.id: episode.done for episode in episodes}
         finally:
             for task in played:
                 task.cancel()
             for episode in episodes:
                 self._episodes.close(episode)
 
-    async def _until_done(self, step: int, episodes: Sequence[Episode]) -> None:
-        deadline = time.monotonic() + self.around.timeout_s
-        most = self.around.sampling.max_new_tokens
-        while True:
-            self._episodes.expire(self._spec.timeout_s)
-            open_ = [episode for episode in episodes if not episode.done.done()]
-            if not open_:
-                return
-            if self.around.stop.is_set():
-                raise InterruptedError("the job was asked to stop")
-            if time.monotonic() > deadline:
-                names = ", ".join(episode.id for episode in open_[:8])
-                raise WaitTimeoutError(
-                    f"step {step}: {len(open_)} episodes got no reward within {self.around.timeout_s:g} s: {names}"
-                )
-            self.around.generator().expect(Demand(len(open_), most * len(open_)))
-            await asyncio.wait([episode.done for episode in open_], timeout=_POLL_S)
+    def demand(self) -> Demand:
+        return Demand(len(self._episodes), self.around.sampling.max_new_tokens * len(self._episodes))
+
+    def expire(self) -> None:
+        self._episodes.expire(self._spec.timeout_s)
+
+    def own_metrics(self, played: Sequence[Sample]) -> dict[str, float]:
+        return {"agent_failed": float(sum(sample.failed for sample in played))}
 
     async def _played(self, episode: Episode) -> None:
         """Calls the job's own agent; what it raises is the end of its episode, and of nothing else."""
@@ -191,11 +150,6 @@ class AgentSource(Source):
         finally:
             played.cancel()  # where it still stands in the queue
 
-    def _judged(self, sample: Sample) -> Sample:
-        if not sample.failed or self._spec.failure_reward is None:
-            return sample
-        return replace(sample, reward=self._spec.failure_reward, counts=bool(sample.turns))
-
     def supervised(self, step: int, size: int) -> list[Row]:
         raise SpecError("warmup: agents have no right answers to learn from; remove the section warmup")
 
@@ -204,7 +158,7 @@ class AgentSource(Source):
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True
         wait([self._serving], timeout=_START_TIMEOUT_S)
-        self._loop.close()
+        super().close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._address.unlink(missing_ok=True)
 
@@ -248,21 +202,12 @@ def _address_of(job: str) -> Path:
 def _find_agent(spec: AgentSpec) -> Agent | None:
     if spec.name == EXTERNAL:
         return None
-    found: Any = import_object(spec.name)
+    found: Any = import_object(spec.target)
     if not callable(found):
         raise SpecError(f"source.openai.name: {spec.name!r} is not a function")
     if isinstance(found, type):  # one that keeps something between episodes
         found = found(**spec.options)
     elif spec.options:
-        found = _WithOptions(found, spec.options)
+        found = partial(found, **spec.options)
     agent: Agent = found
     return agent
-
-
-@dataclass(frozen=True, slots=True)
-class _WithOptions:
-    agent: Agent
-    options: Mapping[str, Any]
-
-    def __call__(self, call: Call) -> Any:
-        return self.agent(call, **self.options)

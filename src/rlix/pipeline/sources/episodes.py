@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -11,9 +11,9 @@ from typing import Any, cast
 from rlix.pipeline.batch import Row
 from rlix.pipeline.chat import Chat
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.samples import Answer, Samples, mean, measured
+from rlix.pipeline.samples import Answer, mean
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Patience, Source, Surroundings, ended
+from rlix.pipeline.sources.base import Surroundings, ended
 from rlix.pipeline.sources.environments.base import (
     Action,
     Demonstration,
@@ -24,20 +24,12 @@ from rlix.pipeline.sources.environments.base import (
 )
 from rlix.pipeline.sources.environments.episode import Episode, Outstanding, Room, play
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
-from rlix.pipeline.sources.environments.loop import LoopThread
 from rlix.pipeline.sources.environments.process import SubprocessRunner
+from rlix.pipeline.sources.played import PlayedSource
 from rlix.pipeline.spec.named import import_object
 from rlix.pipeline.spec.source import ChatSpec, EnvironmentSpec
-from rlix.protocol.errors import SpecError, WaitTimeoutError
-
-_POLL_S = 0.2
-_GRACE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    done: "Future[list[Episode]]"
-    time: float
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Demand
 
 
 @dataclass(slots=True)
@@ -47,15 +39,13 @@ class _Conversation:
     cached_on: tuple[int, int] | None = None
 
 
-class EpisodeSource(Source):
-    """A group of episodes for each of the step's tasks.
+class EpisodeSource(PlayedSource[Episode]):
+    """A trajectory occupies a replica while it generates a turn and none while it waits for its environment."""
 
-    A trajectory occupies a replica while it generates a turn and none while it waits for its environment. One whose
-    environment failed gets `failure_reward`, or does not count.
-    """
+    stuck_hint = ": one of them blocks it; use 'runner: subprocess'"
 
     def __init__(self, environment: EnvironmentSpec, around: Surroundings, chat: ChatSpec | None = None) -> None:
-        super().__init__(environment, around)
+        super().__init__(environment, around, "environment", environment.failure_reward)
         self._environment = environment
         self._factory = import_object(environment.target)
         self._tools: Sequence[Mapping[str, Any]] = tuple(getattr(self._factory, "tools", ()))
@@ -64,9 +54,7 @@ class EpisodeSource(Source):
         if self._tools:
             self._chat = self._in_chat  # whether tools can be shown at all is known before anything is generated
         self._runner = make_runner(environment)
-        self._loop = LoopThread()
         self._outstanding = Outstanding()
-        self._patience = Patience(around.job, "environment")
         self._limits = Limits(
             reset_timeout_s=environment.reset_timeout_s,
             step_timeout_s=environment.step_timeout_s,
@@ -82,57 +70,23 @@ class EpisodeSource(Source):
 
     # ---- episodes --------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, groups: int | None = None) -> _Begun:
-        return _Begun(self._loop.submit(self._play(step, groups or self.around.groups)), time.time())
-
-    def finish(self, begun: _Begun) -> Samples:
-        """It ends in time by itself, unless an environment blocks the thread of all."""
-        if not wait([begun.done], timeout=self.around.timeout_s + _GRACE_S).done:
-            raise WaitTimeoutError(
-                f"the thread of the environments did not answer within {self.around.timeout_s + _GRACE_S:g} s: one of "
-                "them blocks it; use 'runner: subprocess'"
-            )
-        played = begun.done.result()
-        self._patience.look_at(played)
-        seconds, tokens = time.time() - begun.time, sum(episode.generated for episode in played)
-        metrics = {
-            "rollout_s": seconds,
-            "tokens": float(tokens),
-            "tokens_per_s": tokens / seconds,
-            **environment_metrics(played),
-        }
-        samples = [judged(episode, self._environment.failure_reward) for episode in played]
-        return Samples(samples, self.around.group_size, measured(samples, metrics))
-
-    async def _play(self, step: int, groups: int) -> list[Episode]:
-        tasks = [f"episodes/{step}/{i}" for i in range(groups)]
-        samples = range(self.around.group_size)
-        open_ = [asyncio.ensure_future(self._episode(step, t, f"{t}/{k}")) for t in tasks for k in samples]
+    @asynccontextmanager
+    async def opened(
+        self, step: int, ids: Sequence[tuple[str, str]]
+    ) -> "AsyncIterator[Mapping[str, asyncio.Future[Episode]]]":
+        open_ = {id: asyncio.ensure_future(self._episode(step, task, id)) for task, id in ids}
         try:
-            await self._until_done(step, open_)
-            return [task.result() for task in open_]
+            yield open_
         finally:
-            if any(not task.done() or task.cancelled() or task.exception() for task in open_):
-                for task in open_:
-                    task.cancel()
-                self.around.generator().abandon()
-                await asyncio.gather(*open_, return_exceptions=True)
+            for episode in open_.values():
+                episode.cancel()
+            await asyncio.gather(*open_.values(), return_exceptions=True)
 
-    async def _until_done(self, step: int, open_: Sequence["asyncio.Future[Episode]"]) -> None:
-        deadline = time.monotonic() + self.around.timeout_s
-        pending = set(open_)
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()  # environments do not raise here: what does is ours
-            if self.around.stop.is_set():
-                raise InterruptedError("the job was asked to stop")
-            if time.monotonic() > deadline:
-                names = ", ".join(sorted(self._outstanding.tokens)[:8])
-                raise WaitTimeoutError(
-                    f"step {step}: {len(pending)} episodes did not end within {self.around.timeout_s:g} s: {names}"
-                )
-            self.around.generator().expect(self._outstanding.demand())
+    def demand(self) -> Demand:
+        return self._outstanding.demand()
+
+    def own_metrics(self, played: Sequence[Episode]) -> dict[str, float]:
+        return environment_metrics(played)
 
     async def _episode(self, step: int, task: str, id: str) -> Episode:
         instance = Instance(id, stream_seed(self.around.seed, id, "instance"))
@@ -201,15 +155,6 @@ class EpisodeSource(Source):
         self._loop.close(self._runner.close() if isinstance(self._runner, SubprocessRunner) else None)
 
 
-def judged(episode: Episode, failure_reward: float | None) -> Episode:
-    """A failed episode with the reward for that, or one that does not count."""
-    if not episode.failed:
-        return episode
-    if failure_reward is None:
-        return replace(episode, counts=False)
-    return replace(episode, reward=failure_reward)
-
-
 def make_runner(environment: EnvironmentSpec) -> Runner:
     """Raises SpecError when the environment cannot be imported."""
     name, options = environment.target, environment.options
@@ -220,7 +165,7 @@ def make_runner(environment: EnvironmentSpec) -> Runner:
 
 
 def environment_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Counts over the step's episodes; seconds and turns are means per episode."""
+    """Counts over the step's episodes; seconds are means per episode."""
     tallies = [episode.tally for episode in episodes]
     return {
         "env_failed": float(sum(episode.failed for episode in episodes)),
@@ -228,5 +173,4 @@ def environment_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "env_timeouts": float(sum(tally.timeouts for tally in tallies)),
         "env_retries": float(sum(tally.retries for tally in tallies)),
         "env_wait_s": mean([tally.seconds for tally in tallies]),
-        "turns": mean([len(episode.turns) for episode in episodes]),
     }

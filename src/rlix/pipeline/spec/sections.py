@@ -14,10 +14,13 @@ from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, LoraSpec, RunName, RunSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
+from rlix.pipeline.spec.plan import PlanSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
+
+_Text = Annotated[str, Field(min_length=1)]
 
 
 class RolloutSpec(Section):
@@ -30,7 +33,7 @@ class RolloutSpec(Section):
     top_p: Share = 1.0
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    stop: Annotated[tuple[_Text, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """Strings that end an answer and are part of it. One that is a token of the model's ends generation there; of what
     is generated after another one nothing is kept."""
     stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
@@ -81,8 +84,11 @@ class Sections(Section):
     logging: LoggingSpec = LoggingSpec()
     declared_speed: DeclaredSpeedSpec | None = None
     """Only on virtual GPUs: how fast the GPUs are that they stand for."""
-    clusters: ClustersSpec
-    """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
+    plan: PlanSpec | None = None
+    """`auto`: RLix plans on how many devices each part runs, and on which; `clusters` then says no more than
+    `tensor_parallel`."""
+    clusters: ClustersSpec = ClustersSpec()
+    """On how many devices each part runs, at least `actor_train: {gpus: 2}`; or there is a `plan`."""
 
     @property
     def multi_lora(self) -> bool:

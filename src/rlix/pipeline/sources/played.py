@@ -1,0 +1,126 @@
+"""Samples that somebody plays turn by turn, beside whatever else the job does."""
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from rlix.pipeline.samples import Sample, Samples, mean, measured
+from rlix.pipeline.sources.base import Patience, Source, Surroundings
+from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.messages import Demand
+
+_POLL_S = 0.2
+_GRACE_S = 60.0
+
+S = TypeVar("S", bound=Sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun(Generic[S]):
+    done: "Future[list[S]]"
+    time: float
+
+
+class PlayedSource(Source, Generic[S]):
+    """A group of samples for each of the step's tasks, played on one event loop on a thread of its own.
+
+    Args:
+        what: who plays, as messages name it.
+        failure_reward: of a sample whose player failed; None: it does not count.
+    """
+
+    stuck_hint = ""
+    """What to do when the thread does not answer."""
+
+    def __init__(self, options: Any, around: Surroundings, what: str, failure_reward: float | None) -> None:
+        super().__init__(options, around)
+        self._what = what
+        self._failure_reward = failure_reward
+        self._loop = LoopThread()
+        self._patience = Patience(around.job, what)
+
+    @abstractmethod
+    def opened(
+        self, step: int, ids: Sequence[tuple[str, str]]
+    ) -> "AbstractAsyncContextManager[Mapping[str, asyncio.Future[S]]]":
+        """The samples in the making, by id; `ids`: each one's task and id. Leaving it ends those that are not done."""
+
+    @abstractmethod
+    def demand(self) -> Demand:
+        """What is still to be generated for all that is open."""
+
+    @abstractmethod
+    def own_metrics(self, played: Sequence[S]) -> dict[str, float]:
+        """Beside those of every source."""
+
+    def expire(self) -> None:
+        """Called several times a second: end what takes too long."""
+
+    def begin(self, step: int, groups: int | None = None) -> Begun[S]:
+        return Begun(self._loop.submit(self._play(step, groups or self.around.groups)), time.time())
+
+    def finish(self, begun: Begun[S]) -> Samples:
+        """It ends in time by itself, unless something blocks the thread of all."""
+        limit_s = self.around.timeout_s + _GRACE_S
+        if not wait([begun.done], timeout=limit_s).done:
+            raise WaitTimeoutError(
+                f"the thread of the {self._what}s did not answer within {limit_s:g} s{self.stuck_hint}"
+            )
+        played = begun.done.result()
+        self._patience.look_at(played)
+        seconds, tokens = time.time() - begun.time, sum(sample.generated for sample in played)
+        metrics = {
+            "rollout_s": seconds,
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / seconds,
+            "turns": mean([len(sample.turns) for sample in played]),
+            **self.own_metrics(played),
+        }
+        samples = [judged(sample, self._failure_reward) for sample in played]
+        return Samples(samples, self.around.group_size, measured(samples, metrics))
+
+    async def _play(self, step: int, groups: int) -> list[S]:
+        tasks = [f"episodes/{step}/{i}" for i in range(groups)]
+        ids = [(task, f"{task}/{k}") for task in tasks for k in range(self.around.group_size)]
+        async with self.opened(step, ids) as open_:
+            try:
+                await self._until_done(step, open_)
+                return [sample.result() for sample in open_.values()]
+            except BaseException:  # raised again
+                self.around.generator().abandon()
+                raise
+
+    async def _until_done(self, step: int, open_: "Mapping[str, asyncio.Future[S]]") -> None:
+        deadline = time.monotonic() + self.around.timeout_s
+        pending = set(open_.values())
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+            for sample in done:
+                sample.result()  # who plays does not raise here: what does is ours
+            if self.around.stop.is_set():
+                raise InterruptedError("the job was asked to stop")
+            if time.monotonic() > deadline:
+                names = ", ".join([id for id, sample in open_.items() if sample in pending][:8])
+                raise WaitTimeoutError(
+                    f"step {step}: {len(pending)} episodes did not end within {self.around.timeout_s:g} s: {names}"
+                )
+            self.expire()
+            self.around.generator().expect(self.demand())
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+def judged(sample: S, failure_reward: float | None) -> S:
+    """A failed sample with the reward for that, or one that does not count."""
+    if not sample.failed:
+        return sample
+    if failure_reward is None:
+        return replace(sample, counts=False)
+    return replace(sample, reward=failure_reward, counts=True)

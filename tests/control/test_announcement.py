@@ -1,0 +1,77 @@
+"""A daemon is found, awaited and ended by its home: the claim and the announcement, without a daemon."""
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlix.cli.jobs import take_down
+from rlix.control import announcement
+from rlix.control.announcement import Announcement, Claim, DeathNotice, await_end, await_start, is_claimed
+from rlix.protocol.errors import WaitTimeoutError
+
+READY = Announcement("127.0.0.1:1", 4711, 1e9, 2, "cpu", 30.0, None)
+
+
+def test_a_daemon_that_starts_is_awaited_and_one_that_is_gone_is_not(tmp_path: Path) -> None:
+    assert await_start(tmp_path) is None
+    with contextlib.closing(Claim(tmp_path)) as claim:
+        assert claim.take()
+        with pytest.raises(WaitTimeoutError, match="no control plane was ready within 0 s in"):
+            await_start(tmp_path, 0.0)
+        found: list[Announcement | None] = []
+        waiting = threading.Thread(target=lambda: found.append(await_start(tmp_path)))
+        waiting.start()
+        claim.announce(READY)
+        waiting.join()
+        assert found == [READY]
+    assert await_start(tmp_path) is None  # what it has left deceives nobody
+
+
+def test_a_daemon_has_its_claim_before_it_has_run_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(slow))
+    daemon = announcement._spawn(tmp_path / "home", 2)
+    assert daemon is not None
+    try:
+        assert is_claimed(tmp_path / "home")
+        assert announcement._spawn(tmp_path / "home", 2) is None
+    finally:
+        daemon.kill()
+        daemon.wait()
+    await_end(tmp_path / "home", 60.0)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_is_connected_to_a_daemon_is_told_at_once_that_it_died(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: bool
+) -> None:
+    with contextlib.closing(Claim(tmp_path)) as claim:
+        assert claim.take()
+        notice = DeathNotice(tmp_path, READY)
+        if left:
+            notice.cancel()
+            notice.thread.join(60.0)
+    notice.thread.join(60.0)
+    assert not notice.thread.is_alive()
+    assert ("the control plane (process 4711) is gone" in caplog.text) is not left
+
+
+def test_down_waits_for_a_daemon_that_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLIX_HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    awaited: list[Path] = []
+    monkeypatch.setattr("rlix.cli.jobs.await_start", awaited.append)
+    with contextlib.closing(Claim(tmp_path)) as claim:
+        assert claim.take()
+        assert take_down() == 0
+        assert awaited == [tmp_path]
+        assert "is starting or ending here" in capsys.readouterr().out
+    assert take_down() == 0
+    assert awaited == [tmp_path]
+    assert "no control plane runs here" in capsys.readouterr().out
