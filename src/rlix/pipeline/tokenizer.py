@@ -52,8 +52,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether transformers took the folder's own tokenizer. For some kinds of model it builds one of the kind's own from
-    the same vocabulary (for Qwen2 of bytes), which leaves out what it does not know where ours says so."""
+    """Whether transformers took the folder's own tokenizer. For some kinds of model it builds one of the kind's own
+    from the same vocabulary (for Qwen2 of bytes), which leaves out what it does not know where ours says so."""
     file = folder / "tokenizer.json"
     if not file.is_file() or not isinstance(tokenizer, PreTrainedTokenizerFast):
         return True
