@@ -261,7 +261,7 @@ class Pipeline(ABC):
 
     def _one_step(self, step: int) -> dict[str, float]:
         start = time.time()
-        metrics = dict(self.step(step))
+        metrics = self._metrics_of(step)
         end = time.time()
         metrics |= {"step_s": end - start, **self._evaluated(step + 1)}
         self.folder.metrics({"step": step, "time": end, **metrics})
@@ -277,6 +277,14 @@ class Pipeline(ABC):
         )
         self._write_lease_events()
         return metrics
+
+    def _metrics_of(self, step: int) -> dict[str, float]:
+        found: object = self.step(step)
+        if not isinstance(found, Mapping) or "reward" not in found:
+            raise TypeError(
+                f"{type(self).__name__}.step returned {found!r}; it must return metrics by name, 'reward' among them"
+            )
+        return dict(found)
 
     def _evaluated(self, done: int) -> dict[str, float]:
         """Metrics of the evaluation that is due after `done` steps. Whoever stops the job does not wait for it."""
