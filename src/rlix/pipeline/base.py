@@ -207,6 +207,8 @@ class Pipeline(ABC):
         if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
             raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
+        first = 0 if checkpoint is None else checkpoint[0]
+        self._update(step=first)
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
@@ -219,7 +221,6 @@ class Pipeline(ABC):
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)
         self.setup()
-        first = 0 if checkpoint is None else checkpoint[0]
         run = Run(self.spec.name, self.folder.path, first, self.spec.model_dump(mode="json"))
         self.loggers = Loggers(build_loggers(self.spec.logging), run)
         if checkpoint is None:
