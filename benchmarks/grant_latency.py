@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from rlix import JobClient, Phase, init, shutdown
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.control.rollout_lease import Taken
 from rlix.control.settings import Settings
 from rlix.protocol.messages import GangAnswer, Lease

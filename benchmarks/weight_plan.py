@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from rlix.engine import placement
 from rlix.engine.weights import channel, streams, sync
-from rlix.engine.weights.buckets import ALIGNMENT, views
+from rlix.engine.weights.buckets import ALIGNMENT, spread
 from rlix.engine.weights.channel import Delivery, Ticket
 from rlix.engine.weights.layout import Cut, Layout, Part, shard
 from rlix.engine.weights.plan import least_bytes
@@ -93,13 +93,12 @@ class Member:
         assert published.delivery is not None
         first = {name: part.pieces[0].box[0][0] for name, part in self.layout.parts.items()}
         for flat, entries in streams.receive(published.delivery):
-            places, found = [], []
-            for entry, view in views(flat, entries):
+            places = []
+            for entry in entries:
                 assert entry.box is not None
                 (start, stop), _ = entry.box
                 places.append(self.tensors[entry.name][start - first[entry.name] : stop - first[entry.name]])
-                found.append(view)
-            torch._foreach_copy_(places, found)
+            spread(flat, entries, places)
 
     def funnel(self) -> None:
         """Gather in buckets to rank 0, broadcast them to the workers, keep what is mine."""

@@ -9,7 +9,7 @@ import ray
 from benchmarks.faults.campaign import Campaign
 from benchmarks.faults.pool import actor
 from benchmarks.faults.table import Fault
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.control.rpc import root_cause
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import DrainStarted

@@ -15,7 +15,7 @@ from benchmarks.faults.node_job import NodeJob
 from benchmarks.faults.pool import HOME_BYTES, actor
 from benchmarks.faults.table import Fault
 from benchmarks.faults.worker import Hold, squat, worker
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.node.device_lock import DeviceLocks, holder
 from rlix.node.process import describe, state
 from rlix.protocol.errors import RlixError, StaleEpochError

@@ -80,13 +80,12 @@ class ProcessGroups:
     """A rank's process groups by purpose; None where this rank is alone in it.
 
     `data`: ranks that compute on different parts of a batch. `tensor`: ranks that compute on one part together, each
-    with a part of every layer. `sequence`: ranks that hold different stretches of the same sequences.
+    with a part of every layer.
     """
 
     world: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
-    sequence: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,21 @@ def test_a_failed_job_is_shown_as_failed() -> None:
     assert "failed" in line_of(lines, "sort")
 
 
+def test_runs_of_a_job_say_what_became_of_them_while_it_goes_on() -> None:
+    runs = (
+        job_status("plain", step=4, phase="rollout", evaluation=0.75, tokens_per_s=99.0),
+        job_status("wide", state="failed", phase="failed", error="Traceback\n  somewhere\nValueError: no prompts"),
+        job_status("later", state="stopped", phase="paused"),
+    )
+    lines = drawn(Snapshot((job_status("many", runs=runs),), control(), 1.0, 0.0))
+    plain = line_of(lines, "plain")
+    assert plain.index("0.750") < plain.index("99")
+    assert "failed" in line_of(lines, "wide")
+    assert "paused" in line_of(lines, "later")
+    assert lines[-1].strip() == "many: run wide failed: ValueError: no prompts"
+    assert job_line(job_status("many", runs=runs), (), 1.0).endswith("plain 4/10, wide 3/10 failed, later 3/10 paused")
+
+
 def test_nodes_are_named_where_there_are_several() -> None:
     status = control(devices=2)
     there = replace(status.devices[1], node_id="other", node_ip="10.0.0.2")

@@ -36,14 +36,14 @@ def test_a_good_declaration_becomes_a_registration() -> None:
         ({"x" * 65: 1}, {"x" * 65: [0]}, "cannot be a cluster's name"),
         ({"actor_train": 1, "critic": 1}, {"actor_train": [0]}, "'critic' is in cluster_tp_configs but not in"),
         ({"actor_train": 1}, {"actor_train": [0], "critic": [1]}, "'critic' is in cluster_device_mappings but not in"),
-        ({"actor_train": 0}, {"actor_train": [0]}, "'actor_train': cluster_tp_configs: .*at least 1, got 0"),
+        ({"actor_train": 0}, {"actor_train": [0]}, "'actor_train': .*at least 1, got 0"),
         ({"actor_train": True}, {"actor_train": [0]}, "must be an int, got True"),
         ({"actor_train": "2"}, {"actor_train": [0, 1]}, "must be an int, got '2'"),
         ({"actor_train": 2}, {"actor_train": [0, 1, 2]}, "size 2 does not divide its 3 devices"),
         ({"actor_train": 1}, {"actor_train": [0, 0]}, "device 0 is named more than once"),
         ({"actor_train": 1}, {"actor_train": [8]}, "device 8 does not exist; this pool has devices 0-7"),
         ({"actor_train": 1}, {"actor_train": [-1]}, "device -1 does not exist"),
-        ({"actor_train": 1}, {"actor_train": []}, "'actor_train': cluster_device_mappings: is empty"),
+        ({"actor_train": 1}, {"actor_train": []}, "'actor_train': devices: is empty"),
         ({"actor_train": 1}, {"actor_train": [99999999]}, "device 99999999 does not exist; this pool has devices 0-7"),
         ({"actor_train": 1}, {"actor_train": [True]}, r"must be a list of device ids \(ints\), got \[True\]"),
         ({"actor_train": 1}, {"actor_train": "01"}, "must be a list of device ids .*, a number of devices, or a range"),
@@ -58,7 +58,7 @@ def test_a_good_declaration_becomes_a_registration() -> None:
         ({"actor_train": 1}, {"actor_train": -2}, "at least 1 device, got -2"),
         ({"actor_train": 1}, {"actor_train": True}, "a number of devices, or a range .*, got True"),
         ({"actor_train": 1}, {"actor_train": 2.0}, "got 2.0"),
-        ({"actor_train": 1}, {"actor_train": None}, "'actor_train': cluster_device_mappings: must be given"),
+        ({"actor_train": 1}, {"actor_train": None}, "'actor_train': devices: must be given"),
         ({"actor_train": 4}, {"actor_train": 6}, "6 is not a multiple of the tensor-parallel size 4"),
         ({"actor_train": 1}, {"actor_train": {"min": 4}}, r"a range has a min and a max, such as {'min': 4, 'max': 8}"),
         ({"actor_train": 1}, {"actor_train": {"min": 4, "max": 8, "step": 2}}, "a range has a min and a max"),
@@ -78,6 +78,16 @@ def test_a_mistake_is_named_with_its_place(sizes: Any, mappings: Any, message: s
     assert "register_pipeline('ft_1')" in str(error.value)
 
 
+def test_who_gave_a_name_is_told_of_the_job_and_not_of_the_call() -> None:
+    with pytest.raises(SpecError) as error:
+        build_registration("job_1", "ns", {"mine": 1}, {"mine": 9}, DEVICES, called="my script")
+    message = "job 'my script': cluster 'mine': devices: asks for 9 devices, and this pool has 8; ask for fewer"
+    assert str(error.value) == message
+    registration = build_registration("job_1", "ns", {"mine": 1}, {"mine": 2}, DEVICES, called="my script")
+    with pytest.raises(SpecError, match=r"^job 'my script' has no cluster 'yours'; it has: mine$"):
+        check_gang_request(registration, "yours", Phase.ACTOR_TRAINING)
+
+
 def test_a_bundle_larger_than_every_node_may_span_nodes() -> None:
     assert build({"actor_infer": 8}, {"actor_infer": list(range(8))}).cluster("actor_infer").bundles == (
         tuple(range(8)),
@@ -92,12 +102,12 @@ def test_the_namespace_must_be_a_name() -> None:
 @pytest.mark.parametrize(
     ("cluster", "phase", "message"),
     [
-        ("actor_infer", Phase.INITIALIZATION, "'actor_infer' is elastic: .* call report_demand"),
-        ("actor_train", Phase.ROLLOUT, "rollouts are elastic .* call report_demand for 'actor_infer'"),
+        ("actor_infer", Phase.INITIALIZATION, r"'actor_infer' is elastic: .* ask for them with rollout\(\)"),
+        ("actor_train", Phase.ROLLOUT, r"rollouts are elastic .* use rollout\(\) and 'actor_infer'"),
         ("actor_train", 9, "unknown phase 9; phases are: INITIALIZATION=0"),
         ("actor_train", "actor_training", "unknown phase 'actor_training'"),
         ("actor_train", True, "unknown phase True"),
-        ("critic", Phase.CRITIC_TRAINING, "cluster 'critic' is not registered; this pipeline registered: actor_train"),
+        ("critic", Phase.CRITIC_TRAINING, "job 'ft_1' has no cluster 'critic'; it has: actor_train"),
     ],
 )
 def test_gang_requests_that_make_no_sense(cluster: str, phase: Any, message: str) -> None:
@@ -113,13 +123,13 @@ def test_any_number_of_clusters_may_be_elastic() -> None:
     assert [cluster.elastic for cluster in got.clusters] == [False, True, True]
     assert check_rollout_cluster(got, "judge").devices == (2,)
     assert check_gang_request(got, "policy", Phase.ACTOR_TRAINING).devices == (0,)
-    with pytest.raises(SpecError, match=r"'policy' is not elastic, .* reported for 'draft' or 'judge'"):
+    with pytest.raises(SpecError, match=r"'policy' is a gang: .* for 'draft' or 'judge'"):
         check_rollout_cluster(got, "policy")
     with pytest.raises(SpecError, match="'draft' is elastic"):
         check_gang_request(got, "draft", Phase.ACTOR_TRAINING)
     none = build_registration("ft_1", "ns", {"actor_infer": 1}, {"actor_infer": [0]}, DEVICES, elastic_clusters=[])
     assert check_gang_request(none, "actor_infer", Phase.REFERENCE_LOG_PROBS).devices == (0,)
-    with pytest.raises(SpecError, match="registered none"):
+    with pytest.raises(SpecError, match="of which it has none"):
         check_rollout_cluster(none, "actor_infer")
 
 
@@ -140,7 +150,7 @@ def test_a_mistake_in_elastic_clusters_is_named(elastic: Any, message: str) -> N
 def test_only_the_rollout_cluster_reports_demand() -> None:
     registration = build({"actor_train": 1, "actor_infer": 1}, {"actor_train": [0], "actor_infer": [0]})
     assert check_rollout_cluster(registration, "actor_infer").name == "actor_infer"
-    with pytest.raises(SpecError, match=r"'actor_train' is not elastic, .*; demand is reported for 'actor_infer'"):
+    with pytest.raises(SpecError, match=r"'actor_train' is a gang: .* for 'actor_infer'"):
         check_rollout_cluster(registration, "actor_train")
 
 
@@ -194,8 +204,8 @@ def test_every_wrong_cluster_gets_a_line() -> None:
     with pytest.raises(SpecError) as error:
         build({"a": 1, "b": 1, "c": 1}, {"a": [99999999], "b": 2, "c": []})
     first, second = str(error.value).splitlines()
-    assert "'a': cluster_device_mappings: device 99999999 does not exist" in first
-    assert "'c': cluster_device_mappings: is empty" in second
+    assert "'a': devices: device 99999999 does not exist" in first
+    assert "'c': devices: is empty" in second
 
 
 def test_the_pool_in_a_message_has_gaps() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlix.control.core import Asked
+from rlix.control.gang_queue import Asked
 from rlix.control.journal import decode, encode
 from rlix.control.rpc import Patient
 from rlix.control.scheduler_service import Scheduler
@@ -78,6 +78,12 @@ def test_nonsense_is_refused_and_leaves_nothing(call: Call) -> None:
     assert [decode(*encode(event)) for event in journal.events] == journal.events
     assert world.core.state.requests == {}
     assert not any(job.callers for job in world.core.jobs.values())
+
+
+@pytest.mark.parametrize("call", [asking(longest_s=-1.0), rolling(held=("x",)), asking(key=7)])
+def test_what_a_client_says_for_its_user_is_refused_in_the_jobs_name(call: Call) -> None:
+    with pytest.raises(SpecError, match=r"^job 'ft_1': "):
+        asyncio.run(call(service_of(World())))
 
 
 def test_nobody_gives_back_what_another_job_holds() -> None:

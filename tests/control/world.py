@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlix.control.core import Asked, Core
-from rlix.control.gang_queue import Ticket
+from rlix.control.core import Core
+from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
 from rlix.control.writer import EventStore, Forgetful

@@ -46,12 +46,12 @@ class OneRank:
     def leave_channel(self, name: str) -> None:
         channel.leave(name)
 
-    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> int:
+    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> None:
         delivery = delivery.sent_by(0)
         with channel.answering(delivery):
             if self.refusal:
                 raise WeightSyncError(self.refusal)
-        return streams.send(delivery, [(name, partial(self._pieces, name)) for name in self.state])
+        streams.send(delivery, [(name, partial(self._pieces, name)) for name in self.state])
 
     def _pieces(self, name: str) -> streams.Held:
         if name == self.fail_at:

@@ -91,8 +91,8 @@ class Ranks:
     def leave_channel(self, rank: int, name: str) -> None:
         channel.leave(name)
 
-    def send_weights(self, rank: int, delivery: Delivery, epoch: int | None) -> int:
-        return streams.send(delivery.sent_by(rank), [(name, partial(self.pieces, rank, name)) for name in TENSORS])
+    def send_weights(self, rank: int, delivery: Delivery, epoch: int | None) -> None:
+        streams.send(delivery.sent_by(rank), [(name, partial(self.pieces, rank, name)) for name in TENSORS])
 
     def pieces(self, rank: int, name: str) -> streams.Held:
         if name == self.fail_at:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.weights.layout import Box, Cut, Layout, Part, Piece, divided, elements, shard, stacked, whole, without
+from rlix.engine.weights.layout import Box, Cut, Layout, Part, Piece, divided, elements, shard, whole, without
 from rlix.engine.weights.plan import Transfer, least_bytes, plan
 from rlix.protocol.errors import WeightSyncError
 
@@ -273,6 +273,16 @@ def test_every_element_arrives_once_from_the_right_place(
     for t in made_plan.transfers:
         near = [source for source in sources if source.node == targets[t.target].node and _holds(source, t)]
         assert not near or sources[t.source] in near
+
+
+def stacked(local: str, parts: Iterable[tuple[str, Box]]) -> dict[str, Piece]:
+    """A fused parameter: boxes of several tensors, by name, one after the other along dimension 0 of a local tensor."""
+    pieces: dict[str, Piece] = {}
+    row = 0
+    for name, box in parts:
+        pieces[name] = Piece(box, local, (row, *(0 for _ in box[1:])))
+        row += box[0][1] - box[0][0]
+    return pieces
 
 
 def _holds(layout: Layout, t: Transfer) -> bool:

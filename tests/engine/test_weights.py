@@ -1,14 +1,16 @@
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
-from rlix.engine.weights.buckets import ALIGNMENT, Bytes, pack, pack_stream
+from rlix.engine.weights.buckets import ALIGNMENT, Bytes, fill, pack, pack_stream, spread
 from rlix.engine.weights.publication import PublishedWeights, apply, named_weights, publish, stream, tied_names, unpack
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
@@ -45,6 +47,45 @@ def test_unpack_gives_back_what_was_packed(shapes: list[tuple[torch.dtype, list[
     largest = max((tensor.nbytes for tensor in named.values()), default=0)
     assert all(bucket.nbytes < max(bucket_bytes, largest) + ALIGNMENT for bucket in buckets)
     assert manifest.nbytes == sum(tensor.nbytes for tensor in named.values())
+
+
+FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@given(
+    st.lists(
+        st.tuples(FLOATS, FLOATS, st.lists(st.integers(0, 6), max_size=3) | st.just([130, 140])), min_size=1, max_size=8
+    )
+)
+def test_what_is_put_into_a_bucket_comes_out_converted(
+    shapes: list[tuple[torch.dtype, torch.dtype, list[int]]],
+) -> None:
+    tensors = [torch.randn(shape).to(dtype) for dtype, _, shape in shapes]
+    wire = [dtype for _, dtype, _ in shapes]
+    named = ((f"t{i}", tensor.to(dtype)) for i, (tensor, dtype) in enumerate(zip(tensors, wire, strict=True)))
+    (bucket,) = pack_stream(named, 2**20)
+    flat = torch.zeros_like(bucket.data)
+    fill(flat, bucket.entries, [tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for tensor in tensors])
+    places = [torch.full_like(tensor, -1, dtype=torch.float32) for tensor in tensors]
+    spread(flat, bucket.entries, places)
+    for tensor, dtype, place in zip(tensors, wire, places, strict=True):
+        assert torch.equal(tensor.to(dtype).float(), place)
+
+
+class Copies(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_tensors_are_copied_together() -> None:
+    named = [(f"t{i}", torch.full((3, 8), float(i))) for i in range(100)]
+    (bucket,) = pack_stream(named, 2**20)
+    with Copies() as copies:
+        fill(torch.zeros_like(bucket.data), bucket.entries, [tensor for _, tensor in named])
+    assert copies.count == 1
 
 
 def test_packing_holds_one_bucket_at_a_time() -> None:

@@ -48,6 +48,19 @@ class Best(Algorithm):
         return Estimate((groups.softmax(dim=1) - 1 / self.setting.group_size).flatten())
 
 
+class BreaksInStepOne(Best):
+    steps = 0
+
+    def estimate(self, *given: Any) -> Estimate:
+        self.steps += 1
+        return super().estimate(*given)
+
+    def policy_loss(self, *given: Any) -> Any:
+        if self.steps == 2:
+            raise RuntimeError("no loss today")
+        return super().policy_loss(*given)
+
+
 class Fixed(Source):
     """The same answers, whatever the policy."""
 

@@ -181,7 +181,7 @@ def each_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
-    tmp_path: Path, each_alone: dict[str, Any]
+    tmp_path: Path, each_alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = Many(job(RUNS), tmp_path / "job")
     summary = many.run()
@@ -194,6 +194,9 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     assert any(parameter.abs().sum() > 0 for name, parameter in loaded.named_parameters() if "lora_B" in name)
     merge_adapter(folder, tmp_path / "merged")
+    with monkeypatch.context() as patch, pytest.raises(SpecError, match="exists already"):
+        patch.setattr("rlix.pipeline.jobs.export.AutoModelForCausalLM", None)  # a model is not loaded for nothing
+        merge_adapter(folder, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(4, 12)[None]
     assert torch.allclose(merged(ids).logits, loaded(ids).logits, atol=1e-5)
@@ -211,6 +214,8 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
     assert paused.wait(WAIT_S)
     many._threads["dropped"].join(WAIT_S)
     assert "dropped" not in many.actor.module.adapters()
+    dropped = {run.name: run for run in many.status().runs}["dropped"]  # which may have been through before
+    assert dropped.phase == {"stopped": "paused", "finished": "finished"}[dropped.state]
     with pytest.raises(SpecError, match="no run 'none'"):
         many.pause("none")
     many.resume("dropped")
@@ -220,12 +225,17 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
 
 
 def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str, Any]) -> None:
-    broken = {"source": {"task": f"{Path(__file__).parent}/own_parts.py:RefusesStepOne"}}
-    many = Many(job({"small": RUNS["small"], "broken": broken}), tmp_path / "job")
-    with pytest.raises(RlixError, match=r"1 of 2 runs failed, the others have ended: broken: .*no prompts today"):
+    parts = f"{Path(__file__).parent}/own_parts.py"
+    broken = {"source": {"task": f"{parts}:RefusesStepOne"}}
+    torn = {"algorithm": {"name": f"{parts}:BreaksInStepOne", "options": {"sharpness": 1.0}}}
+    many = Many(job({"small": RUNS["small"], "broken": broken, "torn": torn}), tmp_path / "job")
+    with pytest.raises(RlixError, match=r"2 of 3 runs failed, .* broken: .*no prompts today.*; torn: .*no loss today"):
         many.run()
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
-    assert {run.name: run.state for run in many.status().runs} == {"small": "finished", "broken": "failed"}
+    states = {"small": "finished", "broken": "failed", "torn": "failed"}
+    assert {run.name: run.state for run in many.status().runs} == states
+    kept = {run: sorted(p.name for p in tmp_path.glob(f"job/runs/{run}/checkpoints/*")) for run in ("broken", "torn")}
+    assert kept == {"broken": ["step_1"], "torn": []}, "of a step that trained no checkpoint is right"
     # What was broken is mended and the job goes on: what is done is not done again.
     again = Many(job({"small": RUNS["small"], "broken": {"steps": 1}}), tmp_path / "job", resume=True)
     assert again.run().state == "finished"

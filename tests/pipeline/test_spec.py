@@ -294,12 +294,12 @@ class TestBad:
         assert "clusters.actor_train: says neither how many devices nor which; add e.g. 'gpus: 2'" in train
         assert "clusters.critic: says neither" in critic
         (line,) = failure(tmp_path, with_keys(clusters=None))
-        assert line.startswith("job.yaml: clusters: is missing and has no default (")
-        assert "actor_train: {gpus: 2}" in line
+        assert line.startswith("job.yaml: clusters.actor_train: says neither")
+        assert "plan: auto" in line
 
     def test_a_missing_cluster(self, tmp_path: Path) -> None:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_infer": {"devices": [0]}}))
-        assert ": clusters.actor_train: is missing" in line
+        assert ": clusters.actor_train: says neither" in line
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
+from rlix.cli.plans import planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.resume import say_resumptions
 from rlix.cli.text import still
@@ -129,6 +130,8 @@ def _run_to_end(
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
+            resumed = options.runs_dir if options.resume else None
+            specs = planned(specs, ids, smallest_memory(devices), console, resumed)
             check_jobs(specs, ids)
             if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (

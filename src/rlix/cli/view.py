@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 JOB_STYLES = ("dodger_blue2", "dark_orange", "dark_cyan", "medium_orchid", "yellow4", "indian_red")
 STATE_STYLES = {"finished": "green", "failed": "bold red", "stopped": "yellow"}
+RUN_STYLES = {**STATE_STYLES, "paused": "yellow"}
 MAX_DEVICE_ROWS = 24
 PIPE_WIDTH = 120
 
@@ -71,7 +72,9 @@ def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> st
         parts.append(f"evaluation {job.evaluation:.3f}")
     if job.tokens_per_s is not None:
         parts.append(f"{job.tokens_per_s:,.0f} tokens/s")
-    parts += [f"{run.name} {run.step}/{run.steps}" for run in job.runs]
+    for run in job.runs:
+        ended = f" {run.phase}" if run.phase in RUN_STYLES else ""
+        parts.append(f"{run.name} {run.step}/{run.steps}{ended}")
     if devices:
         parts.append(f"devices {device_list(devices)}")
     if job.error:
@@ -93,6 +96,12 @@ def alarms(control: ControlStatus) -> tuple[str, ...]:
             what = f"device{'s' if len(devices) > 1 else ''} {device_list(tuple(sorted(devices)))} in quarantine"
             found.append(f"{what}, held by {_kept_by(control, status)}: {status.reason}; see `rlix free --help`")
     return tuple(found)
+
+
+def failed_runs(jobs: tuple["JobStatus", ...]) -> tuple[str, ...]:
+    """Why runs ended whose jobs go on with the others."""
+    going = [(job, run) for job in jobs if job.state not in STATE_STYLES for run in job.runs if run.error]
+    return tuple(f"{job.name}: run {run.name} failed: {plain(run.error or '').splitlines()[-1]}" for job, run in going)
 
 
 def _kept_by(control: ControlStatus, status: LeaseStatus) -> str:
@@ -122,7 +131,7 @@ def render(snapshot: Snapshot) -> Group:
         f" of {len(snapshot.control.devices)} devices in use, {100 * snapshot.mean_utilisation:.0f} % on average",
     )
     parts: list[Text | Table] = [headline, _job_table(snapshot), _device_table(snapshot)]
-    parts += [Text(alarm, style="bold red") for alarm in alarms(snapshot.control)]
+    parts += [Text(alarm, style="bold red") for alarm in (*alarms(snapshot.control), *failed_runs(snapshot.jobs))]
     parts += [Text(stall, style="yellow") for stall in snapshot.stalls]
     if snapshot.notice:
         parts.append(Text(snapshot.notice, style="yellow"))
@@ -131,7 +140,7 @@ def render(snapshot: Snapshot) -> Group:
 
 def _job_table(snapshot: Snapshot) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
-    evaluated = any(job.evaluation is not None for job in snapshot.jobs)
+    evaluated = any(one.evaluation is not None for job in snapshot.jobs for one in (job, *job.runs))
     shown = ("job", "step", "", "phase", "reward", "exact", *(("evaluation",) if evaluated else ()), "tokens/s")
     for column in (*shown, "devices"):
         numeric = column in {"step", "reward", "exact", "evaluation", "tokens/s"}
@@ -155,9 +164,10 @@ def _job_table(snapshot: Snapshot) -> Table:
                 Text(f"  {run.name}", style=_style(index)),
                 f"{run.step}/{run.steps}",
                 "",
-                Text(words(run.phase), style=STATE_STYLES.get(run.state, "")),
+                Text(words(run.phase), style=RUN_STYLES.get(run.phase, "")),
                 _number(run.reward, ".3f"),
                 _number(run.exact, ".3f"),
+                *((_number(run.evaluation, ".3f"),) if evaluated else ()),
                 _number(run.tokens_per_s, ",.0f"),
                 "",
             )

@@ -7,9 +7,39 @@ at every second: one wrong type would stop either for everybody.
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple
 
-from rlix.control.core import Asked
-from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Demand, Process
+from rlix.control.core import Core
+from rlix.control.gang_queue import Asked
+from rlix.control.job import Job
+from rlix.control.registration import job_name
+from rlix.protocol.errors import PipelineGoneError, SpecError
+from rlix.protocol.messages import Demand, Process, Registration
+
+
+def registration(core: Core, pipeline_id: str) -> Registration:
+    """What the pipeline registered. Raises PipelineGoneError unless there is one of that id."""
+    found = core.state.registrations.get(pipeline_id)
+    if found is None:
+        why = core.log.why_ended(pipeline_id)
+        text = f"pipeline {pipeline_id!r} is not registered (any more)"
+        raise PipelineGoneError(f"{text}: {why}" if why else text)
+    return found
+
+
+def job(core: Core, pipeline_id: str) -> Job:
+    """The job of the pipeline. Raises PipelineGoneError unless it is admitted and not on its way out."""
+    registration(core, pipeline_id)
+    found = core.jobs.get(pipeline_id)
+    if found is None:
+        raise PipelineGoneError(f"pipeline {pipeline_id!r} is not admitted; call admit_pipeline first")
+    if found.ending:
+        why = core.state.ending.get(pipeline_id, "")
+        raise PipelineGoneError(f"pipeline {pipeline_id!r} is being ended{f': {why}' if why else ''}")
+    return found
+
+
+def name(core: Core, pipeline_id: str) -> str:
+    """How messages about what a registered pipeline says begin."""
+    return job_name(core.state.registrations[pipeline_id])
 
 
 def process(where: str, value: object, *, optional: bool = False) -> None:
@@ -46,10 +76,10 @@ def wait(where: str, value: object) -> None:
         raise SpecError(f"{where}: wait_s must be a number of seconds from 0 up, got {value!r}")
 
 
-def text(where: str, name: str, value: object) -> None:
+def text(where: str, field: str, value: object) -> None:
     """Raises SpecError unless it is a text."""
     if not isinstance(value, str):
-        raise SpecError(f"{where}: {name} must be a text, got {value!r}")
+        raise SpecError(f"{where}: {field} must be a text, got {value!r}")
 
 
 def asked(where: str, value: object) -> None:
@@ -59,15 +89,15 @@ def asked(where: str, value: object) -> None:
     text(where, "key", value.key)
     process(where, value.holder, optional=True)
     epochs(where, value.holding)
-    for name, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
+    for field, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
         if limit is not None and not (_is_seconds(limit) and limit > 0):
-            raise SpecError(f"{where}: {name} must be positive or None, got {limit!r}")
+            raise SpecError(f"{where}: {field} must be positive or None, got {limit!r}")
 
 
 def demand(where: str, value: object) -> None:
     """Raises SpecError unless it is a demand, of finite numbers from 0 up."""
     if not isinstance(value, Demand) or not all(_is_seconds(part) for part in astuple(value)):
-        raise SpecError(f"{where}: needs finite numbers from 0 up, got {value!r}")
+        raise SpecError(f"{where}: a demand needs finite numbers from 0 up, got {value!r}")
 
 
 def _is_count(value: object) -> bool:

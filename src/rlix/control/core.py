@@ -3,22 +3,20 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from rlix.control.endings import Endings
-from rlix.control.gang_queue import GangQueue, Ticket
+from rlix.control.gang_queue import Asked, GangQueue, Ticket
 from rlix.control.job import GANG_GAP_S, Job
 from rlix.control.lease_log import LeaseLog
-from rlix.control.ports import Clock, Nodes, Timer
+from rlix.control.planning import Decide, Planning
+from rlix.control.ports import Clock, Nodes
 from rlix.control.rollouts import Rollouts
 from rlix.control.settings import Settings
-from rlix.control.uncollected import uncollected
 from rlix.control.watch import Watch
 from rlix.control.writer import EventStore, Writer
 from rlix.protocol.errors import (
     DeadlockError,
     PipelineGoneError,
-    PlanError,
     RlixError,
     StaleEpochError,
     WaitTimeoutError,
@@ -44,28 +42,9 @@ from rlix.scheduler.commit import decide
 from rlix.scheduler.cycles import find_cycle
 from rlix.scheduler.image import image
 from rlix.scheduler.policies import POLICIES, Policy
-from rlix.scheduler.snapshot import RolloutState, Snapshot
 from rlix.scheduler.state import State
 
 logger = logging.getLogger(__name__)
-
-Decide = Callable[[Snapshot, State, Policy], tuple[Event, ...]]
-
-_SHORT_TURN_S = 0.001
-_PAUSE_TURNS = 4
-_ANSWER_S = 0.001  # for the answer to be on its way to who was given a lease, before a turn of planning keeps it back
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a gang request may carry besides what it asks for; times are seconds. See `GangRequested`."""
-
-    key: str = ""
-    holder: Process | None = None
-    holding: tuple[int, ...] = ()
-    timeout_s: float | None = None
-    longest_s: float | None = None
-
 
 _PLAIN = Asked()
 
@@ -111,13 +90,8 @@ class Core:
         self.rollouts = Rollouts(self)
         self.watch = Watch(self)
         self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self._written)
-        self._policy: Policy = POLICIES[settings.policy] if policy is None else policy
-        self._decide, self._stopwatch = decide, stopwatch
+        self.planning = Planning(self, POLICIES[settings.policy] if policy is None else policy, decide, stopwatch)
         self._unwritten: list[Lease] = []  # active, but not in the journal: nobody knows of them yet
-        self._turn_s = 0.0  # what the last turn of planning took
-        self._turn: Timer | None = None
-        self._turn_at = 0.0
-        self._not_before = 0.0
         self.closed = False
 
     def close(self) -> None:
@@ -132,14 +106,14 @@ class Core:
 
         They are in the journal before anybody learns of them.
         """
-        answered = self._record(events)
+        answered = self.apply(events)
         if all(isinstance(event, DemandReported) for event in events):
-            self._changed_a_little()
+            self.planning.after_a_pause()
         else:
-            self._plan_at(self.clock.time() + (min(self._turn_s, _ANSWER_S) if answered else 0.0))
+            self.planning.soon(answered=answered)
 
-    def _record(self, events: Sequence[Event]) -> bool:
-        """Without calling for another turn of planning. Returns whether a lease became active."""
+    def apply(self, events: Sequence[Event]) -> bool:
+        """`record` without calling for another turn of planning. Returns whether a lease became active."""
         now = self.clock.time()
         active: list[Lease] = []
         applied = 0
@@ -157,7 +131,7 @@ class Core:
     def _written(self) -> None:
         """The journal can be written again: what became active meanwhile is told now."""
         self._hand_out_written()
-        self.changed()
+        self.planning.soon()
 
     def _hand_out_written(self) -> None:
         leases, self._unwritten = self._unwritten, []
@@ -179,7 +153,7 @@ class Core:
                 self._note_grant(lease, now - max(0.0, wall - at), at)
         if not count:
             return 0
-        self._not_before = now + self.settings.settle_s
+        self.planning.not_before = now + self.settings.settle_s
         for request in self.state.requests.values():
             cluster = self.state.registrations[request.pipeline_id].cluster(request.cluster)
             self.gangs.open(request.id, request.key, request.pipeline_id, cluster, request.phase)
@@ -190,7 +164,7 @@ class Core:
             job.heard_at = now
         self.rollouts.recover()
         self.endings.recover()
-        self.changed()
+        self.planning.soon()
         return count
 
     def _reopen(self, lease: Lease, *, pending: bool) -> None:
@@ -203,20 +177,11 @@ class Core:
 
     def _fold(self, event: Event, now: float, wall: float) -> tuple[Lease, ...]:
         """The state after the event, and what is kept about jobs beside it. Returns the leases that became active."""
-        ended = self._leases_ended_by(event)
+        released = self.state.leases.get(event.epoch) if isinstance(event, LeaseReleased) else None
         active = self.state.apply(event, now)
-        for lease, reason in ended:
-            self.log.add("released", lease, wall, reason=reason)
-            self.granted_at.pop(lease.epoch, None)
-            job = self.jobs.get(lease.pipeline_id)
-            if job is not None:
-                job.usage.released(lease.epoch, now)
-                if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
-                    self._phase_ended(job)
-            ticket = self.gangs.holding(lease.epoch)
-            if ticket is not None:
-                self.gangs.close(ticket)
         match event:
+            case LeaseReleased() if released is not None:
+                self._note_release(released.lease, event.reason, now, wall)
             case PipelineAdmitted():
                 self.jobs.setdefault(event.pipeline_id, Job(now))
             case PipelineUnregistered():
@@ -234,10 +199,17 @@ class Core:
                 self.gangs.revoked(event.epoch)
         return active
 
-    def _leases_ended_by(self, event: Event) -> list[tuple[Lease, ReleaseReason]]:
-        if isinstance(event, LeaseReleased) and event.epoch in self.state.leases:
-            return [(self.state.leases[event.epoch].lease, event.reason)]
-        return []
+    def _note_release(self, lease: Lease, reason: ReleaseReason, now: float, wall: float) -> None:
+        self.log.add("released", lease, wall, reason=reason)
+        self.granted_at.pop(lease.epoch, None)
+        job = self.jobs.get(lease.pipeline_id)
+        if job is not None:
+            job.usage.released(lease.epoch, now)
+            if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
+                self._phase_ended(job)
+        ticket = self.gangs.holding(lease.epoch)
+        if ticket is not None:
+            self.gangs.close(ticket)
 
     def _phase_ended(self, job: Job) -> None:
         """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
@@ -246,7 +218,7 @@ class Core:
 
     def _gap_ended(self, job: Job) -> None:
         if not job.rolling:  # what was kept went when it rolled out again
-            self.changed()
+            self.planning.soon()
 
     def _note_grant(self, lease: Lease, now: float, wall: float, waited_s: float | None = None) -> None:
         self.log.add("granted", lease, wall, waited_s=waited_s)
@@ -278,10 +250,8 @@ class Core:
         return pipeline_id
 
     def request(self, pipeline_id: str, cluster: Cluster, phase: Phase, asked: Asked = _PLAIN) -> Ticket:
-        """Records a gang request; the ticket decides once it is active, or with the error.
-
-        Raises:
-            DeadlockError: it could never be granted: parts of the job wait for each other in a circle.
+        """Records a gang request; the ticket decides once it is active, or with the error: at once where it could never
+        be granted, because its devices are gone or parts of the job wait for each other in a circle.
         """
         request_id = self.state.next_request_id
         ticket = self.gangs.open(request_id, asked.key, pipeline_id, cluster, phase)
@@ -364,69 +334,6 @@ class Core:
         ]
         stuck = [self.writer.trouble] if self.writer.trouble else []
         return "; ".join(held + ahead + stuck) or "nobody holds them: the scheduler did not come to it"
-
-    # -- planning ----------------------------------------------------------------------------------------------------
-
-    def changed(self) -> None:
-        self._plan_at(self.clock.time())
-
-    def _changed_a_little(self) -> None:
-        """Plans after a pause in proportion to what a turn takes: heartbeats must not keep a large pool's loop busy."""
-        pause_s = 0.0 if self._turn_s < _SHORT_TURN_S else _PAUSE_TURNS * self._turn_s
-        self._plan_at(self.clock.time() + pause_s)
-
-    def _plan_at(self, when: float) -> None:
-        when = max(when, self._not_before)
-        if self._turn is not None:
-            if self._turn_at <= when:
-                return
-            self._turn.cancel()
-        self._turn_at = when
-        self._turn = self.clock.call_later(max(0.0, when - self.clock.time()), self._plan)
-
-    def _plan(self) -> None:
-        self._turn = None
-        if self.closed or self.writer.trouble:
-            return  # what is not in the journal must not be promised to anybody
-        start = self._stopwatch()
-        snapshot = self.snapshot()
-        try:
-            with uncollected():
-                events = self._decide(snapshot, self.state, self._policy)
-        except PlanError:
-            logger.exception("the planner broke a rule; nothing is done until the next change: %r", snapshot)
-            return
-        self._record(events)  # a plan is complete: what it changes itself is nothing to plan anew for
-        for event in events:
-            if isinstance(event, DrainStarted):
-                self.rollouts.draining(self.state.leases[event.epoch].lease)
-        self._turn_s = self._stopwatch() - start
-
-    def snapshot(self) -> Snapshot:
-        """The state as the planner should see it: rollouts with what each job has used so far; a job that is ending or
-        failed a moment ago wants nothing; one that has just ended a phase may ask for a gang any moment."""
-        now = self.clock.time()
-        snapshot = self.state.snapshot(now)
-        rollouts = (self._as_seen(rollout, self.jobs[rollout.pipeline_id], now) for rollout in snapshot.rollouts)
-        return replace(snapshot, rollouts=tuple(rollouts))
-
-    def _as_seen(self, rollout: RolloutState, job: Job, now: float) -> RolloutState:
-        if job.muted(now):
-            return replace(rollout, demand=Demand(0))
-        expected = rollout.demand.trajectories == 0 and job.expects_gang(now)
-        return RolloutState(
-            rollout.pipeline_id,
-            rollout.cluster,
-            rollout.bundles,
-            rollout.demand,
-            rollout.waited_s,
-            rollout.held_s,
-            rollout.served_gpu_s,
-            used_gpu_s=job.usage.gpu_s(now),
-            age_s=job.usage.age_s(now),
-            gang_devices=rollout.gang_devices,
-            gang_expected=expected,
-        )
 
 
 def _left(ticket: Ticket) -> str:

@@ -103,7 +103,7 @@ class Endings:
             core.record(DrainStarted(lease.epoch, why))
         job = core.jobs.get(lease.pipeline_id)
         if lease.phase is Phase.ROLLOUT and job is not None and not job.ending:
-            core.clock.call_later(job.failed(core.clock.time()), core.changed)
+            core.clock.call_later(job.failed(core.clock.time()), core.planning.soon)
             core.rollouts.ended(lease)
         # Whoever asked for devices of a node that left may be on another one, and has no byte there any more.
         holders = self.named_holders(lease) if reason is ReleaseReason.NODE_LOST else self.holders(lease)
@@ -212,7 +212,9 @@ class Endings:
 
     # -- a pipeline ends ---------------------------------------------------------------------------------------------
 
-    def end(self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], None]) -> None:
+    def end(
+        self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], object] = lambda: None
+    ) -> None:
         """Ends a pipeline: refuses its requests, ends its program and its workers, then frees its devices.
 
         They are told why, unless it ends by its own word.
@@ -234,7 +236,7 @@ class Endings:
             told = told and str(self._note(pipeline_id, told))
             for ticket in core.gangs.of_pipeline(pipeline_id):
                 if ticket.outcome is None:
-                    text = f"pipeline {pipeline_id!r} was unregistered while it waited for {ticket.cluster.name!r}"
+                    text = f"pipeline {pipeline_id!r} was ended while it waited for {ticket.cluster.name!r}"
                     core.withdraw(ticket, PipelineGoneError(f"{text}: {why or 'unregistered'}"))
             core.record(PipelineEnding(pipeline_id, why))
         job.ending = True
@@ -257,7 +259,7 @@ class Endings:
             core.rollouts.wake(pipeline_id, cluster.name)
 
     def _end_leases(
-        self, pipeline_id: str, why: str, told: str, spare: Process | None, done: Callable[[], None]
+        self, pipeline_id: str, why: str, told: str, spare: Process | None, done: Callable[[], object]
     ) -> None:
         leases = [s.lease for s in self._core.state.leases_of(pipeline_id) if s.lease.epoch not in self._taking]
         left = len(leases)
@@ -289,8 +291,7 @@ class Endings:
             job = core.jobs.get(pipeline_id)
             if job is not None:
                 job.ending = True
-                end = partial(self.end, pipeline_id, why, done=lambda: None)
-                core.clock.call_later(core.settings.settle_s, end)
+                core.clock.call_later(core.settings.settle_s, partial(self.end, pipeline_id, why))
 
     # -- below -------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,19 @@ from dataclasses import dataclass, field
 
 from rlix.control.ports import Clock, Timer
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Cluster, Lease
+from rlix.protocol.messages import Cluster, Lease, Process
 from rlix.protocol.types import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a gang request may carry besides what it asks for; times are seconds. See `GangRequested`."""
+
+    key: str = ""
+    holder: Process | None = None
+    holding: tuple[int, ...] = ()
+    timeout_s: float | None = None
+    longest_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +33,6 @@ class Ticket:
     epoch: int | None = None
     outcome: Lease | RlixError | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
-    longest_s: float | None = None
     timers: dict[str, Timer] = field(default_factory=dict)
 
     def decide(self, outcome: Lease | RlixError) -> None:

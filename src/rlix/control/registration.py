@@ -37,12 +37,12 @@ def build_registration(
     A gang that asks for a size is told of other blocks it can move to (`Cluster.alternatives`); an empty list in
     `cluster_device_alternatives` says that it stays where it is placed. `elastic_clusters` names the clusters that run
     rollouts; None: `actor_infer`, if there is one. `others`: who has registered before, for the crowding of devices.
-    `called`: the pipeline's name, for people.
+    `called`: the pipeline's name, for people; messages use it.
 
     Raises:
-        SpecError: one line for each cluster that is wrong, naming the pipeline, the cluster, the field and the fix.
+        SpecError: one line for each cluster that is wrong, naming the pipeline, the cluster, what is wrong and the fix.
     """
-    where = f"register_pipeline({pipeline_id!r})"
+    where = f"job {called!r}" if called else f"register_pipeline({pipeline_id!r})"
     if not isinstance(ray_namespace, str) or not ray_namespace:
         raise SpecError(f"{where}: ray_namespace must be a non-empty string, got {ray_namespace!r}")
     sizes = _mapping(where, "cluster_tp_configs", cluster_tp_configs)
@@ -98,51 +98,67 @@ def check_gang_request(registration: Registration, cluster: object, phase: objec
     Raises:
         SpecError: unknown cluster or phase, or a rollout asked for as a gang.
     """
-    where = f"poll_gang({registration.pipeline_id!r})"
+    where = job_name(registration)
     if isinstance(phase, bool) or not isinstance(phase, int) or phase not in list(Phase):
         known = ", ".join(f"{p.name}={p.value}" for p in Phase)
         raise SpecError(f"{where}: unknown phase {phase!r}; phases are: {known}")
-    found = _registered(where, registration, cluster)
+    found = check_cluster(registration, cluster)
     if found.elastic:
         raise SpecError(
-            f"{where}: cluster {found.name!r} is elastic: its devices come and go and cannot be asked for as a gang; "
-            "call report_demand instead, or register it without naming it in elastic_clusters"
+            f"{where}: cluster {found.name!r} is elastic: its devices come and go and cannot be held for a phase; ask "
+            "for them with rollout(), or make it a gang"
         )
     if phase == Phase.ROLLOUT:
         raise SpecError(
-            f"{where}: cluster {found.name!r}, phase ROLLOUT: rollouts are elastic and cannot be asked for as a gang; "
-            f"call report_demand for {_elastic_names(registration)}"
+            f"{where}: cluster {found.name!r}, phase ROLLOUT: rollouts are elastic and cannot be held for a phase; use "
+            f"rollout() and {_elastic_names(registration)}"
         )
     return found
 
 
 def check_rollout_cluster(registration: Registration, cluster: object) -> Cluster:
-    """The cluster a demand report names.
+    """The cluster that a rollout names.
 
     Raises:
         SpecError: unknown cluster, or one that asks for gangs.
     """
-    where = f"report_demand({registration.pipeline_id!r})"
-    found = _registered(where, registration, cluster)
+    where = job_name(registration)
+    found = check_cluster(registration, cluster)
     if not found.elastic:
         raise SpecError(
-            f"{where}: cluster {found.name!r} is not elastic, so it asks for gangs; demand is reported for "
+            f"{where}: cluster {found.name!r} is a gang: ask for it with phase(); rollout() and demand are for "
             f"{_elastic_names(registration)}"
         )
     return found
 
 
-def _elastic_names(registration: Registration) -> str:
-    names = [repr(cluster.name) for cluster in registration.clusters if cluster.elastic]
-    return " or ".join(names) or "clusters named in elastic_clusters, of which this pipeline registered none"
+def check_cluster(registration: Registration, cluster: object) -> Cluster:
+    """The cluster of this name.
 
-
-def _registered(where: str, registration: Registration, cluster: object) -> Cluster:
+    Raises:
+        SpecError: the job has none.
+    """
     for candidate in registration.clusters:
         if candidate.name == cluster:
             return candidate
     known = ", ".join(c.name for c in registration.clusters)
-    raise SpecError(f"{where}: cluster {cluster!r} is not registered; this pipeline registered: {known}")
+    raise SpecError(f"{job_name(registration)} has no cluster {cluster!r}; it has: {known}")
+
+
+def job_name(registration: Registration) -> str:
+    """How messages begin: with what its user calls the job."""
+    return f"job {(registration.name or registration.pipeline_id)!r}"
+
+
+def declared(registration: Registration) -> object:
+    """What tells whether two declarations are the same, wherever each was placed."""
+    clusters = [(c.name, c.tensor_parallel_size, len(c.devices), c.elastic) for c in registration.clusters]
+    return registration.ray_namespace, registration.name, clusters
+
+
+def _elastic_names(registration: Registration) -> str:
+    names = [repr(cluster.name) for cluster in registration.clusters if cluster.elastic]
+    return " or ".join(names) or "elastic clusters, of which it has none"
 
 
 def _mapping(where: str, field: str, value: object, *, may_be_empty: bool = False) -> Mapping[str, object]:
@@ -187,13 +203,13 @@ class _Declared:
     def wish(self, tensor_parallel: object, mapping: object, *, moves: bool) -> Wish:
         """Raises SpecError, as all methods do."""
         size = self._tensor_parallel(tensor_parallel)
-        field = f"{self.where}: cluster_device_mappings"
+        field = f"{self.where}: devices"
         if isinstance(mapping, list | tuple):
             ids = self._ids(field, mapping)
             if len(ids) % size:
                 raise SpecError(
-                    f"{self.where}: cluster_tp_configs: tensor-parallel size {size} does not divide its {len(ids)} "
-                    "devices; change one of the two"
+                    f"{self.where}: tensor-parallel size {size} does not divide its {len(ids)} devices; change one of "
+                    "the two"
                 )
             self._check_bundles(field, ids, size)
             return Wish(self.name, size, self.elastic, devices=ids)
@@ -228,11 +244,10 @@ class _Declared:
         return tuple(sets)
 
     def _tensor_parallel(self, value: object) -> int:
-        field = f"{self.where}: cluster_tp_configs"
         if not isinstance(value, int) or isinstance(value, bool):
-            raise SpecError(f"{field}: the tensor-parallel size must be an int, got {value!r}")
+            raise SpecError(f"{self.where}: the tensor-parallel size must be an int, got {value!r}")
         if value < 1:
-            raise SpecError(f"{field}: the tensor-parallel size must be at least 1, got {value}")
+            raise SpecError(f"{self.where}: the tensor-parallel size must be at least 1, got {value}")
         return value
 
     def _range(self, field: str, value: object) -> tuple[int, int]:

@@ -136,6 +136,18 @@ def devices_of(
     )
 
 
+def numbered(known: Sequence[Device], found: Sequence[Device], next_id: int) -> tuple[Device, ...]:
+    """`found` with the ids that their devices had before; new ones get ids that no device ever had."""
+    ids = {(device.node_id, device.index): device.id for device in known}
+    devices = []
+    for device in found:
+        number = ids.get((device.node_id, device.index))
+        if number is None:
+            number, next_id = next_id, next_id + 1
+        devices.append(Device(number, device.node_id, device.node_ip, device.index, device.kind, device.key))
+    return tuple(sorted(devices, key=lambda device: device.id))
+
+
 def _kind(node: Mapping[str, Any]) -> DeviceKind:
     return DeviceKind.CPU if VIRTUAL_DEVICE_RESOURCE in node["Resources"] else DeviceKind.CUDA
 

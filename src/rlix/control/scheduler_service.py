@@ -9,16 +9,22 @@ from pathlib import Path
 import ray
 
 from rlix.control import checks
-from rlix.control.core import Asked, Core
-from rlix.control.gang_queue import Ticket
-from rlix.control.job import Job
+from rlix.control.core import Core
+from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.journal import open_journal
 from rlix.control.live_nodes import LiveNodes
-from rlix.control.registration import build_registration, check_gang_request, check_rollout_cluster
+from rlix.control.registration import (
+    build_registration,
+    check_cluster,
+    check_gang_request,
+    check_rollout_cluster,
+    declared,
+)
+from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
-from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError
+from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     ControlStatus,
@@ -163,7 +169,7 @@ class Scheduler:
             core.record(PipelineRegistered(registration))
             return registration
         # Asked for by size it might be placed elsewhere now; what was answered the first time stays.
-        if _declared(before) != _declared(registration):
+        if declared(before) != declared(registration):
             raise SpecError(
                 f"register_pipeline({pipeline_id!r}): already registered; allocate another id for another pipeline"
             )
@@ -172,34 +178,34 @@ class Scheduler:
     async def admit_pipeline(self, pipeline_id: str) -> None:
         """See `Orchestrator.admit_pipeline`. Admitting an admitted pipeline changes nothing."""
         core = await self._core()
-        _registration(core, pipeline_id, "admit_pipeline")
+        checks.registration(core, pipeline_id)
         if pipeline_id not in core.jobs:
             core.record(PipelineAdmitted(pipeline_id))
 
     async def unregister_pipeline(self, pipeline_id: str, reason: str = "", spare: Process | None = None) -> None:
         """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks; it is not ended with the others."""
         core = await self._core()
-        _registration(core, pipeline_id, "unregister_pipeline")
-        checks.text("unregister_pipeline", "reason", reason)
-        checks.process("unregister_pipeline", spare, optional=True)
+        checks.registration(core, pipeline_id)
+        checks.text(pipeline_id, "reason", reason)
+        checks.process(pipeline_id, spare, optional=True)
         await _ended(core, pipeline_id, reason, spare)
 
     async def name_holders(self, pipeline_id: str, cluster: str, processes: Mapping[int, Process]) -> None:
         """Names the processes that keep bytes under a cluster's leases, by rank; cluster "" is the pipeline's program,
         whose end is the pipeline's."""
         core = await self._core()
-        _job(core, pipeline_id, "name_holders")
-        if cluster and cluster not in [c.name for c in core.state.registrations[pipeline_id].clusters]:
-            raise SpecError(f"name_holders({pipeline_id!r}): cluster {cluster!r} is not registered")
-        checks.holders(f"name_holders({pipeline_id!r})", processes)
+        checks.job(core, pipeline_id)
+        if cluster:
+            check_cluster(core.state.registrations[pipeline_id], cluster)
+        checks.holders(checks.name(core, pipeline_id), processes)
         core.name_holders(pipeline_id, cluster, tuple(processes.items()))
 
     async def beat(self, pipeline_id: str, process: Process, held: Sequence[int]) -> None:
         """A process that speaks for the pipeline lives, and knows that it holds these leases."""
         core = await self._core()
-        _job(core, pipeline_id, "beat")
-        checks.process(f"beat({pipeline_id!r})", process)
-        checks.epochs(f"beat({pipeline_id!r})", held)
+        checks.job(core, pipeline_id)
+        checks.process(checks.name(core, pipeline_id), process)
+        checks.epochs(checks.name(core, pipeline_id), held)
         core.watch.beat(pipeline_id, process, frozenset(held))
 
     # -- devices -----------------------------------------------------------------------------------------------------
@@ -217,9 +223,9 @@ class Scheduler:
             DeadlockError: it waits for what its own caller keeps.
         """
         core = await self._core()
-        job = _job(core, pipeline_id, "poll_gang")
-        checks.asked(f"request_gang({pipeline_id!r})", asked)
-        checks.wait(f"poll_gang({pipeline_id!r})", wait_s)
+        job, where = checks.job(core, pipeline_id), checks.name(core, pipeline_id)
+        checks.asked(where, asked)
+        checks.wait(where, wait_s)
         job.heard(asked.holder, core.clock.time())
         ticket = core.gangs.find(pipeline_id, asked.key) if asked.key else None
         if ticket is None:
@@ -257,13 +263,13 @@ class Scheduler:
             SpecError: these are no epochs.
             StaleEpochError: the pipeline holds some of them not (any more); the others were given back.
         """
-        checks.epochs(f"release({pipeline_id!r})", epochs)
+        checks.epochs(pipeline_id, epochs)
         core = await self._core()
         held = {status.lease.epoch: status.lease for status in core.state.leases_of(pipeline_id)}
         core.endings.given_back(*(held[epoch] for epoch in epochs if epoch in held))
         if gone := [epoch for epoch in epochs if epoch not in held]:
             names = ", ".join(f"{epoch} ({why})" if (why := core.endings.why(epoch)) else str(epoch) for epoch in gone)
-            raise StaleEpochError(f"release: lease {names} is not held by {pipeline_id!r} (any more)")
+            raise StaleEpochError(f"lease {names} is not held by {pipeline_id!r} (any more)")
 
     async def poll_rollout(
         self,
@@ -276,9 +282,8 @@ class Scheduler:
     ) -> RolloutAnswer:
         """What a rollout that knows of these leases does not know yet; empty when nothing happened for `wait_s`."""
         core = await self._core()
-        job = _job(core, pipeline_id, "poll_rollout")
+        job, where = checks.job(core, pipeline_id), checks.name(core, pipeline_id)
         check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
-        where = f"poll_rollout({pipeline_id!r})"
         checks.process(where, process, optional=True)
         checks.epochs(where, held)
         checks.epochs(where, draining)
@@ -293,7 +298,7 @@ class Scheduler:
                 return answer
             if not await _called(core.rollouts.watchers(pipeline_id, cluster), left_s):
                 return RolloutAnswer()
-            _job(core, pipeline_id, "poll_rollout")
+            checks.job(core, pipeline_id)
 
     async def report_demand(self, pipeline_id: str, cluster: str, demand: Demand) -> None:
         """What the rollout still has to do.
@@ -302,9 +307,9 @@ class Scheduler:
             SpecError: not a rollout cluster, or not a demand.
         """
         core = await self._core()
-        job = _job(core, pipeline_id, "report_demand")
+        job = checks.job(core, pipeline_id)
         check_rollout_cluster(core.state.registrations[pipeline_id], cluster)
-        checks.demand(f"report_demand({pipeline_id!r})", demand)
+        checks.demand(checks.name(core, pipeline_id), demand)
         job.heard(None, core.clock.time())
         core.report(pipeline_id, cluster, demand)
 
@@ -344,23 +349,11 @@ class Scheduler:
 
     async def registration(self, pipeline_id: str) -> Registration:
         """What the pipeline registered."""
-        return _registration(await self._core(), pipeline_id, "registration")
+        return checks.registration(await self._core(), pipeline_id)
 
     async def status(self) -> ControlStatus:
         """See `Orchestrator.status`."""
         return status_of(await self._core())
-
-
-def numbered(known: Sequence[Device], found: Sequence[Device], next_id: int) -> tuple[Device, ...]:
-    """`found` with the ids that their devices had before; new ones get ids that no device ever had."""
-    ids = {(device.node_id, device.index): device.id for device in known}
-    devices = []
-    for device in found:
-        number = ids.get((device.node_id, device.index))
-        if number is None:
-            number, next_id = next_id, next_id + 1
-        devices.append(Device(number, device.node_id, device.node_ip, device.index, device.kind, device.key))
-    return tuple(sorted(devices, key=lambda device: device.id))
 
 
 async def _called(watchers: list[Callable[[], None]], wait_s: float) -> bool:
@@ -389,31 +382,6 @@ async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | Non
     ended = asyncio.Event()
     core.endings.end(pipeline_id, reason, spare=spare, done=ended.set)
     await ended.wait()
-
-
-def _declared(registration: Registration) -> object:
-    clusters = [(c.name, c.tensor_parallel_size, len(c.devices), c.elastic) for c in registration.clusters]
-    return registration.ray_namespace, registration.name, clusters
-
-
-def _registration(core: Core, pipeline_id: str, where: str) -> Registration:
-    registration = core.state.registrations.get(pipeline_id)
-    if registration is None:
-        why = core.log.why_ended(pipeline_id)
-        text = f"{where}: pipeline {pipeline_id!r} is not registered (any more)"
-        raise PipelineGoneError(f"{text}: {why}" if why else text)
-    return registration
-
-
-def _job(core: Core, pipeline_id: str, where: str) -> Job:
-    _registration(core, pipeline_id, where)
-    job = core.jobs.get(pipeline_id)
-    if job is None:
-        raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is not admitted; call admit_pipeline first")
-    if job.ending:
-        why = core.state.ending.get(pipeline_id, "")
-        raise PipelineGoneError(f"{where}: pipeline {pipeline_id!r} is being unregistered{f': {why}' if why else ''}")
-    return job
 
 
 def _log_to(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from rlix.engine import placement
-from rlix.engine.life_cycle import Life, Residency, training
+from rlix.engine.life_cycle import Life, Residency
 from rlix.engine.residency import MoveReport
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
@@ -51,17 +51,6 @@ class Engine(ABC):
     @property
     def residency(self) -> Residency:
         return self.life.residency
-
-    @property
-    def _residency(self) -> Residency:
-        return self.life.residency
-
-    @_residency.setter
-    def _residency(self, where: Residency) -> None:
-        """What a trainer's handle notes after a move; its bytes are one part, and define themselves."""
-        self._known = True
-        resident = training(resident=where is not Residency.META)
-        self._life = resident.released(keep_host=True) if where is Residency.HOST else resident
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlix.control.core import Core, Decide
+from rlix.control.core import Core
+from rlix.control.planning import Decide
 from rlix.control.ports import Clock
 from rlix.control.settings import Settings
 from rlix.control.writer import EventStore, Forgetful

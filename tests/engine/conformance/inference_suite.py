@@ -196,8 +196,8 @@ def test_after_close_every_call_says_so() -> None:
 
 
 def test_weights_are_replaced_in_place_and_requests_in_flight_go_on(executor: InferenceExecutor) -> None:
+    new = other(4, version=9)  # before anything is in flight: vLLM draws from torch's own generator in each step
     call = started(executor)
-    new = other(4, version=9)
     assert executor.update(new) == sum(p.nbytes for p in model(4, CONFIG).parameters())
     assert executor.life.weights == new.id
     (result,) = call.result(WAIT_S)

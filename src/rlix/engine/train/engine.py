@@ -290,7 +290,7 @@ class TrainEngine(StateCalls):
         except BaseException:  # raised again: some ranks may have moved
             self._known = self._group is None
             raise
-        self._residency = state
+        self._moved(state)
         return merged(reports)
 
     def _ask_workers(self) -> Life:

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate
 
 from rlix.engine.residency import local_tensor
-from rlix.engine.weights.buckets import dtype_name
-from rlix.engine.weights.layout import Box, common, elements, extent
+from rlix.engine.weights.buckets import ALIGNMENT, dtype_name, part_of
+from rlix.engine.weights.layout import Box, Piece, common, elements, extent, moved
 from rlix.engine.weights.shards import pieces_of
 from rlix.protocol.errors import WeightSyncError
-
-_ALIGN = 16  # bytes; no element is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,8 @@ def pack(named: Mapping[str, torch.Tensor], rank: int) -> tuple[tuple[Stretch, .
     for name, tensor in named.items():
         for part in pieces_of(tensor, name) if _is_first(tensor, rank) else ():
             pieces.append(Stretch(name, dtype_name(tensor.dtype), part.box, end))
-            values.append(_at(local_tensor(tensor).detach(), part.box, part.box, part.at))
-            end += -(-elements(part.box) * tensor.dtype.itemsize // _ALIGN) * _ALIGN
+            values.append(part_of(local_tensor(tensor).detach(), part.at, extent(part.box)))
+            end += -(-elements(part.box) * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
     data = torch.empty(end, dtype=torch.uint8)
     for piece, value in zip(pieces, values, strict=True):
         _view(data, piece).copy_(value)
@@ -88,16 +86,10 @@ def _fill(tensor: torch.Tensor, name: str, sources: Mapping[Box, torch.Tensor]) 
         for box, values in sources.items():
             both = common(piece.box, box) if len(box) == len(piece.box) else None
             if both is not None:
-                _at(local_tensor(tensor), both, piece.box, piece.at).copy_(_at(values, both, box, (0,) * len(box)))
+                held = part_of(values, moved(both, Piece(box, name, (0,) * len(box))), extent(both))
+                part_of(local_tensor(tensor), moved(both, piece), extent(both)).copy_(held)
                 missing -= elements(both)
     return missing
-
-
-def _at(tensor: torch.Tensor, inner: Box, box: Box, at: tuple[int, ...]) -> torch.Tensor:
-    """The view of `inner` in a tensor in which `box` lies from `at` on."""
-    for dim, ((start, stop), (first, _), place) in enumerate(zip(inner, box, at, strict=True)):
-        tensor = tensor.narrow(dim, place + start - first, stop - start)
-    return tensor
 
 
 def _is_first(tensor: torch.Tensor, rank: int) -> bool:

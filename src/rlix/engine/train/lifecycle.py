@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
-from rlix.engine.life_cycle import Residency
+from rlix.engine.life_cycle import Residency, training
 from rlix.engine.train.evacuation import Evacuated, evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
@@ -58,6 +58,12 @@ class TrainWorkers(Engine):
         self._lease = lease
         self._epoch = lease.epoch if isinstance(lease, Fence) else lease
 
+    def _moved(self, where: Residency) -> None:
+        """Note where the bytes are now; they are one part, and define themselves."""
+        self._known = True
+        resident = training(resident=where is not Residency.META)
+        self._life = resident.released(keep_host=True) if where is Residency.HOST else resident
+
     def _start(
         self, devices: tuple[Device, ...], layout: Layout, spec: ModuleSpec, lease: Fence | int | None
     ) -> WorkerGroup:
@@ -95,7 +101,7 @@ class TrainWorkers(Engine):
         self._group, self.devices, self._layout = group, devices, layout
         self._calls = 0
         placement.occupy(self, devices)
-        self._residency = Residency.DEVICE
+        self._moved(Residency.DEVICE)
         self._hold(lease)
 
     def _rebuild(
@@ -103,7 +109,7 @@ class TrainWorkers(Engine):
     ) -> None:
         """Go on with new workers, which take `state`; on failure the engine is what it was."""
         group = self._start(devices, layout, replace(self._started_as.spec, undefined=True), lease)
-        before = (self._group, self.devices, self._layout, self._calls, self._residency, self._lease)
+        before, residency = (self._group, self.devices, self._layout, self._calls, self._lease), self.residency
         self._adopt(group, devices, layout, lease)
         configured, self._configured = self._configured, []
         try:
@@ -112,7 +118,8 @@ class TrainWorkers(Engine):
             self._run("take_over", state.parts, timeout_s=self._timeout_s)
         except BaseException:  # re-raised
             group.close(graceful=False)
-            self._group, self.devices, self._layout, self._calls, self._residency, held = before
+            self._group, self.devices, self._layout, self._calls, held = before
+            self._moved(residency)
             self._hold(held)
             self._configured = configured
             placement.occupy(self, self.devices)
@@ -125,7 +132,7 @@ class TrainWorkers(Engine):
             parts = old.call("hand_over")
         old.results("hand_over", parts, timeout_s=self._timeout_s)
         self._run("to_host", timeout_s=self._timeout_s)
-        self._residency = Residency.HOST
+        self._moved(Residency.HOST)
         try:
             self._rebuild(Evacuated(tuple(parts), agree=True), devices, layout, lease)
         except BaseException:  # re-raised; these go on
@@ -174,7 +181,7 @@ class TrainWorkers(Engine):
                 "lost; build() the engine and load a state"
             )
         group.close(graceful=False)
-        residency = self._residency
+        residency = self.residency
         try:
             self._rebuild(state, self.devices, self._layout, self._lease)
             if residency is Residency.META or not state.agree:

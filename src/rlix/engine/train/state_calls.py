@@ -76,7 +76,7 @@ class StateCalls(TrainWorkers):
         way = choose(transport, self.devices, inference_engine.receivers)
         if way is None and names is not None:
             raise ValueError('names=... is for transport "direct" or "p2p": through host memory all tensors move')
-        if way is not None and transport == "auto" and names is None and self._residency is not Residency.DEVICE:
+        if way is not None and transport == "auto" and names is None and self.residency is not Residency.DEVICE:
             way = None  # publishing reads what waits in host memory as well
         try:
             if way is None:
@@ -138,7 +138,7 @@ class StateCalls(TrainWorkers):
         first = tied_names(dict(state))
         given = publish(((name, state[name]) for name in first), self.version, aliases=first)
         self._run("load_state_dict", given, self._epoch, timeout_s=self._timeout_s)
-        self._residency = Residency.DEVICE
+        self._moved(Residency.DEVICE)
 
     def save(self, folder: str | Path) -> None:
         """Write safetensors, config and tokenizer (where known): loads in plain transformers."""
@@ -158,7 +158,7 @@ class StateCalls(TrainWorkers):
         self._check_fillable()
         safetensors_index(Path(folder))
         self._run("load", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        self._residency = Residency.DEVICE
+        self._moved(Residency.DEVICE)
 
     @overload
     def save_state(self, folder: str | Path, *, asynchronous: Literal[False] = False) -> None: ...
@@ -191,21 +191,21 @@ class StateCalls(TrainWorkers):
         if not (Path(folder) / STATE_FILE).is_file():
             raise FileNotFoundError(f"no training state in {folder}: {STATE_FILE} is missing")
         self._run("load_state", _absolute(folder), self._epoch, timeout_s=self._timeout_s)
-        self._residency = Residency.DEVICE
+        self._moved(Residency.DEVICE)
 
     # ---- below -------------------------------------------------------------------------------------------------
 
     def _check_resident(self) -> None:
         self._workers()
-        if self._residency is not Residency.DEVICE:
+        if self.residency is not Residency.DEVICE:
             raise NotResidentError(
-                f"{self.name} was used while its bytes are on {self._residency.value}; call cuda() or acquire() first"
+                f"{self.name} was used while its bytes are on {self.residency.value}; call cuda() or acquire() first"
             )
         self.life.check_serving(self.name)
 
     def _check_readable(self) -> None:
         self._workers()
-        if self._residency is Residency.META:
+        if self.residency is Residency.META:
             raise NotResidentError(
                 f"{self.name} has nothing to read: its bytes are on meta; bring it back with load_state(), load() or "
                 "load_state_dict() first"
@@ -213,7 +213,7 @@ class StateCalls(TrainWorkers):
 
     def _check_fillable(self) -> None:
         self._workers()
-        if self._residency is Residency.HOST:
+        if self.residency is Residency.HOST:
             self._check_resident()
 
 

@@ -160,15 +160,15 @@ class TrainWorker(Worker):
     def leave_channel(self, name: str) -> None:
         channel.leave(name)
 
-    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> int:
-        """Hand this rank's shards to those who need them; returns the bytes written."""
+    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> None:
+        """Hand this rank's shards to those who need them."""
         delivery = delivery.sent_by(self.ctx.rank)
         with channel.answering(delivery):
             self._guard(epoch)
             weights = self._exports(as_trained=False)
             if [weight.name for weight in weights] != self._offered:
                 raise WeightSyncError("the module has other weights than when the channel was opened: sync again")
-        return streams.send(delivery, ((weight.name, partial(held, weight)) for weight in weights))
+        streams.send(delivery, ((weight.name, partial(held, weight)) for weight in weights))
 
     def _exports(self, *, as_trained: bool) -> list[Exported]:
         weights = self._executor.exports(self._module)

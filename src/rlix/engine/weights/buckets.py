@@ -8,18 +8,21 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from rlix.engine.weights.layout import Box, extent
+from rlix.engine.weights.layout import Box, elements, extent
 
-ALIGNMENT = 64
-"""Bytes; every tensor starts at a multiple of it, which suits every dtype and a CPU cache line."""
+ALIGNMENT = 16
+"""Bytes; every tensor starts at a multiple of it, which suits every dtype and leaves few gaps between tensors."""
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 HOST = torch.device("cpu")
+_LARGE_BYTES = 2**16  # from where on a tensor's own copy costs less than one more on its way
 
 Bytes = npt.NDArray[np.uint8]
 Aliases = Mapping[str, tuple[str, ...]]
@@ -41,6 +44,10 @@ class WeightEntry:
     aliases: tuple[str, ...] = ()
     box: Box | None = None
 
+    def __reduce__(self) -> tuple[type["WeightEntry"], tuple[Any, ...]]:
+        """Thousands are sent with every version, and what dataclasses do by themselves takes three times as long."""
+        return WeightEntry, (self.name, self.dtype, self.shape, self.bucket, self.offset, self.aliases, self.box)
+
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
@@ -52,8 +59,7 @@ class WeightEntry:
 
     @property
     def nbytes(self) -> int:
-        size: int = getattr(torch, self.dtype).itemsize * math.prod(self.extent)
-        return size
+        return itemsize(self.dtype) * (math.prod(self.shape) if self.box is None else elements(self.box))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +205,55 @@ def views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple[
         yield entry, all_of_it.narrow(0, entry.offset // itemsize, math.prod(extent)).view(extent)
 
 
+def fill(flat: torch.Tensor, entries: Sequence[WeightEntry], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy these tensors to their places in a bucket's bytes: small ones that lie side by side at once."""
+    for first, last in _runs(entries):
+        run, place = tensors[first:last], _stretch(flat, entries[first:last])
+        if len(run) == 1:
+            place.view(run[0].shape).copy_(run[0])
+            continue
+        if len({tensor.dtype for tensor in run}) > 1:
+            run = [tensor.to(place.dtype) for tensor in run]
+        place.copy_(_flatten_dense_tensors(run))
+
+
+def spread(flat: torch.Tensor, entries: Sequence[WeightEntry], places: Sequence[torch.Tensor]) -> None:
+    """Copy what lies in a bucket's bytes to places of the same shapes."""
+    into = [place for place in places if place.numel()]
+    present = [entry for entry, place in zip(entries, places, strict=True) if place.numel()]
+    found: list[torch.Tensor] = []
+    for first, last in _runs(present):
+        found.extend(_unflatten_dense_tensors(_stretch(flat, present[first:last]), into[first:last]))
+    if into:
+        torch._foreach_copy_(into, found)
+
+
+def _runs(entries: Sequence[WeightEntry]) -> Iterator[tuple[int, int]]:
+    """First and last of those that have one dtype and lie one right after the other; a large tensor is alone."""
+    first, end, dtype = 0, -1, ""
+    for index, entry in enumerate(entries):
+        size = entry.nbytes
+        if index and (entry.offset != end or entry.dtype != dtype or size >= _LARGE_BYTES):
+            yield first, index
+            first = index
+        end = -1 if size >= _LARGE_BYTES else entry.offset + size
+        dtype = entry.dtype
+    if entries:
+        yield first, len(entries)
+
+
+def _stretch(flat: torch.Tensor, run: Sequence[WeightEntry]) -> torch.Tensor:
+    """A run's elements."""
+    return flat[run[0].offset : run[-1].offset + run[-1].nbytes].view(getattr(torch, run[0].dtype))
+
+
+def part_of(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """The view of this shape that begins there."""
+    if tensor.shape == tuple(shape):
+        return tensor
+    return tensor[tuple([slice(at, at + size) for at, size in zip(start, shape, strict=True)])]
+
+
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes, flat and where they are: a view when it is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -207,6 +262,13 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _padding(device: torch.device) -> torch.Tensor:
     return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+
+
+@cache
+def itemsize(dtype: str) -> int:
+    """Bytes of one element, by torch's name of the dtype."""
+    size: int = getattr(torch, dtype).itemsize
+    return size
 
 
 @cache

@@ -6,9 +6,13 @@ tensor, and a fused one of the trainer's fits a separate one of a replica's.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+
+_repeated = lru_cache(2**14)
+"""Layers have the same shapes: what is asked of the boxes of one is asked of all of them."""
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop in each dimension; `()` is all of a tensor without dimensions."""
@@ -61,34 +65,37 @@ def whole(shape: Sequence[int]) -> Box:
 
 def extent(box: Box) -> tuple[int, ...]:
     """The shape of what is in a box."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
+@_repeated
 def elements(box: Box) -> int:
     return math.prod(extent(box))
 
 
+@_repeated
 def common(a: Box, b: Box) -> Box | None:
     """What is in both; None when nothing is."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
-def without(a: Box, b: Box) -> list[Box]:
+@_repeated
+def without(a: Box, b: Box) -> tuple[Box, ...]:
     """What of `a` is outside `b`, as boxes that do not overlap."""
     inner = common(a, b)
     if inner is None:
-        return [a]
+        return (a,)
     left: list[Box] = []
     for dim, ((start, stop), (first, last)) in enumerate(zip(a, inner, strict=True)):
         sides = (side for side in ((start, first), (last, stop)) if side[0] < side[1])
         left.extend((*inner[:dim], side, *a[dim + 1 :]) for side in sides)
-    return left
+    return tuple(left)
 
 
 def moved(box: Box, piece: Piece) -> tuple[int, ...]:
     """Where a box inside a piece begins in the piece's local tensor."""
-    return tuple(at + start - first for at, (start, _), (first, _) in zip(piece.at, box, piece.box, strict=True))
+    return tuple([at + start - first for at, (start, _), (first, _) in zip(piece.at, box, piece.box, strict=True)])
 
 
 def divided(box: Box, most: int) -> list[Box]:
@@ -120,16 +127,6 @@ def shard(
         for choice in product(*placed)
         if elements(box := tuple(run for run, _ in choice))
     )
-
-
-def stacked(local: str, parts: Iterable[tuple[str, Box]]) -> dict[str, Piece]:
-    """A fused parameter: boxes of several tensors, by name, one after the other along dimension 0 of a local tensor."""
-    pieces: dict[str, Piece] = {}
-    row = 0
-    for name, box in parts:
-        pieces[name] = Piece(box, local, (row, *(0 for _ in box[1:])))
-        row += box[0][1] - box[0][0]
-    return pieces
 
 
 def _chunk(runs: Sequence[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:

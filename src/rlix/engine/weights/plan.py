@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from rlix.engine.weights.buckets import itemsize
 from rlix.engine.weights.layout import Box, Layout, Part, Piece, common, elements, moved, without
 from rlix.protocol.errors import WeightSyncError
 
@@ -105,13 +106,6 @@ def least_bytes(sources: Sequence[Layout], targets: Sequence[Layout]) -> int:
     return total
 
 
-@cache
-def itemsize(dtype: str) -> int:
-    """Bytes of one element, by torch's name of the dtype."""
-    size: int = getattr(torch, dtype).itemsize
-    return size
-
-
 def _holders(sources: Sequence[Layout]) -> Mapping[str, dict[Box, list[int]]]:
     """Of each tensor the boxes that are held, and by whom."""
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -173,6 +167,7 @@ def _mismatch(name: str, part: Part, sources: Sequence[Layout]) -> str | None:
     return None
 
 
+@cache
 def _floats(dtype: str) -> bool:
     floating: bool = getattr(torch, dtype).is_floating_point
     return floating

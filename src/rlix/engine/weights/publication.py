@@ -31,6 +31,8 @@ from rlix.engine.weights.buckets import (
     as_array,
     dtype_name,
     pack_stream,
+    part_of,
+    spread,
     views,
 )
 from rlix.engine.weights.channel import Delivery
@@ -183,14 +185,15 @@ def apply(
     """
     start = time.perf_counter()
     targets = targets_of(model, published)
+    devices = {target.device for target in targets.values()}
     moved = 0
     with torch.no_grad(), closing(_arriving(published, timeout_s, fetch)) as buckets:
         for bucket, entries in buckets:
             places = [_boxed(targets[entry.name], entry) for entry in entries]
-            devices = {place.device for place in places}
             if len(places) > 1 and len(devices) == 1:
-                bucket = bucket.to(devices.pop())  # noqa: PLW2901 - one transfer instead of one for each tensor
-            torch._foreach_copy_(places, [view for _, view in views(bucket, entries)])
+                (device,) = devices
+                bucket = bucket.to(device)  # noqa: PLW2901 - one transfer instead of one for each tensor
+            spread(bucket, entries, places)
             moved += sum(entry.nbytes for entry in entries)
     return ApplyReport(published.version, len(targets), moved, time.perf_counter() - start)
 
@@ -253,9 +256,7 @@ def _arriving(
 
 def _boxed(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
     """The entry's place in the whole tensor."""
-    if entry.box is None or entry.extent == entry.shape:
-        return tensor
-    return tensor[tuple(slice(*side) for side in entry.box)]
+    return tensor if entry.box is None else part_of(tensor, [start for start, _ in entry.box], entry.extent)
 
 
 def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry]]]:

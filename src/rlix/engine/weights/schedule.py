@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from rlix.engine.weights.buckets import ALIGNMENT, WeightEntry
+from rlix.engine.weights.buckets import ALIGNMENT, WeightEntry, itemsize
 from rlix.engine.weights.layout import Box, divided, elements
-from rlix.engine.weights.plan import Transfer, itemsize
+from rlix.engine.weights.plan import Transfer
 
 Way = Literal["shm", "ipc", "p2p"]
 """Host memory shared on a node, memory of one GPU shared by processes (CUDA IPC), or messages (gloo, NCCL)."""
@@ -66,13 +66,17 @@ def schedule(
     shapes: Mapping[str, tuple[int, ...]],
     way: Callable[[int, int], Way],
     bucket_bytes: int,
+    first_target: int,
 ) -> tuple[Load, ...]:
-    """The loads, in order of rounds and sources. `way` says how bytes go from a source to a target."""
+    """The loads, in order of rounds and sources; in them targets are counted from `first_target`.
+
+    `way` says how bytes go from a source to a target.
+    """
     streams: defaultdict[_Key, _Stream] = defaultdict(_Stream)
     filled: defaultdict[tuple[int, _Key], list[tuple[WeightEntry, tuple[int, ...]]]] = defaultdict(list)
     current = 0
     for name, of_tensor in groupby(transfers, key=lambda transfer: transfer.name):
-        boxes = _readers(of_tensor, way)
+        boxes = _readers(of_tensor, way, first_target)
         entering = {key: sum(_aligned(box, dtype) for box, dtype in row) for key, row in boxes.items()}
         full = any(
             streams[key].round == current and streams[key].end and streams[key].end + size > bucket_bytes
@@ -101,14 +105,16 @@ def schedule(
 
 
 def _readers(
-    transfers: Iterable[Transfer], way: Callable[[int, int], Way]
+    transfers: Iterable[Transfer], way: Callable[[int, int], Way], first_target: int
 ) -> dict[_Key, dict[tuple[Box, str], list[int]]]:
     """Of one tensor: for each stream its boxes, and who reads each."""
     streams: dict[_Key, dict[tuple[Box, str], list[int]]] = {}
     for transfer in transfers:
         how = way(transfer.source, transfer.target)
         key = (transfer.source, how, -1 if how != "p2p" else transfer.target)
-        streams.setdefault(key, {}).setdefault((transfer.box, transfer.dtype), []).append(transfer.target)
+        streams.setdefault(key, {}).setdefault((transfer.box, transfer.dtype), []).append(
+            first_target + transfer.target
+        )
     return streams
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from rlix.engine.weights.buckets import WeightEntry, views
+from rlix.engine.weights.buckets import WeightEntry, fill, part_of
 from rlix.engine.weights.channel import SLOTS, Delivery, Member, joined, synchronize
 from rlix.engine.weights.layout import Box, Piece, common, extent, moved, whole
 from rlix.engine.weights.schedule import Load
@@ -15,10 +15,10 @@ Held = Sequence[tuple[Piece, torch.Tensor]]
 """What a process holds of one tensor: pieces, and the local tensors that they lie in."""
 
 
-def send(delivery: Delivery, weights: Iterable[tuple[str, Callable[[], Held]]]) -> int:
+def send(delivery: Delivery, weights: Iterable[tuple[str, Callable[[], Held]]]) -> None:
     """Write the buckets of a source; `weights` are asked for one by one, each once, in the order of the plan.
 
-    Returns the bytes written. Raises as `Member.transfer`, and TransferError when a target has gone, or is late.
+    Raises as `Member.transfer`, and TransferError when a target has gone, or is late.
     """
     member = joined(delivery)
     with member.transfer(delivery) as loads:
@@ -31,7 +31,6 @@ def send(delivery: Delivery, weights: Iterable[tuple[str, Callable[[], Held]]]) 
             if delivery.names is None or name in delivery.names:
                 writer.write(due[name], held())
         writer.finish()
-    return sum(entry.nbytes for load in loads for entry in load.entries)
 
 
 class _Writer:
@@ -65,7 +64,7 @@ class _Writer:
                 staged = bucket
                 if bucket.device != tensors[0].device:  # one transfer between devices instead of one for each tensor
                     staged = torch.empty_like(bucket, device=tensors[0].device)
-                torch._foreach_copy_([view for _, view in views(staged, entries)], tensors)
+                fill(staged, entries, tensors)
                 if staged is not bucket:
                     bucket.copy_(staged)
                 synchronize(self._member.device)
@@ -88,11 +87,10 @@ def cut_out(box: Box, held: Held) -> torch.Tensor:
         WeightSyncError: it is in none of them.
     """
     for piece, tensor in held:
-        if piece.box == box and tuple(tensor.shape) == extent(box):
-            return tensor
+        if piece.box == box:
+            return part_of(tensor, piece.at, extent(box))
         if common(piece.box, box) == box:
-            start = moved(box, piece)
-            return tensor[tuple(slice(at, at + size) for at, size in zip(start, extent(box), strict=True))]
+            return part_of(tensor, moved(box, piece), extent(box))
     raise WeightSyncError(f"{box} is not held here: weights are laid out in another way than when they were planned")
 
 

@@ -177,12 +177,7 @@ class Channel:
         self._store = open_store(host, 0, timeout_s, server=True)
         nccl = "p2p" in self.ways and places[0].kind is DeviceKind.CUDA and len(set(places)) == len(places)
         shapes = {entry.name: entry.shape for entry in self.manifest.entries}
-        loads = schedule(
-            [replace(transfer, target=transfer.target + len(held)) for transfer in made],
-            shapes,
-            lambda source, target: way(source, target - len(held)),
-            bucket_bytes,
-        )
+        loads = schedule(made, shapes, way, bucket_bytes, len(held))
         base = Ticket(self.name, host, self._store.port, members, len(held), 0, (), nccl, timeout_s)
         tickets = [
             replace(base, member=member, loads=_of_member(loads, base, member)) for member in range(len(members))

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from rlix.control.rpc import root_cause
+from rlix.control.settings import Settings
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.jobs.coordinator import check_importable
@@ -20,6 +21,7 @@ from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import resumption
 from rlix.pipeline.jobs.run_folder import check_free
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
+from rlix.pipeline.planning.choose import choose, is_open
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.pipeline.spec.lora import RunSpec
@@ -175,7 +177,9 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
             resumption(spec, runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
-    check_jobs(specs, [device.id for device in status.devices])
+    ids = [device.id for device in status.devices]
+    specs = [choose(spec, ids, Settings.from_env().home).spec if is_open(spec) else spec for spec in specs]
+    check_jobs(specs, ids)
     for spec in specs:
         check_importable(spec)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
@@ -231,7 +235,7 @@ def _on_part(spec: JobSpec, part: tuple[int, ...]) -> JobSpec:
                 f"{len(part)}; run fewer jobs side by side, or lower {_least_field(cluster)}"
             )
         clusters[name] = ClusterSpec(devices=part[:count], tensor_parallel=parallel)
-    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters)})
+    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters), "plan": None})
 
 
 def _least_field(cluster: ClusterSpec) -> str:

@@ -59,13 +59,12 @@ def _of_runs(spec: "JobSpec", model: ModelShape, memory: int | None) -> JobMemor
 
 
 def _of_job(spec: "JobSpec", model: ModelShape, memory: int | None, trained: int | None) -> JobMemory:
-    algorithm, options = spec.algorithm.parse(), spec.algorithm
+    algorithm = spec.algorithm.parse()
     clusters = spec.clusters_in_use
     policy, reference = needs_reference(algorithm), clusters.get(ClusterName.REFERENCE)
     train = replace(_training(spec, clusters[ClusterName.ACTOR_TRAIN], model), trained=trained)
     needs = [estimate.training(model, train)]
-    off_policy = spec.schedule.name == "ahead"
-    if options.epochs * options.minibatches > 1 or options.cap(off_policy) is not None or critic_of(algorithm):
+    if spec.algorithm.scores_first(off_policy=spec.schedule.name == "ahead"):
         needs.append(estimate.scoring(model, train, "old_log_probs", "actor_train"))
     if policy and reference is not None:
         how = replace(_training(spec, reference, model), stored=_bytes(spec))  # it has no adapter

@@ -151,6 +151,13 @@ class AlgorithmSpec(Named):
         """
         return parse_options(self.options_owner(), self.options)
 
+    def scores_first(self, off_policy: bool) -> bool:
+        """Whether the policy scores a step's samples before it trains on them."""
+        options = self.parse()
+        in_reward = isinstance(options, ReinforceOptions) and needs_reference(options)
+        several = self.epochs * self.minibatches > 1 or self.cap(off_policy) is not None
+        return several or in_reward or critic_of(options) is not None
+
     def options_owner(self) -> object:
         """Has the options' class as `Options`."""
         if self.name in ALGORITHMS:

@@ -30,7 +30,9 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _batches(spec)
     yield from _evaluation(spec)
     yield from _lora(spec)
-    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora)
+    yield from _plan(spec)
+    planned = spec.plan is not None and spec.plan.open
+    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora, planned=planned)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -62,6 +64,20 @@ def _lora(spec: Sections) -> Iterator[Problem]:
         yield Problem("optimizer.groups", "has no effect on an adapter, whose parameters all learn alike; remove it")
     if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
         yield Problem(f"lora.{given[0]}", f"is what the adapter in {path} has; remove this, or the path")
+
+
+def _plan(spec: Sections) -> Iterator[Problem]:
+    plan = spec.plan
+    if plan is None:
+        return
+    if spec.pipeline is not None:
+        yield Problem("plan", "is for jobs that train one policy with RLix's own pipeline; write 'clusters' instead")
+    if spec.declared_speed is None:
+        return
+    if plan.prompt_tokens is None and spec.source.longest_prompt is None:
+        yield Problem("plan.prompt_tokens", "is missing: a plan from declared_speed needs to know how long prompts are")
+    if plan.answer_tokens is None and (spec.source.environment or spec.source.openai):
+        yield Problem("plan.answer_tokens", "is missing: how much a trajectory generates in all its turns is not known")
 
 
 def _source(spec: Sections) -> Iterator[Problem]:

@@ -112,8 +112,8 @@ class ClusterSpec(Section):
 class ClustersSpec(Section):
     """A worker set that is left out but needed is as large as `actor_train`, and in the same place."""
 
-    actor_train: ClusterSpec
-    """Must say how many devices, or which."""
+    actor_train: ClusterSpec = ClusterSpec()
+    """Must say how many devices, or which, unless a plan does."""
     actor_infer: ClusterSpec = ClusterSpec()
     """The rollouts; without `gpus` or `devices` they may use the whole pool."""
     reference: ClusterSpec | None = None
@@ -130,12 +130,28 @@ class ClustersSpec(Section):
         return [(name, getattr(self, name)) for name in type(self).model_fields if getattr(self, name) is not None]
 
 
-def cluster_problems(clusters: ClustersSpec, *, fixed: bool) -> Iterator[Problem]:
-    """What is wrong with the clusters alone. `fixed`: whether the job's engines stay where they are built."""
+def cluster_problems(clusters: ClustersSpec, *, fixed: bool, planned: bool = False) -> Iterator[Problem]:
+    """What is wrong with the clusters alone.
+
+    Args:
+        fixed: whether the job's engines stay where they are built.
+        planned: whether a plan that is still to be made says how many devices they get.
+    """
     for name, cluster in clusters.items():
         where = f"clusters.{name}"
-        if cluster.count is None and name != ClusterName.ACTOR_INFER:
-            yield Problem(where, "says neither how many devices nor which; add e.g. 'gpus: 2' or 'devices: [0, 1]'")
+        if planned and cluster.count is not None:
+            yield Problem(
+                f"{where}.{cluster.field}",
+                "is what the plan decides; remove it (tensor_parallel may stay), or remove 'plan'",
+            )
+        elif planned:
+            continue
+        elif cluster.count is None and name != ClusterName.ACTOR_INFER:
+            yield Problem(
+                where,
+                "says neither how many devices nor which; add e.g. 'gpus: 2' or 'devices: [0, 1]', or have the job "
+                "planned: 'plan: auto'",
+            )
         if isinstance(cluster.gpus, GpuRange):
             yield from _range_problems(name, cluster.gpus, cluster.tensor_parallel, fixed)
         elif cluster.count is not None and cluster.count % cluster.tensor_parallel:

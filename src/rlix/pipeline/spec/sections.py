@@ -14,6 +14,7 @@ from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, LoraSpec, RunName, RunSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
+from rlix.pipeline.spec.plan import PlanSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Count, Index, Positive, Section, Seed, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
@@ -83,8 +84,11 @@ class Sections(Section):
     logging: LoggingSpec = LoggingSpec()
     declared_speed: DeclaredSpeedSpec | None = None
     """Only on virtual GPUs: how fast the GPUs are that they stand for."""
-    clusters: ClustersSpec
-    """On how many devices each part runs, at least `actor_train: {gpus: 2}`."""
+    plan: PlanSpec | None = None
+    """`auto`: RLix plans on how many devices each part runs, and on which; `clusters` then says no more than
+    `tensor_parallel`."""
+    clusters: ClustersSpec = ClustersSpec()
+    """On how many devices each part runs, at least `actor_train: {gpus: 2}`; or there is a `plan`."""
 
     @property
     def multi_lora(self) -> bool:

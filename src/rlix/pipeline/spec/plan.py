@@ -1,0 +1,43 @@
+"""The section of a job spec that leaves to a plan where the job's parts run."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section
+
+
+class PlanSpec(Section):
+    """Widths and devices of the clusters come from a plan, made when the job starts (docs/flows.md). A mode alone may
+    stand for the section: `plan: auto`."""
+
+    mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = "auto"
+    """The fastest plan, or the fastest of a mode."""
+    gpus: Count | None = None
+    """For how many of the pool's devices; left out: all."""
+    prompt_tokens: Positive | None = None
+    """Tokens of a prompt, in the mean; only to plan from `declared_speed`, without a profile. Left out:
+    `source.data.max_prompt_tokens`."""
+    answer_tokens: Positive | None = None
+    """Likewise: tokens of an answer, or all that a trajectory generates, in the median. Left out:
+    `rollout.max_new_tokens`."""
+    answer_spread: NonNegative = 0.0
+    """Likewise: sigma of their lognormal distribution, which is cut at `rollout.max_new_tokens`; 0: all are as long."""
+    chosen: str = ""
+    """Written by RLix into the run's own spec, with the clusters: what was chosen."""
+    step_s: float = 0.0
+    """Likewise: seconds of a step, as planned."""
+    load_s: float = 0.0
+    """Likewise: seconds of it until rollouts are back on devices that others had."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Likewise: of each cluster's work in a step."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @property
+    def open(self) -> bool:
+        """Whether the plan is still to be made."""
+        return not self.chosen
