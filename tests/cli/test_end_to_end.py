@@ -1,11 +1,14 @@
 """`rlix run` as a user runs it: a process of its own, from files to report, and stopped half-way."""
 
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import Command, write_jobs
+from rlix.pipeline.spec.job import load_job
+from tests.cli.commands import JOB, Command, write_jobs
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -28,13 +31,17 @@ def test_two_jobs_run_to_their_report(tmp_path: Path, commands: list[Command]) -
     assert command.marked() == []
 
 
-def test_ctrl_c_stops_cleanly_and_leaves_nothing(tmp_path: Path, commands: list[Command]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_stops_cleanly_and_leaves_nothing(
+    tmp_path: Path, commands: list[Command], number: signal.Signals
+) -> None:
+    """As a terminal sends Ctrl-C, and `timeout` SIGTERM."""
     command = Command(tmp_path, "run", *write_jobs(tmp_path, steps=100_000), "--private")
     commands.append(command)
     command.wait_for(r"left: running, step [1-9]")
     command.wait_for(r"right: running, step [1-9]")
-    command.interrupt()
-    assert command.wait() == 130, command.output()
+    command.send(number)
+    assert command.wait() == 128 + number, command.output()
     assert "Traceback" not in command.stderr.read_text()
     for name in ("left", "right"):
         assert f"{name}: stopped" in command.stdout.read_text()
@@ -52,3 +59,24 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path, command
     assert command.wait() == 130, command.output()
     assert "Traceback" not in command.stderr.read_text()
     assert command.marked() == []
+
+
+def test_a_job_is_profiled_planned_and_run(tmp_path: Path, commands: list[Command]) -> None:
+    home = tmp_path / "home"
+    job = JOB.format(name="planned", steps=2, train="0").partition("clusters:")[0] + "plan: auto\n"
+    (tmp_path / "planned.yaml").write_text(job)
+    profiled = Command(tmp_path, "profile", "planned.yaml", "--gpus", "2", "--repeats", "1", "--batch", "4")
+    commands.append(profiled)
+    assert profiled.wait() == 0, profiled.output()
+    assert "actor_train: " in profiled.stdout.read_text()
+    assert list(home.glob("profiles/*/planned-*.json"))
+    command = Command(tmp_path, "run", "planned.yaml", mark=profiled.mark)
+    commands.append(command)
+    assert command.wait() == 0, command.output()
+    said = command.stdout.read_text()
+    assert re.search(r"planned: plan: \w+: .*actor_infer on [12].* s a step, by its profile", said)
+    assert "planned: finished, step 2/2" in said
+    ran = load_job(tmp_path / "runs" / "planned" / "spec.yaml")
+    assert ran.plan is not None
+    assert ran.plan.seconds.keys() == {"actor_infer", "actor_train"}
+    assert ran.clusters.actor_train.count in (1, 2)

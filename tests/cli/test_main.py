@@ -54,10 +54,11 @@ def test_too_few_devices_is_said_before_anything_starts(tmp_path: Path, monkeypa
     assert "clusters." in message
 
 
-def test_the_same_job_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [(), ("--devices", "4")])
+def test_the_same_job_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...]) -> None:
     monkeypatch.setattr("rlix.cli.run._control_plane", lambda *_: pytest.fail("Ray was started"))
-    message = mistake("run", GOOD_SPEC, GOOD_SPEC, "--devices", "4", "--runs-dir", str(tmp_path))
-    assert "rename" in message
+    assert "rename" in mistake("run", GOOD_SPEC, GOOD_SPEC, *devices, "--runs-dir", str(tmp_path))
+    assert "rename" in mistake("check", GOOD_SPEC, GOOD_SPEC, *devices)
 
 
 def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:

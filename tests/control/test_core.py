@@ -169,11 +169,11 @@ def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
     world = World()
     me = process(1)
     world.core.name_holders("ft_1", "", [(0, me)])
-    world.core.endings.end("ft_1", "done", spare=me, done=lambda: None)
+    world.core.endings.end("ft_1", "done", spare=me)
     assert world.machine.killed == []
     world.core.name_holders("ft_2", "", [(0, me)])
     world.machine.lock(world.gang("ft_2"), me)
-    world.core.endings.end("ft_2", "done", spare=me, done=lambda: None)
+    world.core.endings.end("ft_2", "done", spare=me)
     assert world.machine.killed == [me]
     assert world.machine.told == {}  # they know
     assert status_of(world.core).endings == ()
@@ -188,7 +188,7 @@ def test_where_nobody_is_named_whoever_took_the_lease_is_its_holder() -> None:
     world.gang("ft_2", holder=me)
     bundle = world.roll("ft_2", 1)[-1]
     world.core.watch.beat("ft_2", other, frozenset({bundle.epoch}))
-    world.core.endings.end("ft_2", "enough", spare=me, done=lambda: None)
+    world.core.endings.end("ft_2", "enough", spare=me)
     assert world.machine.killed == [process(5), other]
 
 

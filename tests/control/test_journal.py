@@ -66,7 +66,7 @@ def test_events_come_back_in_order_with_their_times(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.db", now=lambda: next(clock))
     journal.append(EVENTS[:2])
     journal.append(EVENTS[2:])
-    assert len(journal) == journal.size == 3
+    assert len(journal) == 3
     # What another process would see although the journal was never closed:
     rows = sqlite3.connect(tmp_path / "journal.db").execute("SELECT time, type FROM events").fetchall()
     assert rows == [(5.0, "PipelineAllocated"), (5.0, "LeaseGranted"), (6.5, "LeaseGranted")]
@@ -91,7 +91,7 @@ def test_a_pool_finds_its_journal_again_and_no_other(tmp_path: Path) -> None:
     with open_journal(tmp_path, "pool 1/a") as journal:
         journal.append(EVENTS)
     with open_journal(tmp_path, "pool_2") as other:
-        assert other.size == 0
+        assert len(other) == 0
         with open_journal(tmp_path, "pool 1/a") as again:  # although another pool is at work in the same folder
             assert again.pool == "pool 1/a"
             assert events_of(again) == EVENTS
@@ -119,13 +119,13 @@ def test_two_control_planes_of_one_pool_never_run(tmp_path: Path) -> None:
             open_journal(tmp_path, "a", wait_s=0.0)
         first.append(EVENTS)
     with open_journal(tmp_path, "a", wait_s=0.0) as successor:
-        assert successor.size == 3
+        assert len(successor) == 3
 
 
 def _hold(home: Path, ready: Connection) -> None:
     journal = open_journal(home, "a")
     journal.append(EVENTS)
-    ready.send(journal.size)
+    ready.send(len(journal))
     signal.pause()
 
 
@@ -155,7 +155,7 @@ def test_a_journal_of_another_version_is_put_aside(
     with contextlib.closing(sqlite3.connect(journal.path)) as db:
         db.execute(f"PRAGMA user_version={version}")
     with caplog.at_level(logging.WARNING), open_journal(tmp_path, "a", now=lambda: 0.0) as fresh:
-        assert fresh.size == 0
+        assert len(fresh) == 0
         fresh.append(EVENTS[:1])
     assert f"has version {version} and this RLix reads version {VERSION}" in caplog.text
     aside = sqlite3.connect(tmp_path / "journal-a-19700101T000000.000000.db")
@@ -203,7 +203,7 @@ def _fill(journal: Journal) -> list[Event]:
             journal.append(batch)
             written += batch
     assert events_of(journal) == written
-    assert journal.size == len(written)
+    assert len(journal) == len(written)
     return written
 
 
@@ -257,7 +257,7 @@ def test_compaction_replaces_everything_and_gives_the_room_back(tmp_path: Path) 
             for _ in range(10):
                 journal.append(some_events(200))
             journal.compact(EVENTS)
-            assert journal.size == len(EVENTS)
+            assert len(journal) == len(EVENTS)
             sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
         assert journal.path.stat().st_size < 100_000  # after 2 MB of events
         assert sizes[-1] <= sizes[0]

@@ -72,7 +72,9 @@ def executor(request: pytest.FixtureRequest) -> Iterator[TransformersExecutor]:
     made.close()
 
 
-def test_every_request_is_answered_by_its_adapter_and_by_its_version(executor: TransformersExecutor) -> None:
+def test_every_request_is_answered_by_its_adapter_and_by_its_version(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = requests("a", "", "b")
     check(run(executor, batch), batch, a=1, b=3)
     moved = executor.update(serving(5, A2, B3))
@@ -81,9 +83,13 @@ def test_every_request_is_answered_by_its_adapter_and_by_its_version(executor: T
     executor.offload(keep_host=True)
     executor.load(serving(5, A2, B3), ALL_PARTS)
     executor.offload(keep_host=False)
-    executor.load(serving(5, A2, B3), ALL_PARTS)
+    assert executor.device_bytes == 0
+    with monkeypatch.context() as patch:
+        patch.delattr(lora, "add")  # there is no layer to make
+        executor.load(serving(5, A2, B3), ALL_PARTS)
     check(run(executor, batch), batch, a=2, b=3)
-    executor.update(serving(5, B3))
+    executor.offload(keep_host=False)
+    executor.load(serving(5, B3), ALL_PARTS)
     with pytest.raises(ValueError, match=r"there is no adapter 'a'; there are \['b'\]"):
         run(executor, batch)
     executor.update(serving(5, A1, B3))

@@ -186,11 +186,17 @@ def test_an_answer_that_is_given_up_is_an_error_and_no_short_answer(stream: bool
 
 def test_a_stream_carries_the_same_answer_piece_by_piece() -> None:
     async def play(endpoint: Endpoint) -> None:
-        task = await endpoint.ask(endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False), stream=True)
+        task = await endpoint.ask(
+            endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False),
+            stream=True,
+            stream_options={"include_usage": True},
+        )
         endpoint.world.settle()
         lines = [line.removeprefix("data: ") for line in (await task).text.splitlines() if line]
         assert lines[-1] == "[DONE]"
-        choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        *events, usage = [json.loads(line) for line in lines[:-1]]
+        assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 8)
+        choices = [event["choices"][0] for event in events]
         assert "".join(choice["delta"]["content"] for choice in choices) == CHAT.decode(list(range(8)))
         assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("length", list(range(8)))
 
@@ -212,7 +218,23 @@ def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
         sample = opened.done.result()
         assert (sample.reward, sample.counts, sample.generated) == (0.5, True, 8)
         late = await endpoint.client.post("/reward", json={"reward": 1.0}, headers=headers)
-        assert "no such episode" in late.json()["error"]["message"]
+        assert "no episode of this key is open" in late.json()["error"]["message"]
+
+    run(play)
+
+
+def test_who_gives_up_asking_for_an_episode_takes_none() -> None:
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def sent(message: Any) -> None: ...
+
+    async def play(endpoint: Endpoint) -> None:
+        opened = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=True)
+        headers = [(b"authorization", b"Bearer key")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/episodes", "query_string": b"", "headers": headers}
+        await make_app("job", endpoint.episodes)(scope, gone, sent)
+        assert endpoint.episodes.take() is opened
 
     run(play)
 
@@ -239,8 +261,12 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
         ({"seed": 1}, "seed"),
         ({"max_tokens": -1}, "max_tokens must be"),
         ({"messages": ["hi"]}, "messages must be"),
-        ({"messages": [said("user", "a" * 300)]}, "fill the model's context"),
-        ({"messages": [said("user", "hi"), {"content": "no role"}]}, "template does not render"),
+        ({"messages": [said("user", "a" * 300)]}, "maximum context length is 200 tokens"),
+        ({"messages": [said("user", "hi"), {"content": "no role"}]}, "with a role each"),
+        ({"messages": []}, "with a role each"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"n": "many"}, 'n "many" is not supported'),
+        ({"model": "gpt"}, "the model here is 'job'"),
     ],
 )
 def test_what_cannot_be_done_is_the_clients_error(wrong: dict[str, Any], said_why: str) -> None:
@@ -250,8 +276,25 @@ def test_what_cannot_be_done_is_the_clients_error(wrong: dict[str, Any], said_wh
         body = {"messages": [said("user", "hi")], **wrong}
         response = await endpoint.client.post("/chat/completions", json=body, headers=headers)
         error = response.json()["error"]
-        assert (response.status_code, said_why in error["message"]) == (400, True), error
-        assert error["code"] == ("context_length_exceeded" if "context" in said_why else "invalid_request_error")
+        codes = {"context": (400, "context_length_exceeded"), "model here": (404, "model_not_found")}
+        expected = next((c for word, c in codes.items() if word in said_why), (400, "invalid_request_error"))
+        assert (response.status_code, error["code"], said_why in error["message"]) == (*expected, True), error
+
+    run(play)
+
+
+def test_prompts_that_would_be_a_replicas_fault_and_unknown_paths_are_refused() -> None:
+    async def play(endpoint: Endpoint) -> None:
+        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
+        for prompt in ("", [], ["hi"], [len(TOKENIZER)], [-1], [True]):
+            response = await endpoint.client.post("/completions", json={"prompt": prompt}, headers=headers)
+            assert (response.status_code, "prompt must be" in response.text) == (400, True), prompt
+        missing = await endpoint.client.post("/completions", json={}, headers=headers)
+        assert "prompt is missing" in missing.text
+        assert "is not JSON" in (await endpoint.client.post("/reward", content="{", headers=headers)).text
+        unknown = await endpoint.client.post("/responses", json={}, headers=headers)
+        assert (unknown.status_code, "chat/completions" in unknown.json()["error"]["message"]) == (404, True)
 
     run(play)
 

@@ -144,3 +144,12 @@ def test_whole_episodes_are_not_sampled_elastically() -> None:
     algorithm = SimpleNamespace(config=SimpleNamespace(batch_mode="complete_episodes"))
     with pytest.raises(SpecError, match="leave batch_mode as it is"):
         sampling.make_elastic(algorithm, sampler(Rollout()))
+
+
+def test_what_is_no_configuration_or_a_jobs_already_is_refused() -> None:
+    from ray.rllib.algorithms.ppo import PPOConfig
+
+    with pytest.raises(SpecError, match="such as PPOConfig"):
+        algorithms.rllib({"lr": 1e-3})
+    with pytest.raises(SpecError, match="a job's already"):
+        algorithms.rllib(algorithms.rllib(PPOConfig()))

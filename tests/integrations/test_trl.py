@@ -13,8 +13,8 @@ from rlix.control.program import attach as attach_program
 from rlix.engine.movers import SwapMover
 from rlix.integrations.leases import ProgramGate, Stages
 from rlix.integrations.rollouts import Rollouts
-from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
-from rlix.integrations.trl.install import once
+from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
+from rlix.integrations.trl.install import install, main, once
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration
 from rlix.pipeline.jobs.run_folder import RunFolder
@@ -169,6 +169,23 @@ def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) 
     with pytest.raises(NotResidentError, match="optimizer state 'step' of the policy's training of a job"):
         torch.save(trainer.optimizer.state_dict(), tmp_path / "optimizer.pt")
     assert trainer.model.lm_head.weight.shape == (trainer.model.config.vocab_size, 32)
+
+
+def test_what_leases_cannot_surround_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="AsyncGRPOTrainer trains while a vLLM server"):
+        refuse_kind(type("AsyncGRPOTrainer", (), {}))
+    trainer = make("GRPO", model, tmp_path)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(SpecError, match="FSDP is not supported"):
+        attach(trainer)
+
+
+def test_what_is_missing_is_said_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="no such script"):
+        main(["train.py"])
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SpecError, match="TRL is not installed"):
+        install("nobody")
 
 
 def test_a_second_served_trainer_of_a_script_is_refused() -> None:

@@ -50,10 +50,16 @@ def test_an_empty_run_still_makes_a_report(tmp_path: Path) -> None:
 def test_the_adapters_of_a_job_have_a_table_and_curves(tmp_path: Path) -> None:
     (folder, *_) = demo_runs(tmp_path, steps=6)
     shutil.copytree(folder, folder / "runs" / "a", ignore=lambda _, names: [n for n in names if n == "runs"])
+    failed = [{"type": "job", "time": 1.0, "event": "failed", "detail": "no such data"}]
+    write_run(folder / "runs" / "b", events=failed, metrics=[])  # before its first step
     report = build_report([folder])
-    assert [run.name for run in report.runs] == [f"{folder.name}/a"]
-    assert report.tables[1].rows[0][:2] == (f"{folder.name}/a", report.runs[0].state)
-    assert [run["name"] for run in page_data(report)["runs"]] == [f"{folder.name}/a"]
+    assert [run.name for run in report.runs] == [f"{folder.name}/a", f"{folder.name}/b"]
+    assert [row[:3] for row in report.tables[1].rows] == [
+        (f"{folder.name}/a", report.runs[0].state, "6"),
+        (f"{folder.name}/b", "failed", "0"),
+    ]
+    assert [run["name"] for run in page_data(report)["runs"]] == [run.name for run in report.runs]
+    assert f"{folder.name}/b" in render_html(report)
 
 
 def text_of(report: Report) -> str:

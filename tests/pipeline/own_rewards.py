@@ -30,6 +30,10 @@ def moody(prompt: str, completion: str, answer: str, mood: str) -> Any:
             os._exit(3)
         case "nothing":
             return None
+        case "text":
+            return "1.0"
+        case "exit":
+            sys.exit(4)
         case "meet":  # ends when three are there at a time
             here = Path(answer)
             (here / completion).touch()

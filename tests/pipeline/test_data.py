@@ -132,7 +132,11 @@ class TestFiles:
             ("list.jsonl", "[1]\n", "source.data.path", "first line is a list"),
             ("torn.jsonl", '{"prompt": \n', "source.data.path", "does not hold one JSON object per line"),
             ("rows.txt", "prompt,answer\n", "source.data.path", "use .jsonl, .json, .parquet, .csv, or a folder"),
-            ("rows.csv", "prompt,anwser\n", "source.data.answer", "did you mean 'anwser'?"),
+            ("rows.csv", "prompt,anwser\n1,1\n", "source.data.answer", "did you mean 'anwser'?"),
+            ("header.csv", "prompt,answer\n", "source.data.path", "holds no rows"),
+            ("comma.csv", "prompt,answer\n1,200 + 1,1201\n", "source.data.path", "quote what holds a comma"),
+            ("latin.csv", "prompt,answer\n\xe9,1\n", "source.data.path", "is not a text file in UTF-8"),
+            ("latin.jsonl", '{"prompt": "\xe9", "answer": "1"}\n', "source.data.path", "is not a text file in UTF-8"),
             ("rows.parquet", "text", "source.data.path", "is not a Parquet file"),
             (
                 "cols.jsonl",
@@ -146,10 +150,28 @@ class TestFiles:
         self, tmp_path: Path, name: str, content: str | None, field: str, message: str
     ) -> None:
         if content is not None:
-            (tmp_path / name).write_text(content)
+            (tmp_path / name).write_text(content, encoding="latin-1")
         (problem,) = column_problems(DataSpec(path=str(tmp_path / name)))
         assert problem.field == field
         assert message in problem.message
+
+    @pytest.mark.parametrize("folder", [False, True])
+    def test_prompts_and_answers_of_csv_are_text(self, tmp_path: Path, folder: bool) -> None:
+        path = tmp_path / "rows.csv"
+        path.write_text("\ufeffprompt,answer,level,note\n007,0123,3,\nNone,1.50,4,x\nnull,NA,,y\n", encoding="utf-8")
+        data = DataSpec(path=str(tmp_path if folder else path))
+        assert not list(column_problems(data))
+        (rows,) = load_tables(data)
+        assert rows["prompt"][:] == ["007", "None", "null"]
+        assert rows["answer"][:] == ["0123", "1.50", "NA"]
+        assert rows["level"][:2] == [3, 4]  # other columns are what they look like
+
+    def test_json_may_be_one_list(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps(ROWS, indent=1))
+        data = DataSpec(path=str(path))
+        assert not list(column_problems(data))
+        assert load_tables(data)[0]["answer"][:] == [row["answer"] for row in ROWS]
 
     def test_folders(self, tmp_path: Path) -> None:
         (tmp_path / "plain").mkdir()

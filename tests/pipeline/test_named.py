@@ -80,6 +80,7 @@ class TestFiles:
             ("def ff(): ...", "fff", r"has no 'fff'; did you mean 'ff'\?"),
             ("x = 1\ny = 1 / 0\n", "x", r"cannot be imported: ZeroDivisionError: .* \(.*gone\.py:2\)"),
             ("def f(:\n", "f", r"cannot be imported: SyntaxError: .*line 1"),
+            ("import sys\nsys.exit()\n", "f", r"cannot be imported: SystemExit: .* \(.*gone\.py:2\)"),
         ],
     )
     def test_what_is_wrong_with_a_file_is_said(self, tmp_path: Path, text: str | None, name: str, message: str) -> None:
@@ -154,6 +155,15 @@ def test_a_users_pipeline_with_options(tmp_path: Path) -> None:
             {"schedule": {"name": "parts.py:Twice", "options": {"n": 2}}},
             r"schedule\.options: .* has no class 'Options'",
         ),
+        ({"pipeline": "parts.py:Count"}, r"pipeline\.name: .* not a subclass of rlix\.pipeline\.Pipeline$"),
+        ({"algorithm": "parts.py:measured"}, r"algorithm\.name: .* not a subclass of rlix\.pipeline\.algorithms\.Alg"),
+        ({"schedule": "parts.py:Best"}, r"schedule\.name: .* not a subclass of rlix\.pipeline\.schedules\.Schedule$"),
+        ({"source": "parts.py:Best"}, r"source\.name: .* not a subclass of rlix\.pipeline\.sources\.Source$"),
+        ({"source": {"task": "parts.py:Best"}}, r"source\.task\.name: .* not a subclass of rlix\.pipeline\.sources\.t"),
+        (
+            {"source": {"environment": "parts.py:Answer"}},
+            r"environment\.name: .* has no reset and no step and",
+        ),
     ],
 )
 def test_mistakes_in_what_is_named_are_found_before_the_start(
@@ -161,6 +171,36 @@ def test_mistakes_in_what_is_named_are_found_before_the_start(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         load_job(spec_file(tmp_path, **changes))
+
+
+REWARDS = """
+def two(prompt, completion): ...
+def wants(prompt, completion, answer, *, level, limit=3): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (
+            "r.py:two",
+            r"rewards\.0\.name: .*:two is called with prompt, completion and answer, and",
+        ),
+        ("r.py:wants", r"rewards\.0\.name: .*:wants needs 'level', .* nor a column of rows\.jsonl \(prompt, answer\)"),
+        ({"name": "r.py:wants", "options": {"level": 3}}, None),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_found_before_the_start(
+    reward: Any, message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "r.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1>", "answer": "1"}\n')
+    path = spec_file(tmp_path, source={"data": {"path": "rows.jsonl"}, "rewards": reward})
+    if message is None:
+        load_job(path)
+    else:
+        with pytest.raises(SpecError, match=message):
+            load_job(path)
 
 
 def test_a_spec_made_in_python_names_modules_too() -> None:

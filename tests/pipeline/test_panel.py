@@ -59,17 +59,19 @@ def test_columns_and_options_go_to_who_has_parameters_for_them(panels: Any) -> N
 
 def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
     panel = panels(reward("moody", timeout_s=5.0))
-    moods = ["good", "raise", "hang", "die", "nothing", "good"]
+    moods = ["good", "raise", "hang", "die", "nothing", "text", "exit", "good"]
     verdicts = panel.judge([asked(mood=mood) for mood in moods])
-    assert verdicts[0] == verdicts[5] == Reward(1.0, True)
+    assert verdicts[0] == verdicts[-1] == Reward(1.0, True)
     line = next(i for i, text in enumerate(Path(OWN).read_text().splitlines(), 1) if "raise KeyError" in text)
     said = [
         f"failed: KeyError: '12' ({OWN}:{line})",
         "failed: it did not return within 5 s",
-        "failed: its process ended with",
-        "failed: TypeError: ",
+        "failed: its process ended with 3",
+        "failed: TypeError: it returned None, which is no number",
+        "failed: TypeError: it returned '1.0', which is no number",
+        "failed: SystemExit: 4",
     ]
-    for verdict, expected in zip(verdicts[1:5], said, strict=True):
+    for verdict, expected in zip(verdicts[1:-1], said, strict=True):
         assert isinstance(verdict, str)
         assert verdict.startswith(f"reward {OWN}:moody for prompt p ")
         assert expected in verdict

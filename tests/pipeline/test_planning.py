@@ -10,12 +10,16 @@ from typer.testing import CliRunner
 from rlix.cli.main import app
 from rlix.flow.planner import Mode, Point
 from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.monitor.records import load_run
 from rlix.pipeline.planning.choose import choose, profile_path, unplanned
 from rlix.pipeline.planning.declared import answer_lengths, declared_profile
 from rlix.pipeline.planning.graph import widths_of
+from rlix.pipeline.planning.profiling import measured, trials
+from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.changes import spec_changes
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
+from tests.monitor.synthetic import span, write_run
 
 SPEED = {"token_ms": 100.0, "knee": 48.0, "kv_us": 0.0, "prefill_us": 1000.0, "trained_token_ms": 1.0}
 SPEED |= {"scored_token_ms": 0.5, "expand_s": 0.3, "sync_s": 0.1, "shrink_s": 0.2, "move_s": 0.25}
@@ -58,6 +62,8 @@ def test_work_that_is_done_more_often_lasts_longer() -> None:
     reference = {"lora": {}, "algorithm": {"options": {"kl_coefficient": 0.1}}}
     assert trained(**reference) == pytest.approx(0.64 + 0.32 + 2 * 0.5)  # the model without its adapter
     ppo = declared_profile(job(algorithm="ppo"), 1, off_policy=False).parts
+    ahead = declared_profile(job(schedule="ahead"), 1, off_policy=True).parts["actor_infer"]
+    assert (ahead.load_s, ahead.offload_s) == (pytest.approx(2 * 0.3 - 0.1), 0.4)  # it leaves for both phases
     assert ppo["critic"].table.seconds(1, 32) == pytest.approx(0.64 + 0.32 + 2 * 0.5)
 
 
@@ -135,6 +141,83 @@ def test_without_a_declared_speed_a_job_is_planned_from_its_profile(tmp_path: Pa
     assert profile_path(tmp_path, job(seed=3)) == profile_path(tmp_path, spec)  # which nothing takes longer for
 
 
+def test_a_profile_runs_the_job_itself_on_every_width() -> None:
+    spec = job(declared_speed=None, plan="auto", schedule="ahead")
+    narrow, wide = trials(spec, 4, [2, 3, 4], [1, 3, 8], 2)  # 32 samples do not divide among three
+    assert (narrow.width, wide.width) == (2, 4)
+    assert narrow.spec.schedule.options == {"prompts": [8, 1, 3, 8, 1, 3, 8], "off_policy": True}
+    assert narrow.spec.steps == 7
+    assert {c.gpus for _, c in wide.spec.clusters.items()} == {4}
+    assert narrow.spec.plan is None
+    with pytest.raises(SpecError, match="runs on none of"):
+        trials(spec, 4, [3], [8], 1)
+
+
+def test_a_profile_is_read_from_what_the_runs_wrote(tmp_path: Path) -> None:
+    spans = []
+    for step, start in ((0, 0), (1, 10), (2, 20)):
+        for device in (0, 1):
+            spans += [
+                span(device, start, start + 1.5, kind="load", step=step),
+                span(device, start + 1.5, start + 5, step=step),
+                span(device, start + 5, start + 5.5, kind="offload", step=step),
+                span(device, start + 5.5, start + 6, phase="actor_training", kind="load", step=step),
+                span(device, start + 6, start + 8 + device / 4, phase="actor_training", step=step),
+            ]
+    metrics = [{"step": step, "time": 0, "trajectories": 32 / (step or 1), "rollout_s": 5.0} for step in range(3)]
+    record = load_run(write_run(tmp_path / "run", events=spans, metrics=metrics))
+    found = measured(job(), [(2, record)], "here")
+    infer, train = found.parts["actor_infer"], found.parts["actor_train"]
+    assert infer.points == (Point(2, 32, 3.5), Point(2, 16, 3.5))  # without the first step, and without loading
+    assert (infer.load_s, infer.offload_s) == (1.5, 0.5)
+    assert train.points == (Point(2, 32, 2.75), Point(2, 16, 2.75))  # until the slower device is through
+    assert (train.load_s, train.offload_s) == (0, 0)
+
+
+def steps(watch: PlanWatch, count: int, step_s: float, train_s: float, rollout_s: float) -> list[str]:
+    said = []
+    for _ in range(count):
+        watch.phase("actor_train", train_s)
+        said.append(watch.step({"step_s": step_s, "rollout_s": rollout_s}))
+    return said
+
+
+def test_times_that_drift_are_noticed_and_kept_for_the_next_plan(tmp_path: Path) -> None:
+    spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
+    watch = PlanWatch(choose(spec, range(4), tmp_path).spec)
+    assert steps(watch, 5, 2.9, 1.2, 1.4) == [""] * 5  # planned were 2.72 s: 1.14 of training, 1.38 until generated
+    assert not watch.drifted
+    said = steps(watch, 5, 4.6, 1.14, 3.38)
+    (drifted,) = filter(None, said)
+    assert said[2] == drifted
+    assert drifted == "steps take 4.6 s, planned were 2.72 s: actor_infer 2.45 times its time"
+    text = watch.at_checkpoint(tmp_path, range(4), tmp_path)
+    kept = json.loads((tmp_path / "measured.json").read_text())
+    assert kept["actor_infer"] == [4, pytest.approx(1.18 * 3.38 / 1.38)]
+    again = choose(spec, range(4), tmp_path, measured=tmp_path)
+    assert again.profile.parts["actor_infer"].table.seconds(4, 32) == pytest.approx(kept["actor_infer"][1])
+    assert text == ""  # it is still the fastest: everything on all devices
+    assert steps(watch, 5, 4.6, 1.14, 3.38) == [""] * 5  # said once
+
+
+def test_a_better_plan_by_measured_times_is_named(tmp_path: Path) -> None:
+    spec = job(schedule="ahead", declared_speed={**SPEED, "trained_token_ms": 8.0})
+    first = choose(spec, range(4), tmp_path)
+    assert first.planned.best.mode is Mode.DISAGGREGATED  # training on two devices hides generation
+    watch = PlanWatch(first.spec)
+    slow_s = 3 * first.planned.best.seconds
+    assert "actor_train 3.00 times its time" in steps(watch, 3, slow_s, slow_s, 0.0)[2]
+    text = watch.at_checkpoint(tmp_path, range(4), tmp_path)
+    assert "a step: collocated: actor_infer on 4 → actor_train on 4; stop the job and go on with" in text
+    assert watch.at_checkpoint(tmp_path, range(4), tmp_path) == ""  # said once
+
+
+def test_a_job_that_was_not_planned_is_not_watched() -> None:
+    watch = PlanWatch(job(plan=None, clusters={"actor_train": {"gpus": 1}}))
+    assert steps(watch, 5, 100, 100, 100) == [""] * 5
+    assert not watch.drifted
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -169,5 +252,9 @@ def test_rlix_plan_explains_a_job(tmp_path: Path, rlix_home: Path) -> None:
     assert "runner-up" in shown.output
     assert "so parts only take turns" in shown.output
     assert "with `schedule: ahead`, samples up to a step old, it would be" in shown.output
+    checked = CliRunner().invoke(app, ["check", str(file), "--devices", "4", "--memory", "80"])
+    assert checked.exit_code == 0, checked.output
+    assert "job: plan: disaggregated" in checked.output
+    assert "actor_training" in checked.output
     wrong = CliRunner().invoke(app, ["plan", str(file), "--mode", "fast"])
     assert wrong.exit_code == 2

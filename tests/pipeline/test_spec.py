@@ -79,7 +79,7 @@ class TestGood:
     @pytest.mark.parametrize("spelling", ["4-8", "4 - 8", {"min": 4, "max": 8}])
     def test_a_range_in_a_pipeline_of_ones_own(self, tmp_path: Path, spelling: Any) -> None:
         clusters = {"actor_train": {"gpus": spelling, "tensor_parallel": 2}}
-        spec = load_job(write(tmp_path, with_keys(pipeline="collections:Counter", clusters=clusters)))
+        spec = load_job(write(tmp_path, with_keys(pipeline="rlix.pipeline:Pipeline", clusters=clusters)))
         cluster = spec.clusters.actor_train
         assert (cluster.mapping, cluster.count, cluster.least) == ({"min": 4, "max": 8}, 8, 4)
         assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
@@ -101,7 +101,7 @@ class TestGood:
         spec.check_devices(range(4))
 
     def test_both_examples_are_shipped_and_run_together(self) -> None:
-        assert {"copy_digits", "sort_digits"} <= set(shipped_jobs())
+        assert {"copy_digits", "sort_digits", "multi_lora"} <= set(shipped_jobs())
         check_jobs([load_job("sort_digits"), load_job("copy_digits")], range(4))
 
     def test_survives_yaml_and_pickle(self, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ class TestGood:
         text = with_keys(
             source={
                 "data": {"path": "rows.jsonl", "prompt": "question", "answer": None},
-                "rewards": {"name": "math:dist", "weight": 0.5},
+                "rewards": {"name": "builtins:max", "weight": 0.5},
             },
         )
         spec = load_job(write(tmp_path, text))
@@ -152,6 +152,15 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"steps": -1}, "steps", "must be greater than 0, not -1"),
     ({"seed": 1.5}, "seed", "valid integer"),
     ({"name": "a/b"}, "name", "not 'a/b'"),
+    ({"name": "a" * 200}, "name", f"must have at most 64 characters, not '{'a' * 75} ..."),
+    ({"rollout": {"max_new_tokens": 5, "stop": ["=", ""]}}, "rollout.stop.1", "must have at least 1 character"),
+    ({"schedule": {"name": "on_policy", "options": {"ahead": 1}}}, "schedule.options.ahead", "known here: none"),
+    ({"model": {"dtype": "bfloat16"}}, "model.dtype", "unknown key; it goes with 'kind: pretrained'"),
+    (
+        {"source": {"environment": "digit_lookup"}, "rollout": {"max_new_tokens": 64}},
+        "rollout.max_new_tokens",
+        "64 leaves no room for a prompt in the 64 tokens of model.context",
+    ),
     ({"rollout": 3}, "rollout", "must be a section with keys of its own, not 3"),
     ({"source": {"task": "sort_digit"}}, "source.task.name", "not 'sort_digit'; did you mean 'sort_digits'?"),
     ({"source": {"task": {"name": "sort_digits", "options": {"digit": 3}}}}, "source.task.options.digit", "'digits'?"),
@@ -274,7 +283,7 @@ class TestBad:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_train": {"gpus": {"min": 2, "max": 4}}}))
         assert re.match(r"job\.yaml:\d+: clusters\.actor_train\.gpus: 2-4 is a range, but this job", line)
         assert "give one number, e.g. 'gpus: 4' (a range is for a pipeline of your own" in line
-        own = "collections:Counter"  # anything that can be imported and called
+        own = "rlix.pipeline:Pipeline"
         text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})
         assert "no multiple of tensor_parallel 4 lies from 5 to 7" in failure(tmp_path, text)[0]
 
@@ -308,7 +317,9 @@ class TestBad:
         assert message in line
 
     def test_a_file_that_does_not_exist(self, tmp_path: Path) -> None:
-        with pytest.raises(SpecError, match=r"no such file.*copy_digits, sort_digits.*did you mean 'sort_digits'\?"):
+        with pytest.raises(
+            SpecError, match=r"no such file.*copy_digits, multi_lora, sort.*did you mean 'sort_digits'\?"
+        ):
             load_job("sort_digit")
         write(tmp_path, VALID, "mine.yaml")
         with pytest.raises(SpecError, match=r"did you mean '.*mine\.yaml'\?"):

@@ -26,15 +26,16 @@ def check_specs(
     names: Sequence[str], *, memory_gib: float | None, devices: int | None, model_config: Path | None
 ) -> None:
     """Print the memory that each phase of the jobs takes; raises SpecError for what is wrong with them."""
+    from rlix.cli.plans import planned, pool_size
     from rlix.pipeline.memory.job import job_memory, memory_problems
     from rlix.pipeline.memory.shape import shape_of
 
     specs = [load_job(name) for name in names]
-    if devices is not None:
-        check_jobs(specs, range(devices))
+    check_jobs(specs, None if devices is None else range(devices))
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     console, problems = make_console(), []
-    for spec in specs:
+    known = memory if model_config is None else None
+    for spec in [planned([s], range(devices or pool_size(s)), known, console)[0] for s in specs]:
         if spec.pipeline is not None and not spec.multi_lora:
             console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
             continue

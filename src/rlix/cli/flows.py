@@ -50,7 +50,7 @@ def load_flow(name: str) -> Flow:
 def profile_flow(name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int) -> None:
     """Measure every part on the pool's first devices, and keep the tables of this kind of machine."""
     flow = load_flow(name)
-    grid = Grid(tuple(widths) or _halves(gpus), tuple(batches) or _halves(flow.items, flow.items // 16), repeats)
+    grid = Grid(tuple(widths) or halves(gpus), tuple(batches) or halves(flow.items, flow.items // 16), repeats)
     with attach(f"profile {flow.name}", gangs={"profile": list(range(gpus))}) as job:
         known = job.client.devices()
         with job.phase(Phase.INITIALIZATION, "profile") as lease:
@@ -75,7 +75,7 @@ def plan_flow(name: str, gpus: int, gigabytes: float, mode: str) -> None:
     typer.echo(planned.explain())
 
 
-def _halves(most: int, least: int = 1) -> tuple[int, ...]:
+def halves(most: int, least: int = 1) -> tuple[int, ...]:
     """`most`, its half, and so on down to about `least`."""
     found = [most]
     while found[-1] // 2 >= max(1, least):

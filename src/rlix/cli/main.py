@@ -237,17 +237,27 @@ app.add_typer(lora.app, name="lora")
 
 @app.command()
 def profile(
-    flow: Annotated[str, typer.Argument(metavar="FLOW", help="A flow, as path/to/file.py:name.")],
-    gpus: Annotated[int, typer.Option(min=1, help="Measure on up to this many devices.")] = 4,
+    name: Annotated[str, typer.Argument(metavar="FLOW|SPEC", help="A flow, as path/to/file.py:name, or a job.")],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Measure on up to this many devices (default: of a flow 4, of a job all).")
+    ] = None,
     width: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4 up to --gpus.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Items; repeatable. Default: a step's down to 1/16.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls of each, of which the median counts.")] = 3,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Items, of a job prompts; repeatable. Default: a step's down to 1/16, of a job 1/4."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls or steps of each.")] = 3,
 ) -> None:
-    """Measure what the parts of a flow cost on this kind of machine."""
-    from rlix.cli.flows import profile_flow
+    """Measure what the parts of a flow or of a job cost on this kind of machine."""
+    from rlix.cli.flows import is_flow, profile_flow
 
     with one_message_per_mistake():
-        profile_flow(flow, gpus, width or (), batch or (), repeats)
+        if is_flow(name):
+            profile_flow(name, gpus or 4, width or (), batch or (), repeats)
+        else:
+            from rlix.cli.plans import profile_job_file
+
+            profile_job_file(name, gpus, width or (), batch or (), repeats)
 
 
 @app.command()
@@ -263,10 +273,11 @@ def plan(
 ) -> None:
     """Say how a flow or a job runs fastest, and what the runner-up would take."""
     from rlix.cli.flows import is_flow, plan_flow
-    from rlix.cli.plans import plan_job_file
 
     with one_message_per_mistake():
         if is_flow(name):
             plan_flow(name, gpus or 4, gigabytes, mode or "auto")
         else:
+            from rlix.cli.plans import plan_job_file
+
             plan_job_file(name, gpus, gigabytes, mode)

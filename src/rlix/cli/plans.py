@@ -2,33 +2,85 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import typer
 from rich.console import Console
 
 from rlix.cli.check import machine_memory
+from rlix.cli.flows import halves
+from rlix.cli.pool import shared_pool
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
-from rlix.pipeline.planning.choose import choose, explain, is_open, unplanned
+from rlix.flow.profiler.profile import machine
+from rlix.monitor.records import RunRecord, load_run
+from rlix.pipeline.jobs.launch import launch
+from rlix.pipeline.planning.choose import choose, explain, is_open, profile_path, unplanned
+from rlix.pipeline.planning.profiling import Trial, measured, trials
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
-from rlix.protocol.errors import SpecError
+from rlix.protocol.errors import RlixError, SpecError
+
+TRIAL_S = 3600.0
+"""Longest that the few steps of one width may take."""
 
 
 def planned(
-    specs: Sequence[JobSpec], ids: Sequence[int], home: Path, memory: int | None, console: Console
+    specs: Sequence[JobSpec], ids: Sequence[int], memory: int | None, console: Console, resumed: Path | None = None
 ) -> list[JobSpec]:
-    """The jobs with their clusters, and a line about each that was planned. Each is planned as if it were alone."""
+    """The jobs with their clusters, and a line about each that was planned. Each is planned as if it were alone.
+
+    `resumed`: where the run folders of jobs are that go on.
+    """
+    home = Settings.from_env().home
     found = []
     for spec in specs:
         if is_open(spec):
-            chosen = choose(spec, ids, home, memory)
+            chosen = choose(spec, ids, home, memory, None if resumed is None else resumed / spec.name)
             console.print(chosen.line, markup=False, highlight=False, soft_wrap=True)
             found.append(chosen.spec)
         else:
             found.append(spec)
     return found
+
+
+def pool_size(spec: JobSpec) -> int:
+    """How many devices a job is planned for where nothing runs that could be asked."""
+    return (spec.plan and spec.plan.gpus) or new_pool_size(Settings.from_env())
+
+
+def profile_job_file(name: str, gpus: int | None, widths: Sequence[int], prompts: Sequence[int], repeats: int) -> None:
+    """Run a few steps of the job for each width, alone where nobody else is in the pool, and keep the tables."""
+    spec, settings = unplanned(load_job(name)), Settings.from_env()
+    if spec.declared_speed is not None:
+        raise SpecError(f"{name}: has a declared_speed, which `rlix plan` plans from without a profile")
+    if spec.pipeline is not None:
+        raise SpecError(f"{name}: has a pipeline of its own, whose parts are not known")
+    devices = gpus or pool_size(spec)
+    most = spec.rollout.prompts_per_step
+    sizes = tuple(prompts) or halves(most, most // 4)
+    wanted = trials(spec, devices, tuple(widths) or halves(devices), sizes, repeats)
+    with shared_pool(settings, None, devices) as pool, TemporaryDirectory(prefix="rlix-profile-") as folder:
+        typer.echo(pool.said)
+        runs = [(trial.width, _run(trial, Path(folder))) for trial in wanted]
+    found = measured(spec, runs, machine())
+    path = profile_path(settings.home, spec)
+    found.write(path)
+    typer.echo(found.describe())
+    typer.echo(f"kept in {path}")
+
+
+def _run(trial: Trial, folder: Path) -> RunRecord:
+    (handle,) = launch([trial.spec], folder)
+    try:
+        last = handle.wait(TRIAL_S)
+    finally:
+        handle.close()
+    if last.state != "finished":
+        raise RlixError(f"profile: {trial.spec.name} {last.state}: {last.error or 'it was stopped'}")
+    typer.echo(f"measured on {trial.width} rank(s)")
+    return load_run(folder / trial.spec.name)
 
 
 def plan_job_file(name: str, gpus: int | None, gigabytes: float, mode: str | None) -> None:
@@ -37,7 +89,7 @@ def plan_job_file(name: str, gpus: int | None, gigabytes: float, mode: str | Non
     wanted = spec.plan or PlanSpec()
     if mode not in (None, "auto", *Mode):
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
-    devices = gpus or wanted.gpus or new_pool_size(settings)
+    devices = gpus or pool_size(spec)
     memory = int(gigabytes * 1e9) if gigabytes else machine_memory()
     spec = spec.model_copy(update={"plan": wanted.model_copy(update={"gpus": devices, "mode": mode or wanted.mode})})
     chosen = choose(spec, range(devices), settings.home, memory)

@@ -54,8 +54,7 @@ def run_jobs(options: RunOptions) -> int:
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
     _check_output(options.runs_dir)
-    if options.devices is not None:
-        check_jobs(specs, range(options.devices))
+    check_jobs(specs, None if options.devices is None else range(options.devices))
     console = make_console(stderr=options.as_json)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)
@@ -119,7 +118,6 @@ def _run_to_end(
     specs: list[JobSpec], options: RunOptions, console: Console, interrupts: Interrupts
 ) -> tuple[tuple["JobStatus", ...], list[Path]]:
     handles: list[JobHandle] = []
-    settings = Settings.from_env()
     first = "starting the control plane ..." if options.private else "joining the control plane, or starting one ..."
     console.print(first, highlight=False)
     with _control_plane(specs, options, interrupts) as pool:
@@ -131,7 +129,8 @@ def _run_to_end(
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
                 console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
             ids = [device.id for device in devices]
-            specs = planned(specs, ids, settings.home, smallest_memory(devices), console)
+            resumed = options.runs_dir if options.resume else None
+            specs = planned(specs, ids, smallest_memory(devices), console, resumed)
             check_jobs(specs, ids)
             if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (

@@ -177,20 +177,11 @@ class Core:
 
     def _fold(self, event: Event, now: float, wall: float) -> tuple[Lease, ...]:
         """The state after the event, and what is kept about jobs beside it. Returns the leases that became active."""
-        ended = self._leases_ended_by(event)
+        released = self.state.leases.get(event.epoch) if isinstance(event, LeaseReleased) else None
         active = self.state.apply(event, now)
-        for lease, reason in ended:
-            self.log.add("released", lease, wall, reason=reason)
-            self.granted_at.pop(lease.epoch, None)
-            job = self.jobs.get(lease.pipeline_id)
-            if job is not None:
-                job.usage.released(lease.epoch, now)
-                if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
-                    self._phase_ended(job)
-            ticket = self.gangs.holding(lease.epoch)
-            if ticket is not None:
-                self.gangs.close(ticket)
         match event:
+            case LeaseReleased() if released is not None:
+                self._note_release(released.lease, event.reason, now, wall)
             case PipelineAdmitted():
                 self.jobs.setdefault(event.pipeline_id, Job(now))
             case PipelineUnregistered():
@@ -208,10 +199,17 @@ class Core:
                 self.gangs.revoked(event.epoch)
         return active
 
-    def _leases_ended_by(self, event: Event) -> list[tuple[Lease, ReleaseReason]]:
-        if isinstance(event, LeaseReleased) and event.epoch in self.state.leases:
-            return [(self.state.leases[event.epoch].lease, event.reason)]
-        return []
+    def _note_release(self, lease: Lease, reason: ReleaseReason, now: float, wall: float) -> None:
+        self.log.add("released", lease, wall, reason=reason)
+        self.granted_at.pop(lease.epoch, None)
+        job = self.jobs.get(lease.pipeline_id)
+        if job is not None:
+            job.usage.released(lease.epoch, now)
+            if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
+                self._phase_ended(job)
+        ticket = self.gangs.holding(lease.epoch)
+        if ticket is not None:
+            self.gangs.close(ticket)
 
     def _phase_ended(self, job: Job) -> None:
         """Its gang's devices are kept from other rollouts for a moment, then planned anew."""
@@ -252,10 +250,8 @@ class Core:
         return pipeline_id
 
     def request(self, pipeline_id: str, cluster: Cluster, phase: Phase, asked: Asked = _PLAIN) -> Ticket:
-        """Records a gang request; the ticket decides once it is active, or with the error.
-
-        Raises:
-            DeadlockError: it could never be granted: parts of the job wait for each other in a circle.
+        """Records a gang request; the ticket decides once it is active, or with the error: at once where it could never
+        be granted, because its devices are gone or parts of the job wait for each other in a circle.
         """
         request_id = self.state.next_request_id
         ticket = self.gangs.open(request_id, asked.key, pipeline_id, cluster, phase)

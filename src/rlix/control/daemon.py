@@ -22,7 +22,7 @@ from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlix.control.announcement import Announcement, Claim
-from rlix.control.attach import authentication, daemon_authentication
+from rlix.control.connect import authentication, daemon_authentication
 from rlix.control.init import init, shutdown
 from rlix.control.rpc import comes_back
 from rlix.control.settings import Settings

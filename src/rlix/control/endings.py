@@ -212,7 +212,9 @@ class Endings:
 
     # -- a pipeline ends ---------------------------------------------------------------------------------------------
 
-    def end(self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], None]) -> None:
+    def end(
+        self, pipeline_id: str, why: str, *, spare: Process | None = None, done: Callable[[], object] = lambda: None
+    ) -> None:
         """Ends a pipeline: refuses its requests, ends its program and its workers, then frees its devices.
 
         They are told why, unless it ends by its own word.
@@ -257,7 +259,7 @@ class Endings:
             core.rollouts.wake(pipeline_id, cluster.name)
 
     def _end_leases(
-        self, pipeline_id: str, why: str, told: str, spare: Process | None, done: Callable[[], None]
+        self, pipeline_id: str, why: str, told: str, spare: Process | None, done: Callable[[], object]
     ) -> None:
         leases = [s.lease for s in self._core.state.leases_of(pipeline_id) if s.lease.epoch not in self._taking]
         left = len(leases)
@@ -289,8 +291,7 @@ class Endings:
             job = core.jobs.get(pipeline_id)
             if job is not None:
                 job.ending = True
-                end = partial(self.end, pipeline_id, why, done=lambda: None)
-                core.clock.call_later(core.settings.settle_s, end)
+                core.clock.call_later(core.settings.settle_s, partial(self.end, pipeline_id, why))
 
     # -- below -------------------------------------------------------------------------------------------------------
 

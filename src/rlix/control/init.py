@@ -3,16 +3,19 @@
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+from ray._private import services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.exceptions import RayActorError, RayError
 
-from rlix.control.announcement import Announcement, read_announcement
-from rlix.control.attach import attach_to_cluster, attach_to_daemon, authentication, loopback_kept
+from rlix.control.announcement import Announcement, DeathNotice, read_announcement
+from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
 from rlix.control.orchestrator import Orchestrator
 from rlix.control.resource_manager import ResourceManager
 from rlix.control.rpc import get
@@ -51,6 +54,7 @@ _THREADS = 16  # of the orchestrator and of the resource manager: calls that the
 
 class _Session:
     started_ray = False  # by `init` in this process, so that `shutdown` here ends it
+    death_notice: DeathNotice | None = None  # of the daemon that this process is connected to
 
 
 def init(
@@ -83,7 +87,7 @@ def init(
     logging.getLogger("rlix").setLevel(level)
     if virtual_gpus is not None and virtual_gpus < 1:
         raise SpecError(f"rlix.init: virtual_gpus must be at least 1, got {virtual_gpus}")
-    if not ray.is_initialized() and not _attach_ray(address or settings.ray_address, settings.home, virtual_gpus):
+    if not ray.is_initialized() and not _connect_ray(address or settings.ray_address, settings.home, virtual_gpus):
         if not create_if_missing:
             raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")
         _start_ray(settings, virtual_gpus, num_cpus)
@@ -127,21 +131,25 @@ def shutdown() -> None:
 def detach() -> None:
     """Leaves Ray, and with it the control plane, to the others."""
     ray.shutdown()
+    if _Session.death_notice is not None:
+        _Session.death_notice.cancel()
+        _Session.death_notice = None
     authentication.restore()
 
 
-def _attach_ray(address: str, home: Path, virtual_gpus: int | None) -> bool:
+def _connect_ray(address: str, home: Path, virtual_gpus: int | None) -> bool:
     """Connects to the Ray at `address`, or to that of the home's daemon; false when a new one must be started."""
     if address == "local":
         return False
     if address:
-        attach_to_cluster(address)
+        connect_to_cluster(address)
         return True
     found = read_announcement(home)
     if found is None:
         return False
     check_size(found, virtual_gpus, "virtual_gpus")
-    attach_to_daemon(found)
+    _Session.death_notice = DeathNotice(home, found)
+    connect_to_daemon(found)
     return True
 
 
@@ -180,7 +188,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     remove_unheld(VIRTUAL_KEYS, older_than_s=_OLD_LOCK_S)  # of pools that were killed
-    with loopback_kept():
+    with loopback_kept(), _own_session():
         ray.init(
             address="local",
             num_cpus=num_cpus or _LOGICAL_CPUS,
@@ -196,6 +204,17 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             **devices,
         )
     _Session.started_ray = True
+
+
+@contextlib.contextmanager
+def _own_session() -> Iterator[None]:
+    """What Ray starts is in no process group of ours: a signal to that is for us, who end Ray when we are ready."""
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:

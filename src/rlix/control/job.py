@@ -16,7 +16,6 @@ class Caller:
 
     heard_at: float
     held: frozenset[int] = frozenset()
-    stopped_at: float | None = None  # since when it has been found stopped
     unheld: dict[int, float] = field(default_factory=dict)  # leases it asked for but does not know, since when
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import Event
 
@@ -112,12 +112,8 @@ class Journal:
     def pool(self) -> str:
         return str(self._db.execute("SELECT value FROM meta WHERE key = 'pool'").fetchone()[0])
 
-    @property
-    def size(self) -> int:
-        """The number of events that `replay` yields."""
-        return self._length
-
     def __len__(self) -> int:
+        """The number of events that `replay` yields."""
         return self._length
 
     def append(self, events: Sequence[Event]) -> None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -18,6 +18,8 @@ from rlix.protocol.messages import Device, Occupant, Process
 from rlix.protocol.types import NAMESPACE, NODE_AGENT_NAME_PREFIX
 
 logger = logging.getLogger(__name__)
+
+OnNode = TypeVar("OnNode", Device, Process)
 
 KILL_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
@@ -76,8 +78,7 @@ class LiveNodes:
     async def _occupied(
         self, found: tuple[Occupant, ...], others: list[Device], done: Callable[[tuple[Occupant, ...]], None]
     ) -> None:
-        for node_id, group in groupby(sorted(others, key=attrgetter("node_id")), key=attrgetter("node_id")):
-            devices = tuple(group)
+        for node_id, devices in _by_node(others):
             answer = () if node_id in self.gone else await self._ask(node_id, "occupied", devices)
             if answer is None:
                 answer = tuple(
@@ -140,6 +141,6 @@ class LiveNodes:
             logger.critical("a task of the control plane failed", exc_info=error)
 
 
-def _by_node(processes: Sequence[Process]) -> list[tuple[str, tuple[Process, ...]]]:
-    ordered = sorted(processes, key=attrgetter("node_id"))
+def _by_node(things: Sequence[OnNode]) -> list[tuple[str, tuple[OnNode, ...]]]:
+    ordered = sorted(things, key=attrgetter("node_id"))
     return [(node_id, tuple(group)) for node_id, group in groupby(ordered, key=attrgetter("node_id"))]

@@ -11,8 +11,6 @@ from rlix.control.watchdog import here, watch_over
 from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 
-logger = logging.getLogger(__name__)
-
 CALL_TIMEOUT_S = 30.0
 
 

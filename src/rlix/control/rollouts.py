@@ -1,6 +1,5 @@
 """The bundles of elastic clusters: what a rollout has been told, and what it has to answer in time."""
 
-import logging
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from rlix.protocol.types import Phase
 
 if TYPE_CHECKING:
     from rlix.control.core import Core
-
-logger = logging.getLogger(__name__)
 
 _Key = tuple[str, str]  # (pipeline_id, cluster)
 
@@ -68,9 +65,7 @@ class Rollouts:
 
     def ended(self, lease: Lease, *, wake: bool = True) -> None:
         """The lease is over, or somebody else ends it. `wake`: it is news to the rollout."""
-        at = self._deadlines.pop(lease.epoch, None)
-        if at is not None:
-            at[1].cancel()
+        self._stop_deadline(lease)
         if wake:
             self.wake(lease.pipeline_id, lease.cluster)
 
@@ -88,15 +83,18 @@ class Rollouts:
             changed()
 
     def _noted(self, lease: Lease) -> None:
+        if self._stop_deadline(lease):
+            self._core.jobs[lease.pipeline_id].succeeded()
+
+    def _stop_deadline(self, lease: Lease) -> bool:
+        """Whether there was one."""
         at = self._deadlines.pop(lease.epoch, None)
         if at is not None:
             at[1].cancel()
-            self._core.jobs[lease.pipeline_id].succeeded()
+        return at is not None
 
     def _set_deadline(self, lease: Lease, limit_s: float, why: str) -> None:
-        before = self._deadlines.pop(lease.epoch, None)
-        if before is not None:
-            before[1].cancel()
+        self._stop_deadline(lease)
         when = self._core.clock.time() + limit_s
         timer = self._core.clock.call_later(limit_s, lambda: self._late(lease, why))
         self._deadlines[lease.epoch] = when, timer

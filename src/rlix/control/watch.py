@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlix.control.job import Caller, Job
-from rlix.protocol.messages import LeaseState, Process, ReleaseReason
+from rlix.protocol.messages import LeaseState, Process
 
 if TYPE_CHECKING:
     from rlix.control.core import Core
@@ -53,7 +53,7 @@ class Watch:
         now = core.clock.time()
         for pipeline_id, job in list(core.jobs.items()):
             if self._is_idle(pipeline_id, job, now):
-                core.endings.end(pipeline_id, f"nothing was heard of it for {now - job.heard_at:.0f} s", done=_nothing)
+                core.endings.end(pipeline_id, f"nothing was heard of it for {now - job.heard_at:.0f} s")
         self._end_unused(now)
         if self._asked_at is not None and now - self._asked_at < _ANSWER_S:
             return  # a node is slow to answer
@@ -70,7 +70,7 @@ class Watch:
         for pipeline_id, since in self._unused_since.items():
             if now - since > self._core.settings.idle_job_s:
                 why = f"it was not admitted within {now - since:.0f} s"
-                self._core.endings.end(pipeline_id, why, done=_nothing)
+                self._core.endings.end(pipeline_id, why)
 
     def _is_idle(self, pipeline_id: str, job: Job, now: float) -> bool:
         """A pipeline without a program lives as long as it uses the control plane."""
@@ -119,7 +119,7 @@ class Watch:
                 "died" if process in dead else "was stopped (SIGSTOP) and did not go on" if process in stopped else ""
             )
             if what:
-                core.endings.end(pipeline_id, f"its program, process {process.pid}, {what}", done=_nothing)
+                core.endings.end(pipeline_id, f"its program, process {process.pid}, {what}")
                 return
         for process, caller in list(job.callers.items()):
             silent_s = now - caller.heard_at
@@ -140,8 +140,4 @@ class Watch:
                 core.abandon(ticket)
         for status in core.state.leases_of(pipeline_id):
             if status.lease.holder == process or status.lease.epoch in caller.held:
-                core.endings.take(status.lease, why, reason=ReleaseReason.KILLED)
-
-
-def _nothing() -> None:
-    """Nobody waits for the end of what the watch ends."""
+                core.endings.take(status.lease, why)

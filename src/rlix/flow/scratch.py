@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.node.file_lock import FileBusyError, lock_file
 
 logger = logging.getLogger(__name__)
 

@@ -212,8 +212,8 @@ def _parse(where: str, row: dict[str, Any], parser: Callable[[dict[str, Any]], T
 
 
 def runs_of(record: RunRecord) -> tuple[RunRecord, ...]:
-    """The runs of a job that trains many adapters, each by the job's name and its own; those that have begun."""
-    folders = sorted(path.parent for path in record.directory.glob("runs/*/metrics.jsonl"))
+    """The runs of a job that trains many adapters, each by the job's name and its own, also those without a step."""
+    folders = sorted(path.parent for path in record.directory.glob("runs/*/events.jsonl"))
     return tuple(replace(load_run(folder), name=f"{record.name}/{folder.name}") for folder in folders)
 
 

@@ -95,7 +95,9 @@ def render_html(report: Report) -> str:
         tiles=_tiles(report),
         tables=report.tables,
         curves=_curves(report),
-        samples=[(record.name, _chosen(record.samples)) for record in report.records if record.samples],
+        samples=[
+            (record.name, _chosen(record.samples)) for record in (*report.records, *report.runs) if record.samples
+        ],
         uses=[*report.accounting.devices, total],
         style=Markup((assets / "report.css").read_text()),
         script=Markup("\n".join((assets / name).read_text() for name in SCRIPTS)),

@@ -1,1 +1,1 @@
-"""What is true on one machine, whatever the control plane thinks: who locks its devices, which processes live."""
+"""What is true on one machine, whatever the control plane thinks: who locks devices and files, which processes live."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlix.control.client import JobClient
+from rlix.control.settings import Settings
 from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
@@ -19,6 +20,7 @@ from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
+from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
@@ -71,6 +73,7 @@ class Pipeline(ABC):
         self._lease_records = 0
         self._usage = Usage(time.time())
         self._moves = Deadlines()
+        self._plan = PlanWatch(self.spec)
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -168,6 +171,7 @@ class Pipeline(ABC):
                         engine.release(lease.epoch)
             finally:
                 marks.append(time.time())
+                self._plan.phase(cluster, marks[-1] - marks[0])
                 kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
                 spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
                 self.folder.spans([span for span in spans if span.end > span.start])
@@ -258,6 +262,9 @@ class Pipeline(ABC):
             if best is not None or done % every == 0:
                 self.checkpoints.begin(done, self.save, best)
                 self._saved = done
+                if self._plan.drifted:
+                    home = Settings.from_env().home
+                    self._log_plan(self._plan.at_checkpoint(self.folder.path, sorted(self.devices), home))
         if self._done > self._saved:
             self.checkpoints.begin(self._done, self.save)
         self.checkpoints.settle()
@@ -280,7 +287,12 @@ class Pipeline(ABC):
             tokens_per_s=metrics.get("tokens_per_s"),
         )
         self._write_lease_events()
+        self._log_plan(self._plan.step(metrics))
         return metrics
+
+    def _log_plan(self, said: str) -> None:
+        if said:
+            logger.info("%s: %s", self.spec.name, said)
 
     def _evaluated(self, done: int) -> dict[str, float]:
         """Metrics of the evaluation that is due after `done` steps. Whoever stops the job does not wait for it."""

@@ -1,5 +1,7 @@
 """Objects taken apart and put together, in messages and in shared memory."""
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,3 +78,13 @@ def test_large_tensors_lie_in_a_file_and_are_the_readers_own(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError):
         unpack(parcel)
     assert pack({"a": torch.ones(2)}, tmp_path, "two").path == ""
+
+
+def test_a_folder_without_room_is_an_error_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space"):
+        pack(torch.zeros(1 << 20), tmp_path, "item")
+    assert not list(tmp_path.iterdir())

@@ -78,7 +78,8 @@ def test_working_a_step_ahead_pays_where_the_edge_allows_it() -> None:
 
 def test_a_part_runs_on_the_widths_it_can() -> None:
     narrow = part("a", 0, 1, widths=(1, 3))
-    assert [p.ranks for p in make_plan(Graph([narrow]), 12, 4).best.parts] == [3]
+    best = make_plan(Graph([narrow]), 12, 4).best
+    assert ([p.ranks for p in best.parts], best.shape) == ([3], "a on 3")
     with pytest.raises(SpecError, match=r"a runs on 8 rank\(s\) or more, and 4 device\(s\) hold 4"):
         make_plan(Graph([part("a", 0, 1, widths=(8,))]), 8, 4)
 

@@ -1,7 +1,9 @@
 """Running a flow with workers that are plain objects: what follows from drift, and that every mode makes the same."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.protocol.errors import SpecError, WorkerError
+from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 
 ITEMS, DEVICES = 16, 4
@@ -168,7 +170,7 @@ def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
         running.step([0] * ITEMS)
         before = running.plan
         calls = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
-        running._drift = type(running._drift)(before)
+        running._drift = type(running._drift).of(before)
         sizes = {part.name: (segment.chunk, part.seconds) for segment in before.segments
                  for stage in segment.stages for part in stage.parts}  # fmt: skip
         for _ in range(WINDOW):
@@ -209,3 +211,78 @@ def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
         measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
     with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
+
+
+def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def get(refs: list[list[int]], timeout: float | None = None) -> list[list[int]]:
+        now[0] += 0.5 * sum(map(len, refs))
+        return refs
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(measure_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = [Part("ones", Adds, "add", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 10})]
+    known = measure_module.profile(
+        Flow("sums", parts, 4, lambda n: [0] * n), POOL, measure_module.Grid((1,), (4,), repeats=1)
+    )
+    assert [known.parts[name].points[0].seconds for name in ("ones", "tens")] == [2.0, 2.0]
+
+
+def test_a_rank_that_computes_is_not_brought_off() -> None:
+    """When another rank has failed, the turn is over, and its peers may be at it still."""
+    began, may_end, order = threading.Event(), threading.Event(), []
+
+    class Slow(FlowWorker):
+        def work(self, items: list[int]) -> list[int]:
+            began.set()
+            assert may_end.wait(60)
+            order.append("worked")
+            return items
+
+        def offload(self) -> None:
+            order.append("left")
+
+    worker = Slow()
+    locks = SimpleNamespace(acquire=lambda *_: None, release=lambda: order.append("unlocked"))
+    worker.ctx = SimpleNamespace(device_locks=lambda: locks, fence=lambda lease: lease)  # type: ignore[assignment]
+    worker._rlix_onload(None)
+    with ThreadPoolExecutor(2) as threads:
+        part = threads.submit(worker._rlix_part, "work", [[]])
+        assert began.wait(60)
+        gone = threads.submit(worker._rlix_offload)
+        assert order == []
+        may_end.set()
+        assert part.result(60) == ([], 0)
+        gone.result(60)
+    assert order == ["worked", "left", "unlocked"]
+
+
+def test_what_went_wrong_first_is_what_a_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise WorkerError("rank 1 died")
+
+    lease = SimpleNamespace(devices=tuple(range(DEVICES)))
+    client = SimpleNamespace(phase=lambda *_: contextlib.nullcontext(lease), fence=lambda lease: None)
+    job: Any = SimpleNamespace(client=client, name_holders=lambda *_: None)
+    known = profile(ones=0.1, tens=0.1, more=0.1)
+    with Running(flow(), POOL, profile=known, job=job, cluster="gang") as running:
+        monkeypatch.setattr(Group, "part", fails)
+        monkeypatch.setattr(Group, "offload", lambda _: (_ for _ in ()).throw(WaitTimeoutError("does not leave")))
+        with pytest.raises(WorkerError, match="rank 1 died"):
+            running.step(list(range(ITEMS)))
+
+
+def test_what_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, closed = running_module.start, []
+
+    def start(part: Part, *args: Any, **kwargs: Any) -> Group:
+        if part.name == "more":
+            raise WorkerError("no room for it")
+        return begun(part, *args, **kwargs)  # type: ignore[return-value]
+
+    monkeypatch.setattr(running_module, "start", start)
+    monkeypatch.setattr(Group, "close", lambda group: closed.append(group.name))
+    with pytest.raises(WorkerError, match="no room"):
+        Running(flow(), POOL, profile=profile(ones=0.1, tens=0.1, more=0.1))
+    assert closed == ["sums/ones", "sums/tens"]

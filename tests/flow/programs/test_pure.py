@@ -42,14 +42,14 @@ def test_cutting_and_sharing_lose_nothing(lists: list[list[int]], ranks: int, da
 def test_drift_is_what_lasts() -> None:
     parts = [Component(name, Table([Point(1, 8, 1.0)])) for name in "ab"]
     plan = make_plan(Graph(parts, [Edge("a", "b")]), 8, 1).best
-    drift = Drift(plan)
+    drift = Drift.of(plan)
     for factor in (1.3, 1.1, 1.3):
         drift.saw({"a": [(8, factor)], "b": [(8, 1.0), (3, 9.0)]})
     assert drift.factors() == {}
     for _ in range(WINDOW):
         drift.saw({"a": [(8, 1.3)], "b": [(8, 1.0)]})
     assert drift.factors() == {"a": pytest.approx(1.3), "b": pytest.approx(1.0)}
-    known = Drift(rescaled(plan, drift.factors(), {"b": ("a",)}))
+    known = Drift.of(rescaled(plan, drift.factors(), {"b": ("a",)}))
     for _ in range(WINDOW):
         known.saw({"a": [(8, 1.3)], "b": [(8, 1.0)]})
     assert known.factors() == {}

@@ -196,6 +196,10 @@ class MovingExecutor(InferenceExecutor):
         self._remove_adapter(name)
         self._adapters.pop(name, None)
 
+    def _drop_adapters(self) -> None:
+        """They leave the devices with the weights."""
+        self._serve(())
+
     def _overwrite(self, published: PublishedWeights) -> int:
         before = self.life.weights
         self.change(lambda life: life.overwriting())
@@ -219,7 +223,7 @@ class MovingExecutor(InferenceExecutor):
         keep = keep_host and self.life.weights is not None
         with self._failing("releasing the devices' memory failed", Part.KV_CACHE):
             if not keep:
-                self._serve(())
+                self._drop_adapters()
             self._leave(keep)
         self.change(lambda life: life.released(keep_host=keep))
         return freed

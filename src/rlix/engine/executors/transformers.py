@@ -1,6 +1,7 @@
 """Generation with any Hugging Face causal LM, in one process and without further dependencies."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -12,6 +13,7 @@ from rlix.engine.executors.decoder import Decoder, DecoderLimits
 from rlix.engine.executors.exact_decoder import ExactDecoder
 from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
 from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
@@ -48,6 +50,7 @@ class TransformersExecutor(LoopExecutor):
         self._model: PreTrainedModel | None = None
         self._expected: PreTrainedModel | None = None
         self._resident: ResidentSet | None = None
+        self._adapter_layers: dict[str, AdapterConfig] = {}  # that the model has, with bytes or without
         self._decoder: Decoder | None = None
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._rows: dict[int, int] = {}  # row of the decoder -> key of the loop
@@ -143,8 +146,10 @@ class TransformersExecutor(LoopExecutor):
     def _put_adapter(self, adapter: PublishedAdapter) -> int:
         assert self._model is not None
         tensors = adapter.tensors()
-        if adapter.name not in self._adapters:
+        if self._adapter_layers.get(adapter.name) != adapter.config:
+            self._remove_adapter(adapter.name)
             lora.add(self._model, adapter.name, adapter.config)
+            self._adapter_layers[adapter.name] = adapter.config
             self._model.eval()
         lora.fill(self._model, adapter.name, tensors)
         if self._decoder is not None:
@@ -154,6 +159,16 @@ class TransformersExecutor(LoopExecutor):
     def _remove_adapter(self, name: str) -> None:
         assert self._model is not None
         lora.remove(self._model, name)
+        self._adapter_layers.pop(name, None)
+
+    def _serve(self, wanted: Sequence[PublishedAdapter]) -> int:
+        for name in self._adapter_layers.keys() - {adapter.name for adapter in wanted}:
+            self._forget_adapter(name)
+        return super()._serve(wanted)
+
+    def _drop_adapters(self) -> None:
+        """Their layers stay, without bytes: it takes PEFT far longer to make them than it takes to fill them."""
+        self._adapters.clear()
 
     def _open_cache(self) -> None:
         self._decoder = self._new_decoder()

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlix.control.durable import sync, sync_folder
 from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import tensors_of
 from rlix.engine.train.materialize import INDEX_FILE, WEIGHTS_FILE
@@ -36,6 +35,7 @@ from rlix.engine.train.parts import Parts
 from rlix.engine.train.random_state import random_state, set_random_state
 from rlix.engine.weights.gather import whole_tensors
 from rlix.nn import BaseTrainModule
+from rlix.node.durable import sync, sync_folder
 from rlix.protocol.errors import RlixError
 
 logger = logging.getLogger(__name__)

@@ -85,6 +85,9 @@ def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
     """Copy an object's bytes once: into a new file of `folder` where there is one and it pays, else into the parcel.
 
     Tensors on a device are brought to host memory, and stay there.
+
+    Raises:
+        OSError: the folder has no room; no file is left.
     """
     skeleton, leaves = encode(value)
     blocks = [_bytes(leaf) for leaf in leaves]
@@ -102,11 +105,14 @@ def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
     path = folder / name
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(fd, end)
+        os.posix_fallocate(fd, 0, end)  # where memory is short, an error here and not a SIGBUS while it is written
         with mmap.mmap(fd, end) as memory:
             target = np.frombuffer(memory, np.uint8)
             _fill(target, layouts, blocks)
             del target  # or the map could not be closed
+    except BaseException:  # raised again
+        path.unlink()
+        raise
     finally:
         os.close(fd)
     return Parcel(skeleton, tuple(layouts), nbytes, path=str(path))

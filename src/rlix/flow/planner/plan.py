@@ -45,6 +45,11 @@ class StagePlan:
     switch_s: float = 0.0
     loops: tuple[LoopPlan, ...] = ()
 
+    @property
+    def used(self) -> int:
+        """Of its devices, how many work: a part may not be able to use all."""
+        return max(part.first + part.devices for part in self.parts) - self.first if self.devices else 0
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
@@ -132,7 +137,7 @@ class Planned:
 
 
 def _segment(segment: SegmentPlan, items: int) -> str:
-    stages = " | ".join(f"{_names(stage)} on {stage.devices or 'the CPU'}" for stage in segment.stages)
+    stages = " | ".join(f"{_names(stage)} on {stage.used or 'the CPU'}" for stage in segment.stages)
     if len(segment.stages) == 1:
         return stages
     how = f"by {segment.chunk} of {items}" if segment.chunk < items else "a step ahead" if segment.ahead else "in turn"
@@ -149,5 +154,5 @@ def _stages(segment: SegmentPlan) -> str:
 
 def _stage(stage: StagePlan) -> str:
     switching = f" ({stage.switch_s:.3f} s of it switching)" if stage.switch_s else ""
-    where = f"devices {stage.first}–{stage.first + stage.devices - 1}" if stage.devices else "the CPU"
+    where = f"devices {stage.first}–{stage.first + stage.used - 1}" if stage.devices else "the CPU"
     return f"{_names(stage)} {stage.seconds:.3f} s on {where}{switching}"

@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from statistics import median
+from typing import Self
 
 from rlix.flow.planner import Plan, SegmentPlan, StagePlan
 
@@ -12,16 +13,25 @@ LIMIT = 0.15
 
 
 class Drift:
-    """Measured against planned seconds of each part's calls, over the last steps."""
+    """Measured against planned seconds of each part's calls, over the last steps.
 
-    def __init__(self, plan: Plan) -> None:
-        self._planned = {
-            part.name: (part.seconds, segment.chunk)
-            for segment in plan.segments
-            for stage in segment.stages
-            for part in stage.parts
-        }
+    `planned`: seconds of a call, and its items.
+    """
+
+    def __init__(self, planned: Mapping[str, tuple[float, int]]) -> None:
+        self._planned = planned
         self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        return cls(
+            {
+                part.name: (part.seconds, segment.chunk)
+                for segment in plan.segments
+                for stage in segment.stages
+                for part in stage.parts
+            }
+        )
 
     def saw(self, seconds: Mapping[str, list[tuple[int, float]]]) -> None:
         """A step's calls: items and seconds of each, by part. Calls of another size than planned say nothing."""

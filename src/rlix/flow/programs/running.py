@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
@@ -21,7 +21,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.launch import Group
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, Fence
 from rlix.protocol.types import Phase
 
@@ -66,11 +66,15 @@ class Running:
         self.replanned = 0
         self._states: dict[str, Any] = {}
         self._lock = DeviceLock()
-        self._drift = Drift(self.plan)
+        self._drift = Drift.of(self.plan)
         self._chunks: dict[int, int] = {}
         self._segment: SegmentRun | None = None
         self._started = False
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # raised again; nobody has anything to close then
+            self.close()
+            raise
 
     def step(self, items: Sequence[Any]) -> list[Any]:
         """One step of the flow, by another plan if times have drifted.
@@ -138,7 +142,7 @@ class Running:
             (self._states[name],) = self.groups[name].on(0).call("save").wait(self._timeout_s)
             self.groups.pop(name).close()
         self.plan = plan
-        self._drift, self._chunks = Drift(plan), {}
+        self._drift, self._chunks = Drift.of(plan), {}
         self._start()
 
     def _start(self) -> None:
@@ -216,8 +220,13 @@ class Running:
                 )
             try:
                 yield self._job.client.fence(lease)
-            finally:
-                self._lock.clear()
+            except BaseException:  # raised again; what went wrong first says more than that a part does not leave
+                try:
+                    self._lock.clear()
+                except (RlixError, RayError) as error:
+                    logger.warning("%s: devices were not freed: %s", self.flow.name, error)
+                raise
+            self._lock.clear()
 
     def _make_plan(self, profile: Profile | None) -> Any:
         if profile is None:
@@ -233,7 +242,7 @@ class Running:
         self.profile = self.profile.scaled(factors)
         self.planned = planned = self._make_plan(self.profile)
         self.plan = rescaled(self.plan, factors, {part.name: part.after for part in self.flow.parts})
-        self._drift = Drift(self.plan)
+        self._drift = Drift.of(self.plan)
         if planned.best.shape != self.plan.shape and planned.best.seconds < self.plan.seconds * (1 - WORTH):
             logger.info("%s: from now on %s", self.flow.name, planned.best.shape)
             self.replanned += 1

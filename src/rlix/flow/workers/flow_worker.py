@@ -1,5 +1,7 @@
 """`FlowWorker`: a worker of a user's flow, whose state comes and goes."""
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,9 @@ class FlowWorker(Worker):
 
     _locks: DeviceLocks | None = None
     _came = False  # its onload has begun, and no offload has ended since
+    _busy: contextlib.AbstractContextManager[Any] | None = (
+        None  # a turn ends when one rank has failed; the others may still compute
+    )
 
     def onload(self) -> None:
         """Bring the state onto `self.ctx.devices`."""
@@ -52,21 +57,24 @@ class FlowWorker(Worker):
             self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         self._came = True
+        self._busy = self._busy or threading.Lock()
         self.onload()
 
     def _rlix_offload(self) -> None:
-        if self._came:  # or it had come on other ranks only
-            self.offload()
-            self._came = False
-        if self._locks is not None:
-            self._locks.release()
+        with self._busy or contextlib.nullcontext():
+            if self._came:  # or it had come on other ranks only
+                self.offload()
+                self._came = False
+            if self._locks is not None:
+                self._locks.release()
 
     def _rlix_part(self, method: str, inputs: Sequence[Sequence[Piece]]) -> tuple[list[Any], int]:
         """Call the method with a list of items: of one input as they are, of several as tuples with one of each."""
         lists = [_fetch(pieces) for pieces in inputs]
         items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
         call: Callable[[list[Any]], list[Any]] = getattr(self, method)
-        made = list(call(items))
+        with self._busy or contextlib.nullcontext():
+            made = list(call(items))
         return made, len(made)
 
 

@@ -19,7 +19,13 @@ _TOOL_CALL = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 class RequestError(RlixError):
     """The client asks for something that the endpoint cannot do; the message is for the client."""
 
+    status = 400
     code = "invalid_request_error"
+
+
+class UnknownModelError(RequestError):
+    status = 404
+    code = "model_not_found"
 
 
 class ContextFullError(RequestError):
@@ -58,6 +64,12 @@ class ChatFormat:
         if not calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip() or None, "tool_calls": calls}
+
+    def readable(self, prompt: object) -> bool:
+        """Whether a plain prompt is one text, or ids of tokens; replicas fail at others."""
+        if not isinstance(prompt, list):
+            return isinstance(prompt, str) and bool(prompt)
+        return bool(prompt) and all(type(id) is int and 0 <= id < len(self._tokenizer) for id in prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

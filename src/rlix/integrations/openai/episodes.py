@@ -148,7 +148,10 @@ class Episodes:
         room = min(most, limit or most, self.policy.context - len(prompt))
         if room < 1:
             episode.end = End.LENGTH
-            raise ContextFullError(f"the conversation's {len(prompt)} tokens fill the model's context")
+            raise ContextFullError(  # in the words that clients look for
+                f"the model's maximum context length is {self.policy.context} tokens, and the conversation's "
+                f"{len(prompt)} fill it"
+            )
         id = f"{episode.id}/{episode.calls}"
         episode.calls += 1
         sampling = replace(self.policy.sampling, max_new_tokens=room)

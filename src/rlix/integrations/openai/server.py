@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rlix.integrations.openai.conversation import Heard, RequestError
+from rlix.integrations.openai.conversation import Heard, RequestError, UnknownModelError
 from rlix.integrations.openai.episodes import AbortedError, Episode, Episodes
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import End
 from rlix.pipeline.sources.base import ended
+from rlix.protocol.errors import SpecError
 
 _WATCH_S = 0.05  # between looks at what was generated meanwhile, for streams
 _TAKE_S = 20.0  # longest that a request for an episode waits for one
@@ -26,6 +28,11 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "logit_bias": (None, {}),
     "seed": (None,),
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "top_logprobs": (None, 0),
 }
 """What of these is no more than the default; the rest would be answered as if it had not been asked."""
 
@@ -41,6 +48,7 @@ class _Asked:
     tools: Sequence[Any]
     limit: int | None
     stream: bool
+    usage: bool  # at the end of a stream
     logprobs: bool
 
 
@@ -54,7 +62,7 @@ def make_app(model: str, episodes: Episodes) -> Starlette:
         Route("/v1/episodes", endpoint.answering(endpoint.take), methods=["POST"]),
         Route("/v1/reward", endpoint.answering(endpoint.reward), methods=["POST"]),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
 
 
 class _Endpoint:
@@ -69,9 +77,11 @@ class _Endpoint:
             try:
                 return await handler(request)
             except RequestError as error:
-                return _error(400, error.code, str(error))
-            except (ValueError, KeyError, TypeError) as error:
+                return _error(error.status, error.code, str(error))
+            except SpecError as error:  # what the model's chat template cannot render
                 return _error(400, RequestError.code, str(error))
+            except (ValueError, KeyError, TypeError) as error:
+                return _error(400, RequestError.code, f"what was sent cannot be read: {type(error).__name__}: {error}")
             except AbortedError as error:  # never a short answer as if it were whole
                 return _error(503, "aborted", str(error))
 
@@ -84,8 +94,9 @@ class _Endpoint:
         if not self._episodes.is_jobs(_key(request)):
             return _error(401, "invalid_api_key", "an episode's key gives no other episode; use the job's")
         deadline = time.monotonic() + _TAKE_S
-        while (episode := self._episodes.take()) is None:
-            if time.monotonic() > deadline:
+        # Who asked may be gone meanwhile: nobody would play the episode.
+        while (gone := await request.is_disconnected()) or (episode := self._episodes.take()) is None:
+            if gone or time.monotonic() > deadline:
                 return _error(503, "no_episode", "no episode is open: the job is training; ask again")
             await asyncio.sleep(_WATCH_S)
         return JSONResponse(
@@ -100,35 +111,51 @@ class _Endpoint:
     async def reward(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
         error = body.get("error")
-        reward = float(body.get("reward", 0.0) if error else body["reward"])
-        self._episodes.rewarded(episode, reward, exact=bool(body.get("exact", False)), error=error)
+        reward = 0.0 if error else _needed(body, "reward", "a finite number", _is_finite)
+        self._episodes.rewarded(
+            episode, float(reward), exact=bool(body.get("exact", False)), error=error and str(error)
+        )
         return JSONResponse({"ok": True})
 
     async def chat(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
-        _check(body)
-        tools = body.get("tools") or ()
-        heard = episode.conversation.heard(_objects(body["messages"], "messages"), _objects(tools, "tools"))
+        self._check(body)
+        messages = _needed(body, "messages", "a list of objects with a role each", _are_messages)
+        tools = _needed({"tools": body.get("tools") or ()}, "tools", "a list of objects", _are_objects)
+        heard = episode.conversation.heard(messages, tools)
         limit = _limit(body, "max_completion_tokens", "max_tokens")
-        asked = _Asked(True, heard, tools, limit, bool(body.get("stream")), bool(body.get("logprobs")))
+        asked = _Asked(True, heard, tools, limit, *_streaming(body), bool(body.get("logprobs")))
         return await self._answer(request, episode, asked)
 
     async def complete(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
-        _check(body)
-        prompt = body["prompt"]
-        ids = self._episodes.policy.chat.encode(prompt) if isinstance(prompt, str) else [int(id) for id in prompt]
-        heard = episode.conversation.heard_tokens(ids)
+        self._check(body)
+        chat = self._episodes.policy.chat
+        prompt = _needed(body, "prompt", "one text, or the ids of tokens of the model, and not empty", chat.readable)
+        heard = episode.conversation.heard_tokens(chat.encode(prompt) if isinstance(prompt, str) else prompt)
         logprobs = body.get("logprobs") is not None
-        asked = _Asked(False, heard, (), _limit(body, "max_tokens"), bool(body.get("stream")), logprobs)
+        asked = _Asked(False, heard, (), _limit(body, "max_tokens"), *_streaming(body), logprobs)
         return await self._answer(request, episode, asked)
 
     # ---- below -----------------------------------------------------------------------------------------------
 
+    def _check(self, body: Mapping[str, Any]) -> None:
+        """How the policy samples is the job's to say; what would change what is learnt is refused."""
+        if (model := body.get("model")) not in (None, self._model):
+            raise UnknownModelError(f"the model here is {self._model!r} (the job), not {model!r}")
+        if body.get("stop"):
+            raise RequestError("stop is not supported here: write it into the job, as rollout.stop")
+        for name, fine in _ONLY.items():
+            if body.get(name) not in fine:
+                raise RequestError(f"{name} {json.dumps(body[name])} is not supported: leave it out")
+
     def _episode(self, request: Request) -> Episode:
         found = self._episodes.of_key(_key(request))
         if found is None:
-            raise RequestError("no such episode is open: POST /v1/episodes gives one, with a key of its own")
+            raise RequestError(
+                "no episode of this key is open (one ends with its reward): POST /v1/episodes with the job's key gives "
+                "one, with a key of its own"
+            )
         return found
 
     async def _answer(self, request: Request, episode: Episode, asked: _Asked) -> Response:
@@ -138,13 +165,7 @@ class _Endpoint:
             events = self._stream(request, episode, asked, trajectory, done)
             return StreamingResponse(events, media_type="text/event-stream")
         choice = await self._choice(request, episode, asked, done)
-        generated = len(choice["token_ids"])
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": generated,
-            "total_tokens": len(prompt) + generated,
-        }
-        return JSONResponse({**self._head(trajectory.id, asked, ""), "choices": [choice], "usage": usage})
+        return JSONResponse({**self._head(trajectory.id, asked, ""), "choices": [choice], "usage": _usage(choice)})
 
     async def _choice(self, request: Request, episode: Episode, asked: _Asked, done: Any) -> dict[str, Any]:
         """The whole answer, which from now on is part of the conversation, if the client is still there."""
@@ -197,6 +218,8 @@ class _Endpoint:
         exact = ("token_ids", "prompt_token_ids", "weight_versions", "logprobs")
         last |= {key: choice[key] for key in exact if key in choice}
         yield _event({**head, "choices": [last]})
+        if asked.usage:
+            yield _event({**head, "choices": [], "usage": _usage(choice)})
         yield b"data: [DONE]\n\n"
 
     def _head(self, id: str, asked: _Asked, suffix: str) -> dict[str, Any]:
@@ -210,28 +233,40 @@ def _delta(asked: _Asked, text: str, reason: str | None) -> dict[str, Any]:
     return {"index": 0, "text": text, "finish_reason": reason}
 
 
-def _check(body: Mapping[str, Any]) -> None:
-    """How the policy samples is the job's to say; what would change what is learnt is refused."""
-    if int(body.get("n") or 1) != 1:
-        raise RequestError("n must be 1: every sample is an episode of its own")
-    if body.get("stop"):
-        raise RequestError("stop is not supported here: write it into the job, as rollout.stop")
-    for name, fine in _ONLY.items():
-        if body.get(name) not in fine:
-            raise RequestError(f"{name} {json.dumps(body[name])} is not supported: leave it out")
-
-
 async def _body(request: Request) -> dict[str, Any]:
-    found = await request.json()
+    try:
+        found = await request.json()
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise RequestError("the body must be a JSON object")
     return found
 
 
-def _objects(value: Any, name: str) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
-        raise RequestError(f"{name} must be a list of objects")
-    return value
+def _needed(body: Mapping[str, Any], name: str, what: str, fine: Callable[[Any], bool]) -> Any:
+    if name not in body:
+        raise RequestError(f"{name} is missing: {what}")
+    if not fine(body[name]):
+        raise RequestError(f"{name} must be {what}")
+    return body[name]
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
+
+
+def _are_messages(value: Any) -> bool:
+    return _are_objects(value) and bool(value) and all(isinstance(each.get("role"), str) for each in value)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether, and whether with the usage at the end."""
+    options = body.get("stream_options")
+    return bool(body.get("stream")), isinstance(options, Mapping) and bool(options.get("include_usage"))
 
 
 def _limit(body: Mapping[str, Any], *names: str) -> int | None:
@@ -241,6 +276,16 @@ def _limit(body: Mapping[str, Any], *names: str) -> int | None:
                 raise RequestError(f"{name} must be a whole number of at least 1, not {value!r}")
             return value
     return None
+
+
+def _usage(choice: Mapping[str, Any]) -> dict[str, int]:
+    read, generated = len(choice["prompt_token_ids"]), len(choice["token_ids"])
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+
+
+async def _no_such_path(request: Request, _: Exception) -> Response:
+    paths = "POST to chat/completions, completions, episodes or reward, or GET models"
+    return _error(404, "not_found", f"{request.method} {request.url.path} is not here: {paths}, all under /v1")
 
 
 def _key(request: Request) -> str:

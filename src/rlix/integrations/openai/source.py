@@ -202,7 +202,7 @@ def _address_of(job: str) -> Path:
 def _find_agent(spec: AgentSpec) -> Agent | None:
     if spec.name == EXTERNAL:
         return None
-    found: Any = import_object(spec.name)
+    found: Any = import_object(spec.target)
     if not callable(found):
         raise SpecError(f"source.openai.name: {spec.name!r} is not a function")
     if isinstance(found, type):  # one that keeps something between episodes

@@ -55,11 +55,15 @@ def rllib(
         runs_dir: where the run folder goes; default: RLIX_RUNS_DIR, else "runs".
 
     Raises:
-        SpecError: the algorithm updates in a thread of its own beside sampling (IMPALA, APPO), or its learners or
-            runners would have Ray's GPUs instead of the pool's.
+        SpecError: `config` is none, or a job's already; the algorithm updates in a thread of its own beside sampling
+            (IMPALA, APPO); or its learners or runners would have Ray's GPUs instead of the pool's.
     """
     from ray.rllib.algorithms.impala import IMPALAConfig
 
+    if not isinstance(config, AlgorithmConfig):
+        raise SpecError(f"rlix.rllib: takes a configuration such as PPOConfig(), not {type(config).__name__}")
+    if isinstance(config.algo_class, type) and issubclass(config.algo_class, Leased):
+        raise SpecError("rlix.rllib: this configuration is a job's already; call it once, or copy() the plain one")
     if isinstance(config, IMPALAConfig):
         raise SpecError(
             f"rlix.rllib: {type(config).__name__}: it updates in a thread beside sampling; not supported yet"

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from rlix.integrations.leases import Stage, Stages
 from rlix.integrations.trl.parts import Parts
 from rlix.integrations.trl.served import ServedGeneration
+from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
 
 INITIALIZATION = Stage("initialization", Phase.INITIALIZATION)
@@ -30,10 +31,31 @@ OnLog = Callable[[int, Mapping[str, object]], None]
 Around = Callable[..., AbstractContextManager[None]]
 
 
+def refuse_kind(kind: type) -> None:
+    """Before one is built. Raises SpecError for trainers that generate in the background, which no lease surrounds."""
+    if "AsyncGRPOTrainer" in {each.__name__ for each in kind.__mro__}:
+        raise SpecError(
+            f"rlix.trl: {kind.__name__} trains while a vLLM server of yours generates, and is not supported; use "
+            "GRPOTrainer with use_vllm=True, which the job's own replicas serve"
+        )
+
+
+def _refuse_layout(trainer: Any) -> None:
+    """Weights that are elsewhere than in the model's own tensors cannot be moved from outside."""
+    found = {
+        "FSDP": trainer.is_fsdp_enabled,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "a quantized model": getattr(trainer.model, "is_quantized", False),
+    }
+    if wrong := [name for name, used in found.items() if used]:
+        raise SpecError(f"rlix.trl: {' and '.join(wrong)} is not supported: its bytes could not leave the devices")
+
+
 class Attachment:
     """Wraps one trainer; its bytes are on the device, under the stage that is held."""
 
     def __init__(self, trainer: Any, parts: Parts, stages: Stages, on_log: OnLog | None = None) -> None:
+        _refuse_layout(trainer)
         self.trainer = trainer
         self.parts = parts
         self.stages = stages

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from rlix.control.program import Program, attach
 from rlix.integrations.leases import Gate, ProgramGate, RankGate, Stages
 from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
-from rlix.integrations.trl.attachment import INITIALIZATION, Attachment
+from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration, Start
 from rlix.node.process import start_time
@@ -106,7 +107,7 @@ def install(name: str | None = None) -> Session:
         name: what people see; default: RLIX_JOB, else the script's name.
 
     Raises:
-        SpecError: the pool is too small.
+        SpecError: TRL is not installed, or the pool is too small.
         RlixError: there is no control plane and none could be started, or its devices are on another machine.
     """
     return _install(name or os.environ.get("RLIX_JOB") or Path(sys.argv[0]).stem or "trl")
@@ -114,6 +115,8 @@ def install(name: str | None = None) -> Session:
 
 @functools.cache
 def _install(name: str) -> Session:
+    if importlib.util.find_spec("trl") is None:  # known before there is a job
+        raise SpecError("rlix.trl: TRL is not installed: pip install 'rlix[trl]'")
     ranks = Ranks.from_env(os.environ)
     store: Any = dist.FileStore(str(_meeting_place()), ranks.world_size) if ranks.world_size > 1 else None  # type: ignore[attr-defined]
     session = _first(name, ranks, store) if ranks.rank == 0 else _other(name, ranks, store)
@@ -236,6 +239,7 @@ def hook(session: Session) -> None:
 
     @functools.wraps(init)
     def leased_init(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        refuse_kind(type(self))
         session.start()
         init(self, *args, **kwargs)
 
@@ -277,6 +281,8 @@ def main(argv: Sequence[str]) -> None:
     """`python -m rlix.trl SCRIPT [ARGS]`: runs the script, unchanged, as a job of the pool."""
     if not argv:
         raise SystemExit("usage: python -m rlix.trl SCRIPT [ARGS...]")
+    if not Path(argv[0]).is_file():  # known before there is a job
+        raise SystemExit(f"rlix.trl: no such script: {argv[0]}")
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).resolve().parent)
     install()

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Protocol
 
-from rlix.control.durable import sync, sync_folder
+from rlix.node.durable import sync, sync_folder
 from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.jobs.run_folder import PARTIAL, RunFolder, list_checkpoints, replace_file
 from rlix.pipeline.spec.evaluation import EvaluationSpec

@@ -122,11 +122,12 @@ class PipelineActor:
         return self._pipeline.status()
 
     def change_run(self, verb: str, name: str, run: RunSpec | None) -> None:
-        change = getattr(self._pipeline, verb) if verb in _CHANGES and self._pipeline.spec.multi_lora else None
-        if change is None or not hasattr(self._pipeline, "turns"):
-            raise SpecError(
-                f"{self._pipeline.spec.name} has no run to {verb}: it is no multi_lora job that has started"
-            )
+        spec = self._pipeline.spec
+        if verb not in _CHANGES or not spec.multi_lora:
+            raise SpecError(f"{spec.name} has no run to {verb}: it is no multi_lora job")
+        if not hasattr(self._pipeline, "turns"):
+            raise SpecError(f"{spec.name} has not begun its runs yet; try again in a moment")
+        change = getattr(self._pipeline, verb)
         change(name) if run is None else change(name, run)
 
 

@@ -235,7 +235,7 @@ def _on_part(spec: JobSpec, part: tuple[int, ...]) -> JobSpec:
                 f"{len(part)}; run fewer jobs side by side, or lower {_least_field(cluster)}"
             )
         clusters[name] = ClusterSpec(devices=part[:count], tensor_parallel=parallel)
-    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters)})
+    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters), "plan": None})
 
 
 def _least_field(cluster: ClusterSpec) -> str:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.pipeline.jobs.manifest import damage
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import LeaseRecord

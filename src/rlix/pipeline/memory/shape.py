@@ -68,8 +68,9 @@ def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShap
     try:
         return counted(AutoConfig.from_pretrained(where))
     except (OSError, ValueError, KeyError) as error:
+        field = "model.path" if config_folder is None else "--model-config"
         raise SpecError(
-            f"model.path: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
+            f"{field}: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
             "with its config.json, e.g. with --model-config"
         ) from error
 

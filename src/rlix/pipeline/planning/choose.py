@@ -15,7 +15,10 @@ from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import ClusterName
 
+FILE = "measured.json"
+"""In a run folder: by cluster, its ranks and the seconds of its work in a step, once they had drifted from the plan."""
 _TIMED = ("algorithm", "lora", "model", "rollout", "source", "training")
 
 
@@ -51,8 +54,14 @@ def is_open(spec: JobSpec) -> bool:
     return spec.plan is not None and spec.plan.open
 
 
-def choose(spec: JobSpec, ids: Sequence[int], home: Path, memory: int | None = None) -> Chosen:
-    """Plan a job on devices with these ids, of `memory` bytes each (None: not looked at).
+def choose(
+    spec: JobSpec, ids: Sequence[int], home: Path, memory: int | None = None, measured: Path | None = None
+) -> Chosen:
+    """Plan a job on devices with these ids.
+
+    Args:
+        memory: bytes of each; None: not looked at.
+        measured: the job's run folder, if it is to go on: where it kept times that had drifted, the plan is by those.
 
     Raises:
         SpecError: the job has no profile and no declared speed, or there is no plan.
@@ -61,24 +70,45 @@ def choose(spec: JobSpec, ids: Sequence[int], home: Path, memory: int | None = N
     ids = list(ids)[: wanted.gpus]
     if wanted.gpus is not None and len(ids) < wanted.gpus:
         raise SpecError(f"{spec.name}: plan.gpus: asks for {wanted.gpus} devices, and the pool has {len(ids)}")
-    planned, profile = plan_job(spec, len(ids), home, memory, ahead=works_ahead(spec))
-    return Chosen(with_clusters(spec, planned.best, ids), planned, profile)
+    ahead = works_ahead(spec)
+    profile = _drifted(tables(spec, len(ids), home, ahead=ahead), measured, spec.trajectories_per_step)
+    planned = plan_job(spec, profile, len(ids), memory, ahead=ahead)
+    return Chosen(with_clusters(spec, planned.best, ids, profile), planned, profile)
 
 
-def plan_job(
-    spec: JobSpec, devices: int, home: Path, memory: int | None = None, *, ahead: bool
-) -> tuple[Planned, Profile]:
-    """Plans for a job, were its schedule one that works `ahead` or not, and the tables they come from."""
+def tables(spec: JobSpec, devices: int, home: Path, *, ahead: bool) -> Profile:
+    """What the job's parts cost, were its schedule one that works `ahead` or not.
+
+    Raises:
+        SpecError: the job has no declared speed and was not profiled.
+    """
     if spec.declared_speed is not None:
-        profile = declared_profile(spec, devices, off_policy=ahead)
-    else:
-        profile = Profile.read(profile_path(home, spec))
+        return declared_profile(spec, devices, off_policy=ahead)
+    return Profile.read(profile_path(home, spec))
+
+
+def plan_job(spec: JobSpec, profile: Profile, devices: int, memory: int | None = None, *, ahead: bool) -> Planned:
+    """Plans by these tables."""
     graph = job_graph(spec, profile, devices, memory_of(spec, memory), ahead=ahead)
     mode = None if spec.plan is None or spec.plan.mode == "auto" else Mode(spec.plan.mode)
-    return make_plan(graph, spec.trajectories_per_step, devices, device_bytes=DEVICE, mode=mode), profile
+    return make_plan(graph, spec.trajectories_per_step, devices, device_bytes=DEVICE, mode=mode)
 
 
-def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int]) -> JobSpec:
+def _drifted(profile: Profile, folder: Path | None, items: int) -> Profile:
+    """With times as a run measured them, where it kept some."""
+    if folder is None or not (folder / FILE).exists():
+        return profile
+    kept = json.loads((folder / FILE).read_text())
+    return profile.scaled(
+        {
+            name: seconds / profile.parts[name].table.seconds(ranks, items)
+            for name, (ranks, seconds) in kept.items()
+            if name in profile.parts
+        }
+    )
+
+
+def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int], profile: Profile) -> JobSpec:
     """The job with the plan's widths; with its devices only where it matters which."""
     clusters, anywhere = {}, all(part.first == 0 for part in plan.parts)
     for part in plan.parts:
@@ -89,6 +119,7 @@ def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int]) -> JobSpec:
     made = {
         "chosen": f"{plan.mode}: {plan.shape}",
         "step_s": plan.seconds,
+        "load_s": profile.parts[ClusterName.ACTOR_INFER].load_s if plan.switch_s else 0.0,
         "seconds": {part.name: part.seconds for part in plan.parts},
     }
     section = (spec.plan or PlanSpec()).model_copy(update=made)
@@ -100,7 +131,7 @@ def unplanned(spec: JobSpec) -> JobSpec:
     if is_open(spec):
         return spec
     narrow = {name: ClusterSpec(tensor_parallel=c.tensor_parallel) for name, c in spec.clusters.items()}
-    section = (spec.plan or PlanSpec()).model_copy(update={"chosen": "", "step_s": 0.0, "seconds": {}})
+    section = (spec.plan or PlanSpec()).model_copy(update={"chosen": "", "step_s": 0.0, "load_s": 0.0, "seconds": {}})
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=narrow), "plan": section})
 
 
@@ -146,7 +177,7 @@ def _about_schedule(spec: JobSpec, planned: Planned, devices: int, home: Path, m
     ]
     if spec.schedule.name != "on_policy" or spec.declared_speed is None:
         return lines
-    other, _ = plan_job(spec, devices, home, memory, ahead=True)
+    other = plan_job(spec, tables(spec, devices, home, ahead=True), devices, memory, ahead=True)
     if any(segment.ahead for segment in other.best.segments) and other.best.seconds < planned.best.seconds:
         times = planned.best.seconds / other.best.seconds
         lines.append(

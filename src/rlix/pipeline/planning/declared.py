@@ -28,7 +28,8 @@ def _part(spec: JobSpec, name: str, devices: int, off_policy: bool) -> PartProfi
     widths = [n for n in widths_of(spec, name, devices) if n <= _EVERY or n & (n - 1) == 0 or n == devices]
     if name == ClusterName.ACTOR_INFER:  # new weights come into replicas that stay, all weights into those that return
         seconds = [speed.rollout_s(lengths, prompt, n, spec.rollout.max_num_seqs) + speed.sync_s for n in widths]
-        load_s, offload_s = max(0.0, speed.expand_s - speed.sync_s), speed.shrink_s
+        leaves = _leaves(spec, off_policy)
+        load_s, offload_s = max(0.0, leaves * speed.expand_s - speed.sync_s), leaves * speed.shrink_s
     else:  # an engine comes and goes with every phase, whoever else uses its devices
         unit, (scored, trained) = spec.clusters_in_use[name].tensor_parallel, passes(spec, name, off_policy)
         token_s = (scored * speed.scored_token_ms + trained * speed.trained_token_ms) / 1e3
@@ -38,6 +39,15 @@ def _part(spec: JobSpec, name: str, devices: int, off_policy: bool) -> PartProfi
         load_s = offload_s = 0.0
     points = tuple(Point(n, total, max(s, 1e-6)) for n, s in zip(widths, seconds, strict=True))
     return PartProfile(points, load_s, offload_s)
+
+
+def _leaves(spec: JobSpec, off_policy: bool) -> int:
+    """How often in a step rollouts leave devices that the other clusters use, too: ahead, they are back between any two
+    phases, for there is always something to generate."""
+    if not off_policy:
+        return 1
+    of_others = [passes(spec, name, off_policy) for name in parts_of(spec) if name != ClusterName.ACTOR_INFER]
+    return sum(scored + (trained > 0) for scored, trained in of_others)
 
 
 def passes(spec: JobSpec, name: str, off_policy: bool) -> tuple[int, int]:

@@ -159,9 +159,11 @@ class _Process:
             self.end()
             return {"error": f"it did not return within {timeout_s:g} s", "late": True}
         if not line.endswith(b"\n"):
-            code = process.poll()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a moment before it does
+                process.wait(_END_S)
+            code = process.returncode
             self.end()
-            return {"error": f"its process ended with {code}"}
+            return {"error": "its process " + ("closed its output" if code is None else f"ended with {code}")}
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -38,6 +38,8 @@ def call(request: Mapping[str, Any]) -> dict[str, Any]:
     value = function(*request["given"], **{**columns, **request["options"]})
     if isinstance(value, Reward):
         return {"reward": value.reward, "exact": value.exact}
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"it returned {value!r}, which is no number")
     return {"reward": float(value), "exact": None}
 
 
@@ -51,7 +53,7 @@ def serve(functions: Sequence[str], requests: IO[str], answers: IO[str]) -> None
     for line in requests:
         try:
             reply = call(json.loads(line))
-        except Exception as error:  # noqa: BLE001 - the other side says it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other side says it
             reply = {"error": where_raised(error), "trace": own_traceback(error)}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlix.pipeline.sources.tasks.base import random_stream
-from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, missing_columns
+from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, kinds, missing_columns
 from rlix.pipeline.spec.source import DataSpec, TableSpec
 from rlix.protocol.errors import SpecError
 
@@ -178,8 +178,15 @@ def _read(table: TableSpec) -> Any:
         loaded = datasets.load_from_disk(str(path))
         rows = loaded[table.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return rows.to_iterable_dataset() if table.streaming else rows
+    options = _csv_options(table) if path.suffix == ".csv" or (path.is_dir() and kinds(path) == {".csv"}) else {}
     if path.is_file():
         return datasets.load_dataset(
-            FORMATS[path.suffix], data_files=str(path), split="train", streaming=table.streaming
+            FORMATS[path.suffix], data_files=str(path), split="train", streaming=table.streaming, **options
         )
-    return datasets.load_dataset(table.path, table.config, split=table.split, streaming=table.streaming)
+    return datasets.load_dataset(table.path, table.config, split=table.split, streaming=table.streaming, **options)
+
+
+def _csv_options(table: TableSpec) -> dict[str, Any]:
+    """Prompts and answers are text, whatever they look like: 007 is not 7, and None is a word."""
+    text = {column: str for column in (table.prompt, table.answer) if column is not None}
+    return {"converters": text, "keep_default_na": False, "na_values": ["", "NaN", "nan"]}

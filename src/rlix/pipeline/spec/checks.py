@@ -193,7 +193,15 @@ def _model(spec: Sections) -> Iterator[Problem]:
 
 def _lengths(spec: Sections) -> Iterator[Problem]:
     task = spec.source.task
-    if task is None or task.name not in TASKS or spec.model.kind != "tiny":
+    if spec.model.kind != "tiny":
+        return
+    if task is None or task.name not in TASKS:
+        if spec.rollout.max_new_tokens >= spec.model.context:
+            yield Problem(
+                "rollout.max_new_tokens",
+                f"{spec.rollout.max_new_tokens} leaves no room for a prompt in the {spec.model.context} tokens of "
+                "model.context; lower it, or raise that",
+            )
         return
     digits = task.options.get("digits", 4)
     if not (isinstance(digits, int) and 1 <= digits <= _MOST_DIGITS):

@@ -52,6 +52,12 @@ def _table_problems(where: str, table: TableSpec) -> Iterator[Problem]:
     except SpecError as error:
         yield Problem(f"{where}.path", str(error))
         return
+    except UnicodeDecodeError as error:
+        yield Problem(f"{where}.path", f"{path} is not a text file in UTF-8 ({error.reason}); save it as UTF-8")
+        return
+    except OSError as error:
+        yield Problem(f"{where}.path", f"{path} cannot be read: {error.strerror}")
+        return
     if columns is not None:
         yield from missing_columns(where, table, columns)
 
@@ -67,17 +73,31 @@ def missing_columns(where: str, table: TableSpec, columns: Sequence[str]) -> Ite
             )
 
 
+def known_columns(table: TableSpec) -> Sequence[str] | None:
+    """None where they are not known before the table is loaded, or something is wrong with it."""
+    path = Path(table.path)
+    try:
+        return _columns(path, table.split) if path.exists() else None
+    except (SpecError, OSError, UnicodeDecodeError):
+        return None
+
+
 def is_saved(path: Path) -> bool:
     """Whether the folder was written by `Dataset.save_to_disk`."""
     return (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file()
 
 
+def kinds(folder: Path) -> set[str]:
+    """How the names of its tables end."""
+    return {file.suffix for file in folder.rglob("*")} & FORMATS.keys()
+
+
 def _columns(path: Path, split: str) -> list[str] | None:
-    """None for a folder of files: they are looked at when they are loaded."""
+    """None where they are looked at when the table is loaded: of a folder of files, and of one list in JSON."""
     if path.is_dir():
         if is_saved(path):
             return _saved_columns(path, split)
-        if any(file.suffix in FORMATS for file in path.rglob("*")):
+        if kinds(path):
             return None
         raise SpecError(f"{path} was not saved by datasets (Dataset.save_to_disk), and holds no {', '.join(FORMATS)}")
     match FORMATS.get(path.suffix):
@@ -93,18 +113,31 @@ def _columns(path: Path, split: str) -> list[str] | None:
 
 
 def _csv_columns(path: Path) -> list[str]:
-    with path.open(encoding="utf-8", newline="") as file:
-        first = next(csv.reader(file), None)
-    if not first:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # Excel puts a mark before the first name
+        rows = (row for row in csv.reader(file) if row)
+        columns = next(rows, None)
+        try:
+            first = next(rows, None)
+        except csv.Error:  # a field is longer than this reader takes; the one that loads the table takes it
+            first = []
+    if columns is None:
         raise SpecError(f"{path} is empty")
-    return first
+    if first is None:
+        raise SpecError(f"{path} holds no rows")
+    if len(first) > len(columns):  # pandas would take the first fields for the names of rows
+        raise SpecError(
+            f"{path} has {len(columns)} columns, and {len(first)} in its first row; quote what holds a comma"
+        )
+    return columns
 
 
-def _json_columns(path: Path) -> list[str]:
+def _json_columns(path: Path) -> list[str] | None:
     with path.open(encoding="utf-8") as file:
         first = next((line for line in file if line.strip()), None)
     if first is None:
         raise SpecError(f"{path} is empty")
+    if path.suffix == ".json" and first.lstrip().startswith("["):
+        return None
     try:
         row = json.loads(first)
     except ValueError as error:

@@ -1,20 +1,29 @@
 """What must hold between a job and the machine it is submitted from: paths, imports, installed packages."""
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlix.pipeline.spec.columns import column_problems
+from rlix.pipeline.spec.columns import column_problems, data_fields, known_columns
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, TASK_GIVEN, SourceSpec
+from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, TASK_GIVEN, RewardSpec, SourceSpec
 from rlix.protocol.errors import SpecError
 
+_BASES = {
+    "pipeline": "rlix.pipeline:Pipeline",
+    "algorithm": "rlix.pipeline.algorithms:Algorithm",
+    "schedule": "rlix.pipeline.schedules:Schedule",
+    "source": "rlix.pipeline.sources:Source",
+    "source.task": "rlix.pipeline.sources.tasks:Task",
+}
+_GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing (a tokenizer, an Instance)"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -28,7 +37,7 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
         yield from _model_path(spec.model.path)
     for field, named in (("pipeline", spec.pipeline), ("algorithm", spec.algorithm), ("schedule", spec.schedule)):
         if named is not None and is_own(named.name):
-            yield from _own(field, named.name, named.options, options_only=True)
+            yield from _own(field, named.name, named.options)
     if spec.rollout.executor == "vllm" and find_spec("vllm") is None:
         yield Problem(
             "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
@@ -58,16 +67,18 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
     if source.data is not None:
         yield from column_problems(source.data)
     if source.name:
-        yield from _own("source", source.name, source.options, options_only=True)
+        yield from _own("source", source.name, source.options)
     if source.task:
         yield from _own("source.task", source.task.target, source.task.options, TASK_GIVEN)
     if source.environment:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
+        yield from _methods("source.environment.name", source.environment.target)
     if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
         yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
         return
     for i, reward in enumerate(source.rewards):
-        yield from _own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True)
+        problems = list(_own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True))
+        yield from problems or _reward_columns(f"source.rewards.{i}", reward, source)
 
 
 def _model_path(given: str) -> Iterator[Problem]:
@@ -84,24 +95,67 @@ def _model_path(given: str) -> Iterator[Problem]:
 
 
 def _own(
-    field: str,
-    name: str,
-    options: Mapping[str, Any],
-    given: int = 0,
-    *,
-    options_only: bool = False,
-    partly: bool = False,
+    field: str, name: str, options: Mapping[str, Any], given: int = 0, *, partly: bool = False
 ) -> Iterator[Problem]:
-    """Whether `name` can be imported and takes the options. `options_only`: they go to a class `Options` or nowhere;
-    `partly`: what the options lack comes from elsewhere."""
+    """Whether `name` can be imported, is what belongs there, and takes the options and `given` things before them. With
+    none of those, options go to a class `Options` or nowhere; `partly`: what the options lack comes from elsewhere."""
     try:
         found = import_object(name)
     except SpecError as error:
         yield Problem(f"{field}.name", str(error))
         return
+    base: Any = import_object(_BASES[field]) if field in _BASES and is_own(name) else None
     if not callable(found):
         yield Problem(f"{field}.name", f"{name} is a {type(found).__name__}, not something that can be called")
-    elif getattr(found, "Options", None) is not None or not options_only:
+    elif base is not None and not _derives(found, base, or_makes=given > 0):
+        yield Problem(f"{field}.name", f"{name} is not a subclass of {_BASES[field].replace(':', '.')}")
+    elif not _takes(found, given):
+        yield Problem(f"{field}.name", f"{name} is called with {_GIVEN[given]}, and does not take as many arguments")
+    elif getattr(found, "Options", None) is not None or given:
         yield from option_problems(f"{field}.options", found, options, given, partly=partly)
     elif options:
         yield Problem(f"{field}.options", f"{name} has no class 'Options' (a dataclass, say) that says what it takes")
+
+
+def _derives(found: Any, base: type, *, or_makes: bool) -> bool:
+    """`or_makes`: a function that makes one will do."""
+    return issubclass(found, base) if isinstance(found, type) else or_makes
+
+
+def _takes(found: Any, given: int) -> bool:
+    try:
+        inspect.signature(found).bind_partial(*[None] * given)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin says nothing of what it takes
+        return True
+    return True
+
+
+def _methods(field: str, name: str) -> Iterator[Problem]:
+    """Whether a class of environments has what they have; said only of what can be imported."""
+    try:
+        found = import_object(name)
+    except SpecError:
+        return
+    if isinstance(found, type) and (lacks := [m for m in ("reset", "step", "close") if not hasattr(found, m)]):
+        yield Problem(field, f"{name} has no {' and no '.join(lacks)}; an environment has reset, step and close")
+
+
+def _reward_columns(field: str, reward: RewardSpec, source: SourceSpec) -> Iterator[Problem]:
+    """Whether the tables have the columns without which a reward of the user's cannot be called."""
+    found: Any = import_object(reward.target)
+    try:
+        parameters = list(inspect.signature(found).parameters.values())[REWARD_GIVEN:]
+    except (TypeError, ValueError):
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in kinds} - reward.options.keys()
+    for _, table in data_fields(source.data) if source.data is not None else ():
+        columns = known_columns(table)
+        for name in sorted(needed.difference(columns) if columns is not None else ()):
+            yield Problem(
+                f"{field}.name",
+                f"{reward.name} needs {name!r}, which is neither one of its options nor a column of "
+                f"{Path(table.path).name} ({', '.join(columns or ())})",
+            )

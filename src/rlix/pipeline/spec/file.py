@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from rlix.pipeline.spec.old_keys import moved
 from rlix.protocol.errors import SpecError
 
+_MOST_SHOWN = 80  # characters of a value that is wrong
 FieldPath = tuple[str | int, ...]
 
 
@@ -124,6 +125,8 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str
         error["msg"]
         .removeprefix("Value error, ")
         .replace("Input should be", "must be")
+        .replace("String should", "must")
+        .replace("Value should", "must")
         .replace("a valid array", "a list"),
     )
     match error["type"]:
@@ -138,17 +141,25 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str
             return f"unknown key{_hint_for_key(str(loc[-1]), loc[:-1], model)}"
         case "literal_error" | "enum":
             allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-            return f"{text}, not {given!r}{nearest(str(given), allowed)}"
+            return f"{text}, not {_short(given)}{nearest(str(given), allowed)}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be a section with keys of its own, not {given!r}"
+            return f"must be a section with keys of its own, not {_short(given)}"
         case "value_error":
             return text
         case _:
-            return f"{text}, not {given!r}"
+            return f"{text}, not {_short(given)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 4]} ..."
 
 
 def _hint_for_key(key: str, section: FieldPath, model: type[BaseModel]) -> str:
-    siblings = {name for m in _models_at(model, section) for name in m.model_fields}
+    models = _models_at(model, section)
+    if other := next((m for m in models if {key, "kind"} <= m.model_fields.keys()), None):
+        return f"; it goes with 'kind: {other.model_fields['kind'].default}'"
+    siblings = {name for m in models for name in m.model_fields}
     if hint := nearest(key, siblings):
         return hint
     if "options" in siblings:
@@ -156,7 +167,7 @@ def _hint_for_key(key: str, section: FieldPath, model: type[BaseModel]) -> str:
     if elsewhere := [dotted for dotted in _dotted_names(model, "") if dotted.rsplit(".", 1)[-1] == key]:
         where = [f"{key!r} of the job as a whole" if dotted == key else repr(dotted) for dotted in elsewhere]
         return f"; did you mean {' or '.join(where)}?"
-    return f"; known here: {', '.join(sorted(siblings))}"
+    return f"; known here: {', '.join(sorted(siblings)) or 'none'}"
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -139,8 +139,8 @@ def load_run(path: Path) -> RunSpec:
         raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
 
 
-def check_jobs(specs: Sequence[JobSpec], pool: Collection[int]) -> None:
-    """Raise SpecError when the jobs cannot run together on a pool with these device ids."""
+def check_jobs(specs: Sequence[JobSpec], pool: Collection[int] | None) -> None:
+    """Raise SpecError when the jobs cannot run together on a pool with these device ids; None: any pool."""
     lines: list[str] = []
     first: dict[str, JobSpec] = {}
     for spec in specs:
@@ -150,7 +150,8 @@ def check_jobs(specs: Sequence[JobSpec], pool: Collection[int]) -> None:
                 spec._origin.describe(Problem("name", f"{spec.name!r} is also the name of {other}; rename one"))
             )
         first.setdefault(spec.name, spec)
-        lines += [spec._origin.describe(problem) for problem in pool_problems(spec.clusters, pool)]
+        if pool is not None:
+            lines += [spec._origin.describe(problem) for problem in pool_problems(spec.clusters, pool)]
     if lines:
         raise SpecError("\n".join(lines))
 

@@ -74,7 +74,7 @@ def _load_module(name: str) -> ModuleType:
         raise SpecError(
             f"module {name!r} cannot be imported ({error}); install it, or put its folder on PYTHONPATH"
         ) from error
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise SpecError(f"module {name!r} cannot be imported: {where_raised(error)}") from error
 
 
@@ -94,7 +94,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         found.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's file may raise anything while it is imported
         del sys.modules[name]
         raise SpecError(f"{path} cannot be imported: {where_raised(error)}") from error
     from ray import cloudpickle

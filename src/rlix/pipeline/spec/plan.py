@@ -14,7 +14,7 @@ class PlanSpec(Section):
     mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = "auto"
     """The fastest plan, or the fastest of a mode."""
     gpus: Count | None = None
-    """Of the pool's devices, at most so many; left out: all."""
+    """For how many of the pool's devices; left out: all."""
     prompt_tokens: Positive | None = None
     """Tokens of a prompt, in the mean; only to plan from `declared_speed`, without a profile. Left out:
     `source.data.max_prompt_tokens`."""
@@ -27,6 +27,8 @@ class PlanSpec(Section):
     """Written by RLix into the run's own spec, with the clusters: what was chosen."""
     step_s: float = 0.0
     """Likewise: seconds of a step, as planned."""
+    load_s: float = 0.0
+    """Likewise: seconds of it until rollouts are back on devices that others had."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Likewise: of each cluster's work in a step."""
 

@@ -20,6 +20,8 @@ from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share, o
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
 
+_Text = Annotated[str, Field(min_length=1)]
+
 
 class RolloutSpec(Section):
     prompts_per_step: Count = 32
@@ -31,7 +33,7 @@ class RolloutSpec(Section):
     top_p: Share = 1.0
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    stop: Annotated[tuple[_Text, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
     """Strings that end an answer and are part of it. One that is a token of the model's ends generation there; of what
     is generated after another one nothing is kept."""
     stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()

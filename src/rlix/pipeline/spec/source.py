@@ -21,7 +21,10 @@ ENVIRONMENTS = {
     "digit_lookup": "rlix.pipeline.sources.environments.lookup:DigitLookup",
     "gym": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
 }
-AGENTS = ("external",)
+AGENTS = {
+    "external": "external",
+    "verifiers": "rlix.integrations.openai.verifiers_agent:VerifiersAgent",
+}
 ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # an `Instance`; a tokenizer
 REWARD_GIVEN = 3  # prompt, completion, answer
 
@@ -143,8 +146,9 @@ class AgentSpec(Named):
     """Agents that talk to the job's OpenAI-compatible endpoint, on 127.0.0.1 of the pipeline's node."""
 
     name: str
-    """`external` (whoever has the job's key plays), or your own: `file.py:function`, called with a `Call` and the
-    options; returns the episode's reward."""
+    """`external` (whoever has the job's key plays), `verifiers` (an environment of that package, whose name is the
+    option `environment`), or your own: `file.py:function`, called with a `Call` and the options; returns the episode's
+    reward."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0: one that is free. `RLIX_HOME/endpoints/<job>.json` holds address and key."""
     concurrency: Count = 64
@@ -153,6 +157,10 @@ class AgentSpec(Named):
     """Longest an episode may take, from when your agent is called or somebody outside has taken it; then it failed."""
     failure_reward: float | None = None
     """Reward of an episode whose agent failed; null leaves it out of the update."""
+
+    @property
+    def target(self) -> str:
+        return AGENTS.get(self.name, self.name)
 
 
 class SourceSpec(Section):

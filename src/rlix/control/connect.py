@@ -65,7 +65,7 @@ class Authentication:
 authentication = Authentication()
 
 
-def attach_to_daemon(found: Announcement) -> None:
+def connect_to_daemon(found: Announcement) -> None:
     """Connects to the Ray of a daemon of this machine.
 
     Raises:
@@ -83,7 +83,7 @@ def daemon_authentication(token_path: str | None) -> dict[str, str]:
     return {_MODE: "disabled"} if token_path is None else {_MODE: "token", _TOKEN_PATH: token_path}
 
 
-def attach_to_cluster(address: str) -> None:
+def connect_to_cluster(address: str) -> None:
     """Connects to the Ray cluster at `address`, or with "auto" to the one that was started last on this machine.
 
     A token is used when Ray finds one (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token), unless RAY_AUTH_MODE

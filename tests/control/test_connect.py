@@ -13,16 +13,16 @@ from typing import Any
 import psutil
 import pytest
 
-from rlix.control import attach
+from rlix.control import connect
 from rlix.control.announcement import Announcement
-from rlix.control.attach import attach_to_cluster, attach_to_daemon
+from rlix.control.connect import connect_to_cluster, connect_to_daemon
 from rlix.protocol.errors import RlixError
 
-ATTACH = """
+CONNECT = """
 import json, ray, rlix
-from rlix.control.attach import attach_to_cluster
+from rlix.control.connect import connect_to_cluster
 try:
-    attach_to_cluster({address!r})
+    connect_to_cluster({address!r})
     print(json.dumps([n["NodeManagerAddress"] for n in ray.nodes()]))
 except rlix.protocol.errors.RlixError as error:
     print(json.dumps(str(error)))
@@ -43,17 +43,17 @@ def test_where_nobody_listens_is_said_at_once(listener: socket.socket) -> None:
     address = address_of(listener)
     listener.close()
     with pytest.raises(RlixError, match=f"cannot reach the Ray cluster at {address}: Connection refused"):
-        attach_to_cluster(address)
+        connect_to_cluster(address)
 
 
 def test_who_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(_address: object, timeout: float) -> None:
-        assert timeout == attach.CONNECT_TIMEOUT_S
+        assert timeout == connect.CONNECT_TIMEOUT_S
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", silent)
     with pytest.raises(RlixError, match=r"cannot reach the Ray cluster at 192\.0\.2\.1:6379: no answer within 5 s"):
-        attach_to_cluster("192.0.2.1:6379")
+        connect_to_cluster("192.0.2.1:6379")
 
 
 def test_a_stopped_process_of_a_daemon_is_named(listener: socket.socket) -> None:
@@ -64,21 +64,21 @@ def test_a_stopped_process_of_a_daemon_is_named(listener: socket.socket) -> None
             os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
             found = Announcement(address_of(listener), os.getpid(), 0.0, 2, "cpu", 60.0, None)
             with pytest.raises(RlixError, match=rf"{child.pid} \(sleep\) was stopped; .* -CONT {child.pid}"):
-                attach_to_daemon(found)
+                connect_to_daemon(found)
         finally:
             child.kill()
 
 
 def test_who_listens_but_is_no_ray_is_given_up_on(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "PROBE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(connect, "PROBE_TIMEOUT_S", 2.0)
     with pytest.raises(RlixError, match="does not speak as Ray does within 2 s"):
-        attach_to_cluster(address_of(listener))
+        connect_to_cluster(address_of(listener))
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:port", ":", "host:"])
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(RlixError, match="must be host:port, 'auto' or 'local'"):
-        attach_to_cluster(address)
+        connect_to_cluster(address)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def attached(address: str, home: Path, **variables: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", ATTACH.format(address=address)],
+        [sys.executable, "-c", CONNECT.format(address=address)],
         env=environment, capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlix.control.file_lock import FileBusyError, lock_file
+from rlix.node.file_lock import FileBusyError, lock_file
 
 
 def test_a_lock_has_one_owner_who_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""A `verifiers` environment by name: its own conversation and rubric, the job's policy."""
+
+from pathlib import Path
+
+import pytest
+
+from rlix.pipeline.spec.job import JobSpec
+from rlix.protocol.errors import SpecError
+from tests.integrations.test_openai import TEMPLATE
+from tests.pipeline.in_process import InProcess
+
+pytest.importorskip("verifiers")
+pytest.importorskip("uvicorn")
+
+ENVIRONMENT = """
+import datasets
+import verifiers as vf
+
+class Twice(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "again"}]
+
+def load_environment(rows=4):
+    data = datasets.Dataset.from_list([{"question": f"say {i}", "answer": str(i)} for i in range(rows)])
+
+    def long(completion, **kwargs):
+        return float(sum(len(message["content"]) for message in completion if message["role"] == "assistant"))
+
+    return Twice(dataset=data, rubric=vf.Rubric(funcs=[long]), max_turns=2)
+"""
+
+
+def spec(folder: Path, environment: str) -> JobSpec:
+    (folder / "template.jinja").write_text(TEMPLATE)
+    options = {"environment": environment, "rows": 3}
+    return JobSpec.model_validate(
+        {
+            "name": "verified",
+            "steps": 1,
+            "model": {"alphabet": "0123456789abcdefghijklmnopqrstuvwxyz<> "},
+            "source": {
+                "openai": {"name": "verifiers", "options": options},
+                "chat": {"template": str(folder / "template.jinja")},
+            },
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6},
+            "clusters": {"actor_train": {"gpus": 1}},
+        }
+    )
+
+
+def test_a_job_learns_from_an_environment(rlix_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "say_twice.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (metrics,) = InProcess(spec(tmp_path, "say-twice"), tmp_path / "run").run_steps()
+    assert (metrics["trajectories"], metrics["turns"], metrics["agent_failed"]) == (4.0, 2.0, 0.0)
+    assert metrics["reward"] > 2
+
+
+def test_an_environment_that_is_not_there_is_named(rlix_home: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"source.openai.options.environment: 'no-such' cannot be loaded"):
+        InProcess(spec(tmp_path, "no-such"), tmp_path / "run").setup()
