@@ -1,12 +1,15 @@
 """Jobs that leave their clusters to a plan: what is planned, from what, and what the schedule allows."""
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from rlix.cli import plans
 from rlix.cli.main import app
 from rlix.flow.planner import Mode, Point
 from rlix.flow.profiler.profile import PartProfile, Profile
@@ -172,6 +175,35 @@ def test_a_profile_is_read_from_what_the_runs_wrote(tmp_path: Path) -> None:
     assert (infer.load_s, infer.offload_s) == (1.5, 0.5)
     assert train.points == (Point(2, 32, 2.75), Point(2, 16, 2.75))  # until the slower device is through
     assert (train.load_s, train.offload_s) == (0, 0)
+
+
+def test_rlix_profile_keeps_the_tables_that_rlix_plan_plans_by(
+    tmp_path: Path, rlix_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job(declared_speed=None, plan="auto")
+    (tmp_path / "job.yaml").write_text(spec.to_yaml())
+
+    def launch(specs: list[JobSpec], folder: Path) -> list[Any]:
+        (trial,) = specs
+        train, infer = trial.clusters.actor_train.count or 1, trial.clusters.actor_infer.count or 1
+        spans = [span(d, step, step + 8 / train, phase="actor_training", step=step)
+                 for step in range(trial.steps) for d in range(train)]  # fmt: skip
+        rows = [{"step": step, "time": 0, "trajectories": 32, "rollout_s": 4 / infer} for step in range(trial.steps)]
+        write_run(folder / trial.name, events=spans, metrics=rows)
+        ended = SimpleNamespace(state="finished", error=None)
+        return [SimpleNamespace(wait=lambda _: ended, close=lambda: None)]
+
+    monkeypatch.setattr(plans, "launch", launch)
+    monkeypatch.setattr(plans, "shared_pool", lambda *_: contextlib.nullcontext(SimpleNamespace(said="a pool")))
+    profiled = CliRunner().invoke(app, ["profile", str(tmp_path / "job.yaml"), "--gpus", "2"])
+    assert profiled.exit_code == 0, profiled.output
+    assert "measured on 1 rank(s)\nmeasured on 2 rank(s)" in profiled.output
+    assert profile_path(rlix_home, spec).exists()
+    planned = CliRunner().invoke(app, ["plan", str(tmp_path / "job.yaml"), "--gpus", "2"])
+    assert "actor_infer on 2 → actor_train on 2\n  6.000 s a step of 32 items" in planned.output, planned.output
+    declared = tmp_path / "declared.yaml"
+    declared.write_text(job().to_yaml())
+    assert CliRunner().invoke(app, ["profile", str(declared)]).exit_code == 2
 
 
 def steps(watch: PlanWatch, count: int, step_s: float, train_s: float, rollout_s: float) -> list[str]:
