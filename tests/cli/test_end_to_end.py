@@ -65,7 +65,7 @@ def test_a_job_is_profiled_planned_and_run(tmp_path: Path, commands: list[Comman
     home = tmp_path / "home"
     job = JOB.format(name="planned", steps=2, train="0").partition("clusters:")[0] + "plan: auto\n"
     (tmp_path / "planned.yaml").write_text(job)
-    profiled = Command(tmp_path, "profile", "planned.yaml", "--gpus", "2", "--repeats", "1", "--batch", "4")
+    profiled = Command(tmp_path, "profile", "planned.yaml", "--gpus", "2", "--width", "1", "--repeats", "1")
     commands.append(profiled)
     assert profiled.wait() == 0, profiled.output()
     assert "actor_train: " in profiled.stdout.read_text()

@@ -1,10 +1,12 @@
+import threading
 import time
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from rich.console import Console
 
-from rlix.cli.text import count, device_list
+from rlix.cli.text import count, device_list, still
 from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
 from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Process
 from rlix.protocol.types import Phase
@@ -144,3 +146,18 @@ def test_alarms_say_what_is_wrong_and_what_to_do() -> None:
         "devices 1–2 in quarantine, held by ft_1 (actor training, process 4711, 4712): it took too long; and device 2 "
         "is still locked by process 4711; see `rlix free --help`",
     )
+
+
+def test_what_takes_long_is_said_until_it_is_over() -> None:
+    said = threading.Event()
+    lines: list[str] = []
+
+    class Screen:
+        def print(self, line: str, **_: object) -> None:
+            lines.append(line)
+            said.set()
+
+    with still(cast(Console, Screen()), "not ready", every_s=0.01):
+        assert said.wait(60)
+    assert lines[0].startswith("not ready (")
+    assert not any(thread.name == "still" for thread in threading.enumerate())

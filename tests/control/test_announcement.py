@@ -8,7 +8,7 @@ import pytest
 
 from rlix.cli.jobs import take_down
 from rlix.control import announcement
-from rlix.control.announcement import Announcement, Claim, await_end, await_start, is_claimed
+from rlix.control.announcement import Announcement, Claim, DeathNotice, await_end, await_start, is_claimed
 from rlix.protocol.errors import WaitTimeoutError
 
 READY = Announcement("127.0.0.1:1", 4711, 1e9, 2, "cpu", 30.0, None)
@@ -43,6 +43,21 @@ def test_a_daemon_has_its_claim_before_it_has_run_a_line(tmp_path: Path, monkeyp
         daemon.kill()
         daemon.wait()
     await_end(tmp_path / "home", 60.0)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_is_connected_to_a_daemon_is_told_at_once_that_it_died(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: bool
+) -> None:
+    with contextlib.closing(Claim(tmp_path)) as claim:
+        assert claim.take()
+        notice = DeathNotice(tmp_path, READY)
+        if left:
+            notice.cancel()
+            notice.thread.join(60.0)
+    notice.thread.join(60.0)
+    assert not notice.thread.is_alive()
+    assert ("the control plane (process 4711) is gone" in caplog.text) is not left
 
 
 def test_down_waits_for_a_daemon_that_is_starting(

@@ -1,6 +1,7 @@
 """`rlix.attach`: plain scripts as jobs, on a real Ray."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -38,9 +39,16 @@ def test_a_phase_holds_the_devices_and_their_locks(program: Program, ray_session
         status = ask(ray_session.status.remote())
         assert [process.pid for process in status.holders[lease.epoch]] == [program.client.process.pid]
         assert [p.name for p in status.pipelines if p.pipeline_id == program.pipeline_id] == ["my script"]
-        with pytest.raises(DeadlockError), program.phase(Phase.CRITIC_TRAINING):
-            raise AssertionError("granted to who holds it")
+        with program.phase(Phase.CRITIC_TRAINING) as inner:
+            assert set(inner.devices).isdisjoint(lease.devices)
     assert [holder(keys[device]) for device in lease.devices] == [None, None]
+
+
+def test_a_phase_that_only_has_what_its_own_thread_holds_is_refused(ray_session: Any) -> None:
+    with attach("my script", gpus=2, stay=True) as job, job.phase(Phase.ACTOR_TRAINING) as lease:
+        assert len(lease.devices) == 2
+        with pytest.raises(DeadlockError), job.phase(Phase.CRITIC_TRAINING):
+            raise AssertionError("granted to who holds it")
 
 
 def test_a_rollout_comes_and_goes(program: Program, make_job: MakeJob) -> None:
@@ -64,9 +72,13 @@ def test_a_rollout_comes_and_goes(program: Program, make_job: MakeJob) -> None:
 def test_wrong_sizes_and_names_are_refused(ray_session: Any) -> None:
     with pytest.raises(SpecError, match="say either gpus=8, or gangs="):
         attach("x")
+    with pytest.raises(SpecError, match="say either gpus=8, or gangs="):
+        attach("x", gangs={})
     with pytest.raises(SpecError, match="named as gangs and as rollouts"):
         attach("x", gangs={"a": 1}, rollouts={"a": 1})
-    with pytest.raises(SpecError, match="99999999"):
+    with pytest.raises(
+        SpecError, match=r"^job 'x': cluster 'actor_train': devices: asks for 99999999 devices, and this"
+    ):
         attach("x", gpus=99999999)
     with pytest.raises(SpecError, match="gangs must be a dict by cluster"):
         attach("x", gangs=["a"])  # type: ignore[arg-type]
@@ -90,8 +102,9 @@ def test_wrong_sizes_and_names_are_refused(ray_session: Any) -> None:
 
 
 SCRIPT = """
-    import sys, rlix
+    import signal, sys, rlix
     from rlix import Phase
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
     job = rlix.attach("other script", gpus=8)
     with job.phase(Phase.ACTOR_TRAINING) as lease:
         print("holding", lease.devices, flush=True)
@@ -101,20 +114,36 @@ SCRIPT = """
 """
 
 
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("RAY_", "RLIX_", "HOME"))}
+    environment |= {"PYTHONPATH": str(Path(rlix.__file__).parent.parent), "PATH": "/usr/bin:/bin"}
+    environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(path), *arguments]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=environment, text=True, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def test_ctrl_c_in_the_queue_is_one_line(make_job: MakeJob, ray_session: Any, tmp_path: Path) -> None:
+    with (
+        make_job({"actor_train": [0]}).client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=20),
+        start(tmp_path) as script,
+    ):
+        while not any(wait.cluster == "actor_train" for wait in ask(ray_session.status.remote()).waiting):
+            assert script.poll() is None
+        script.send_signal(signal.SIGINT)
+        said = script.communicate(timeout=120)[1]
+    assert "rlix: stopped by Ctrl-C while waiting for actor_train (ACTOR_TRAINING)" in said.splitlines()
+    assert "Traceback" not in said
+    assert script.returncode == 130
+
+
 @pytest.mark.parametrize("end", ["returns", "raises", "is killed"])
 def test_a_script_of_another_process_leaves_nothing_behind(
     make_job: MakeJob, ray_session: Any, tmp_path: Path, end: str
 ) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    source = str(Path(rlix.__file__).parent.parent)
-    environment = {"PYTHONPATH": source, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PATH": "/usr/bin:/bin"}
-    environment |= {name: value for name, value in os.environ.items() if name.startswith(("RAY_", "RLIX_", "HOME"))}
-    environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    command = [sys.executable, str(path), *(["raise"] if end == "raises" else [])]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as script:
+    with start(tmp_path, *(["raise"] if end == "raises" else [])) as script:
         assert script.stdin is not None
         assert script.stdout is not None
         assert "holding (0, 1, 2, 3, 4, 5, 6, 7)" in script.stdout.readline()

@@ -32,6 +32,8 @@ def moody(prompt: str, completion: str, answer: str, mood: str) -> Any:
             return None
         case "text":
             return "1.0"
+        case "endless":
+            return float("inf")
         case "exit":
             sys.exit(4)
         case "meet":  # ends when three are there at a time

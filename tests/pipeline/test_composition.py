@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from rlix.pipeline.algorithms.choice import CLASSES
+from rlix.pipeline.planning.profiling import trials
 from rlix.pipeline.schedules.choice import CLASSES as SCHEDULE_CLASSES
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.declared import DeclaredSpeedSpec
-from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.schedule import SCHEDULES
 from tests.pipeline import sandboxes
 from tests.pipeline.in_process import InProcess
@@ -133,3 +134,19 @@ def test_a_declared_speed_changes_how_long_steps_last_and_nothing_else(tmp_path:
         assert after["train_s"] >= 8 * after["context"] * 0.010, "eight samples at 10 ms for each token"
         assert (after["late_s"], after["decode_late_s"]) >= (0.0, 0.0)
         assert not {"late_s", "decode_late_s"} & before.keys()
+
+
+@pytest.mark.parametrize("source", ["data", "environment"])
+def test_a_profile_takes_steps_of_its_sizes(source: str, tmp_path: Path) -> None:
+    spec = job(source, "ahead", {"name": "ppo"}, tmp_path)
+    (trial,) = trials(spec, 1, [1], [2, 1], 1)
+    pipeline = InProcess(trial.spec, tmp_path / "run")
+    assert [row["trajectories"] for row in pipeline.run_steps()] == [4, 8, 4]
+    assert "OLD_LOG_PROBS" in pipeline.phases  # as ahead, though everything is in turn
+    assert load_job(write(tmp_path, trial.spec)) == trial.spec
+
+
+def write(folder: Path, spec: JobSpec) -> Path:
+    path = folder / "spec.yaml"
+    path.write_text(spec.to_yaml())
+    return path

@@ -90,6 +90,15 @@ def test_a_failing_job_keeps_its_last_whole_step_unless_training_had_begun(
     assert sorted(path.name for path in (tmp_path / "job" / "checkpoints").glob("*")) == kept
 
 
+@pytest.mark.parametrize("returned", [None, 1.0, {"loss": 1.0}])
+def test_a_step_that_returns_no_reward_is_told(tmp_path: Path, returned: Any) -> None:
+    pipeline: Any = toy(tmp_path / "job")
+    pipeline.step = lambda _: returned
+    with pytest.raises(TypeError, match=r"Toy\.step returned .*; it must return metrics by name, 'reward' among them"):
+        pipeline.run()
+    assert not (tmp_path / "job" / "metrics.jsonl").exists()
+
+
 def test_an_evaluation_that_fails_costs_its_metrics_alone(tmp_path: Path) -> None:
     pipeline = toy(tmp_path / "job", steps=2, evaluation=EvaluationSpec(every=1))
     assert pipeline.run().state == "finished"

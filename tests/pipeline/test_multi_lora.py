@@ -181,7 +181,7 @@ def each_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
-    tmp_path: Path, each_alone: dict[str, Any]
+    tmp_path: Path, each_alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = Many(job(RUNS), tmp_path / "job")
     summary = many.run()
@@ -194,6 +194,9 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     assert any(parameter.abs().sum() > 0 for name, parameter in loaded.named_parameters() if "lora_B" in name)
     merge_adapter(folder, tmp_path / "merged")
+    with monkeypatch.context() as patch, pytest.raises(SpecError, match="exists already"):
+        patch.setattr("rlix.pipeline.jobs.export.AutoModelForCausalLM", None)  # a model is not loaded for nothing
+        merge_adapter(folder, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.arange(4, 12)[None]
     assert torch.allclose(merged(ids).logits, loaded(ids).logits, atol=1e-5)

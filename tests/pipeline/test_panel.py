@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlix.pipeline.sources.judge import Failures
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tasks.base import Prompt
@@ -59,7 +60,7 @@ def test_columns_and_options_go_to_who_has_parameters_for_them(panels: Any) -> N
 
 def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
     panel = panels(reward("moody", timeout_s=5.0))
-    moods = ["good", "raise", "hang", "die", "nothing", "text", "exit", "good"]
+    moods = ["good", "raise", "hang", "die", "nothing", "text", "exit", "endless", "good"]
     verdicts = panel.judge([asked(mood=mood) for mood in moods])
     assert verdicts[0] == verdicts[-1] == Reward(1.0, True)
     line = next(i for i, text in enumerate(Path(OWN).read_text().splitlines(), 1) if "raise KeyError" in text)
@@ -70,11 +71,23 @@ def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
         "failed: TypeError: it returned None, which is no number",
         "failed: TypeError: it returned '1.0', which is no number",
         "failed: SystemExit: 4",
+        "returned inf; a reward must be a finite number",
     ]
     for verdict, expected in zip(verdicts[1:-1], said, strict=True):
         assert isinstance(verdict, str)
         assert verdict.startswith(f"reward {OWN}:moody for prompt p ")
         assert expected in verdict
+
+
+def test_what_always_fails_does_not_fill_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    failures = Failures()
+    with caplog.at_level("INFO", logger="rlix"):
+        for number in range(20):
+            failures.note("reward mine", f"number {number} failed", {}, "")
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned[:-1] == [f"number {number} failed" for number in range(8)]
+    assert "job.log only" in warned[-1]
+    assert "number 19 failed" in caplog.text
 
 
 def test_a_reward_that_always_hangs_does_not_hold_up_a_step_for_ever(panels: Any) -> None:

@@ -1,13 +1,16 @@
 """Going on with a run: what has changed in its spec, and what of that can be."""
 
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rlix.cli.main import app
+from rlix.cli.resume import say_resumptions
 from rlix.monitor.records import load_run
 from rlix.pipeline import base
 from rlix.pipeline.jobs.launch import launch
@@ -121,6 +124,14 @@ def test_the_command_shows_what_has_changed_and_what_is_broken(tmp_path: Path, m
     assert (folder.checkpoints / "step_100").is_dir()  # whoever looks changes nothing
 
 
+def test_a_job_that_has_done_all_its_steps_says_so(tmp_path: Path) -> None:
+    run_of(tmp_path / "sort_digits", with_keys(steps=50), 50)
+    console = Console(file=StringIO(), width=120)
+    for steps, said in ((50, "has done 50 steps, and nothing of its 50 is left"), (60, "goes on after step 50")):
+        say_resumptions([with_keys(steps=steps)], tmp_path, console)
+        assert said in cast(StringIO, console.file).getvalue()
+
+
 class Resumed(Toy):
     def setup(self) -> None:
         self.done = -1
@@ -138,8 +149,10 @@ def test_a_job_goes_on_with_the_new_spec_and_its_events_tell_it(
     (path / "checkpoints" / "step_6" / "done").write_text("")
     again = Resumed("ft_2", JobConfig(spec_of(steps=8, evaluation=None, checkpoint={"every": 3}), path, resume=True))
     assert again.run().steps == 8
+    done = Resumed("ft_3", JobConfig(spec_of(steps=4, evaluation=None, checkpoint={"every": 3}), path, resume=True))
+    assert done.run().steps == 8
     record = load_run(path)
     assert [row["step"] for row in record.metrics] == list(range(8))
     started = [event.detail for event in record.job_events if event.event == "started"]
-    assert started == [None, "step_6 is broken: done has 0 of 1 bytes; steps: 6 → 8"]
-    assert load_job(path / "spec.yaml").steps == 8
+    assert started == [None, "step_6 is broken: done has 0 of 1 bytes; steps: 6 → 8", "steps: 8 → 4"]
+    assert load_job(path / "spec.yaml").steps == 4

@@ -151,6 +151,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"steps": True}, "steps", "must be a valid integer, not True"),
     ({"steps": -1}, "steps", "must be greater than 0, not -1"),
     ({"seed": 1.5}, "seed", "valid integer"),
+    ({"seed": 2**63}, "seed", "must be less than 9223372036854775808"),
     ({"name": "a/b"}, "name", "not 'a/b'"),
     ({"name": "a" * 200}, "name", f"must have at most 64 characters, not '{'a' * 75} ..."),
     ({"rollout": {"max_new_tokens": 5, "stop": ["=", ""]}}, "rollout.stop.1", "must have at least 1 character"),

@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.pipeline.ends import Ends
+from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer, End
 from rlix.pipeline.sources.base import ended
+from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import character_tokenizer, load_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -39,6 +41,14 @@ def test_a_saved_folder_loads_as_any_hugging_face_tokenizer(tmp_path: Path) -> N
     assert loaded.encode("12>") == TOKENIZER.encode("12>")
     assert loaded.decode(loaded.encode("1 2\n"), skip_special_tokens=True) == "1 2\n"
     assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 2)
+
+
+def test_the_tiny_models_own_tokenizer_is_loaded_beside_its_configuration(tmp_path: Path) -> None:
+    write_tiny_model(TinyModel(alphabet=ALPHABET, hidden_size=8, layers=1, heads=2), tmp_path, 0)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("1 2\nä?") == TOKENIZER.encode("1 2\nä?")
+    assert loaded.encode("?", add_special_tokens=False) == [loaded.unk_token_id]
+    assert loaded.decode(loaded.encode("1 2\nä"), skip_special_tokens=True) == "1 2\nä"
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:

@@ -41,16 +41,6 @@ def test_a_gang_that_cannot_be_held_is_told_to_those_who_wait_and_to_nobody_afte
     turns.close()
 
 
-def test_a_lease_stays_for_who_has_yet_to_train_and_no_longer() -> None:
-    gang = Gang()
-    turns = Turns(gang.hold, lambda trained: 0.0 if trained == {"a", "b"} else WAIT_S)
-    for run in ("a", "b", "a"):
-        with turns.turn(run, Phase.ACTOR_TRAINING, threading.Event()):
-            pass
-    assert gang.held == [Phase.ACTOR_TRAINING] * 2
-    turns.close()
-
-
 def test_who_waits_when_it_closes_is_let_go() -> None:
     turns = Turns(Gang().hold)
     told: list[str] = []

@@ -13,14 +13,16 @@ from rlix.pipeline.spec.job import JobSpec
 
 def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:
     """Raises SpecError when one of them cannot go on with its spec."""
-    for found in [resumption(spec, runs_dir / spec.name) for spec in specs]:
+    for spec, found in [(spec, resumption(spec, runs_dir / spec.name)) for spec in specs]:
         for broken in found.broken:
             _say(console, f"{found.name}: checkpoint {broken}; it is not gone on from")
         if found.step is None:
             _say(console, f"{found.name}: has no checkpoint, so it begins anew")
         else:
+            over = found.step >= spec.steps and not spec.multi_lora
+            what = f"has done {found.step} steps, and nothing of its {spec.steps} is left to do" if over else ""
             changed = ", with a changed spec:" if found.changes else ""
-            _say(console, f"{found.name}: goes on after step {found.step}{changed}")
+            _say(console, f"{found.name}: {what or f'goes on after step {found.step}'}{changed}")
         if found.changes:
             console.print(_table(found))
 

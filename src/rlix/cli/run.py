@@ -16,6 +16,7 @@ from rlix.cli.outcome import exit_code, print_failures, print_json, print_report
 from rlix.cli.plans import planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.resume import say_resumptions
+from rlix.cli.text import still
 from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
 from rlix.control.init import new_pool_size
@@ -120,7 +121,7 @@ def _run_to_end(
     handles: list[JobHandle] = []
     first = "starting the control plane ..." if options.private else "joining the control plane, or starting one ..."
     console.print(first, highlight=False)
-    with _control_plane(specs, options, interrupts) as pool:
+    with _control_plane(specs, options, interrupts, console) as pool:
         if not options.private:
             console.print(pool.said, highlight=False, markup=False, soft_wrap=True)
         try:
@@ -171,16 +172,18 @@ def _check_not_running(specs: Sequence[JobSpec], runs_dir: Path, orchestrator: A
 
 
 @contextlib.contextmanager
-def _control_plane(specs: Sequence[JobSpec], options: RunOptions, interrupts: Interrupts) -> Iterator[Pool]:
+def _control_plane(
+    specs: Sequence[JobSpec], options: RunOptions, interrupts: Interrupts, console: Console
+) -> Iterator[Pool]:
     """The control plane that the options ask for."""
     settings = Settings.from_env()
-    if options.private:
-        # Before anything is started: do the jobs fit the pool there would be?
-        check_jobs(specs, range(new_pool_size(settings, options.devices)))
-        with private_pool(settings, options.devices or settings.virtual_gpus) as pool:
-            yield pool
-        return
     with contextlib.ExitStack() as attached:
-        with interrupts.at_once():
-            pool = attached.enter_context(shared_pool(settings, options.devices, settings.virtual_gpus))
+        if options.private:
+            # Before anything is started: do the jobs fit the pool there would be?
+            check_jobs(specs, range(new_pool_size(settings, options.devices)))
+            with still(console, "the control plane is still starting"):
+                pool = attached.enter_context(private_pool(settings, options.devices or settings.virtual_gpus))
+        else:
+            with interrupts.at_once(), still(console, "the control plane is not ready yet"):
+                pool = attached.enter_context(shared_pool(settings, options.devices, settings.virtual_gpus))
         yield pool

@@ -1,4 +1,13 @@
-"""How the command line writes numbers, times and names."""
+"""How the command line writes numbers, times and names, and says that something takes long."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+
+_PATIENCE_S = 10.0
 
 
 def device_list(devices: tuple[int, ...]) -> str:
@@ -26,3 +35,21 @@ def words(name: str) -> str:
 def count(number: int, what: str) -> str:
     """ "no job", "1 job", "2 jobs"."""
     return f"{number or 'no'} {what}{'s' if number > 1 else ''}"
+
+
+@contextlib.contextmanager
+def still(console: Console, what: str, every_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Says `what` every so often for as long as the block lasts, and for how long it has been so."""
+    begun, over = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(every_s):
+            console.print(f"{what} ({time.monotonic() - begun:.0f} s)", highlight=False)
+
+    speaker = threading.Thread(target=say, name="still", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join()

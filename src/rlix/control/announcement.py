@@ -3,9 +3,11 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +15,10 @@ from pathlib import Path
 
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 90.0
+_LOOK_S = 1.0
 _POLL_S = 0.05
 _CLAIM_TRIES = 20
 _LOG_LINES = 15
@@ -104,6 +109,27 @@ class Claim:
     def close(self) -> None:
         """Gives the right back, if it was taken and not passed on."""
         self._lock.close()
+
+
+class DeathNotice:
+    """Says at once that a daemon is gone: Ray notices almost a minute later, and whoever asks it something waits so
+    long."""
+
+    def __init__(self, home: Path, found: Announcement) -> None:
+        self._over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, args=(home, found), name="death notice", daemon=True)
+        self.thread.start()
+
+    def cancel(self) -> None:
+        self._over.set()
+
+    def _watch(self, home: Path, found: Announcement) -> None:
+        while is_claimed(home):
+            if self._over.wait(_LOOK_S):
+                return
+        if not self._over.is_set():
+            text = "the control plane (process %d) is gone, and its Ray; what is asked of it fails within a minute"
+            logger.warning(text, found.pid)
 
 
 def find_or_start_daemon(

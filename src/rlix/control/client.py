@@ -131,9 +131,11 @@ class JobClient:
                 if answer.lease is not None:
                     self.heartbeat.holds(answer.lease.epoch)
                     return answer.lease
-        except (WaitTimeoutError, InterruptedError, KeyboardInterrupt):
+        except (WaitTimeoutError, InterruptedError, KeyboardInterrupt) as error:
             with contextlib.suppress(RlixError):
                 self._ask("withdraw_gang", key)
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"stopped by Ctrl-C while waiting for {cluster} ({phase.name})") from None
             raise
 
     def release(self, *leases: Lease) -> None:

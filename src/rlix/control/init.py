@@ -14,7 +14,7 @@ from ray._private import services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.exceptions import RayActorError, RayError
 
-from rlix.control.announcement import Announcement, read_announcement
+from rlix.control.announcement import Announcement, DeathNotice, read_announcement
 from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
 from rlix.control.orchestrator import Orchestrator
 from rlix.control.resource_manager import ResourceManager
@@ -54,6 +54,7 @@ _THREADS = 16  # of the orchestrator and of the resource manager: calls that the
 
 class _Session:
     started_ray = False  # by `init` in this process, so that `shutdown` here ends it
+    death_notice: DeathNotice | None = None  # of the daemon that this process is connected to
 
 
 def init(
@@ -130,6 +131,9 @@ def shutdown() -> None:
 def detach() -> None:
     """Leaves Ray, and with it the control plane, to the others."""
     ray.shutdown()
+    if _Session.death_notice is not None:
+        _Session.death_notice.cancel()
+        _Session.death_notice = None
     authentication.restore()
 
 
@@ -144,6 +148,7 @@ def _connect_ray(address: str, home: Path, virtual_gpus: int | None) -> bool:
     if found is None:
         return False
     check_size(found, virtual_gpus, "virtual_gpus")
+    _Session.death_notice = DeathNotice(home, found)
     connect_to_daemon(found)
     return True
 

@@ -58,7 +58,7 @@ class Orchestrator:
         `elastic_clusters` run rollouts and report demand (default: `actor_infer`); the others ask for gangs.
         `cluster_device_alternatives`: for a cluster that asks for gangs and lists its devices, further lists on which
         it can run as well; one that asks for a size gets some unless it gives an empty list here. It is granted one of
-        them when it would queue for its own behind another gang and nobody works there; the lease says which
+        them when somebody works on its own and nobody there, or when that costs less; the lease says which
         (`lease.devices`), and the pipeline must be able to run there.
 
         Raises:

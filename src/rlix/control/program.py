@@ -2,9 +2,13 @@
 
 import atexit
 import contextlib
+import signal
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
 
 import ray
 
@@ -54,7 +58,7 @@ def attach(
         RlixError: there is no control plane, and none could be started.
     """
     _check_name(name)
-    if (gpus is None) == (gangs is None and rollouts is None):
+    if (gpus is None) == (not gangs and not rollouts):
         raise SpecError(f"rlix.attach({name!r}): say either gpus=8, or gangs={{...}} and rollouts={{...}}")
     for kind, given in (("gangs", gangs), ("rollouts", rollouts), ("tensor_parallel", tensor_parallel)):
         if given is not None and not isinstance(given, Mapping):
@@ -86,7 +90,18 @@ def attach(
     )
     get(register, what=f"registration of {name!r}", timeout_s=_CALL_TIMEOUT_S)
     get(orchestrator.admit_pipeline.remote(pipeline_id), what=f"admission of {name!r}", timeout_s=_CALL_TIMEOUT_S)
+    sys.excepthook = partial(_on_uncaught, sys.excepthook)
     return Program(name, JobClient(pipeline_id))
+
+
+def _on_uncaught(
+    before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Where a program waited inside RLix when Ctrl-C came, a traceback says nothing of the program."""
+    if kind is KeyboardInterrupt and error.args:
+        sys.stderr.write(f"rlix: {error}\n")
+        sys.exit(128 + signal.SIGINT)  # Python itself forgets the interrupt over what Ray runs at exit
+    before(kind, error, trace)
 
 
 class LeaseLocks:

@@ -115,7 +115,10 @@ class RolloutLease:
     def _poll(self, wait_s: float) -> list[Change]:
         with self._lock:
             held, draining = tuple(self._held), tuple(self._draining)
-        answer = self._client.poll_rollout(self.cluster, held, draining, wait_s)
+        try:
+            answer = self._client.poll_rollout(self.cluster, held, draining, wait_s)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"stopped by Ctrl-C while waiting for bundles of {self.cluster}") from None
         with self._lock:
             changes = self._take_up(answer)
         return [change for change in changes if self._usable(change)]

@@ -215,6 +215,8 @@ class Pipeline(ABC):
         if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
             raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")
         self.folder, checkpoint = RunFolder.open(self.config.run_dir, resume=self.config.resume)
+        first = 0 if checkpoint is None else checkpoint[0]
+        self._update(step=first)
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
@@ -227,7 +229,6 @@ class Pipeline(ABC):
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)
         self.setup()
-        first = 0 if checkpoint is None else checkpoint[0]
         run = Run(self.spec.name, self.folder.path, first, self.spec.model_dump(mode="json"))
         self.loggers = Loggers(build_loggers(self.spec.logging), run)
         if checkpoint is None:
@@ -272,7 +273,7 @@ class Pipeline(ABC):
 
     def _one_step(self, step: int) -> dict[str, float]:
         start = time.time()
-        metrics = dict(self.step(step))
+        metrics = self._metrics_of(step)
         end = time.time()
         metrics |= {"step_s": end - start, **self._evaluated(step + 1)}
         self.folder.metrics({"step": step, "time": end, **metrics})
@@ -289,6 +290,14 @@ class Pipeline(ABC):
         self._write_lease_events()
         self._log_plan(self._plan.step(metrics))
         return metrics
+
+    def _metrics_of(self, step: int) -> dict[str, float]:
+        found: object = self.step(step)
+        if not isinstance(found, Mapping) or "reward" not in found:
+            raise TypeError(
+                f"{type(self).__name__}.step returned {found!r}; it must return metrics by name, 'reward' among them"
+            )
+        return dict(found)
 
     def _log_plan(self, said: str) -> None:
         if said:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import LoraSpec, RunSpec
 from rlix.pipeline.spec.runs import with_run
-from rlix.pipeline.turns import LINGER_S, Turns
+from rlix.pipeline.turns import Turns
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import ClusterName, Phase
@@ -199,8 +199,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         if self.spec.warmup is not None:
             self.build_source()
         self._start_engines()
-        self.shared = _OneAtATime(self.actor, self.engine_lock)
-        self.turns = Turns(self._held, self._linger_s)
+        self.turns = Turns(self._held)
 
     def initialize(self) -> None:
         self.warm_up()
@@ -325,14 +324,8 @@ class MultiLoraPipeline(LoraFinetunePipeline):
     @contextmanager
     def _held(self, phase: Phase) -> Iterator[None]:
         self._save_progress()
-        with self.phase(ClusterName.ACTOR_TRAIN, phase, self.shared):
+        with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.actor, self.engine_lock)):
             yield
-
-    def _linger_s(self, trained: Collection[str]) -> float:
-        """While a run has yet to train under a lease, it is kept for as long as it takes to leave and to come back."""
-        with self._runs_lock:
-            due = any(thread.is_alive() for name, thread in self._threads.items() if name not in trained)
-        return max(LINGER_S, self.shared.moves_s, 2 * self.spec.speed.move_s) if due else LINGER_S
 
 
 def _shown(run: AdapterRun) -> JobStatus:
@@ -342,26 +335,15 @@ def _shown(run: AdapterRun) -> JobStatus:
 
 
 class _OneAtATime:
-    """An engine whose bytes do not move while a run reads them. `moves_s`: what it last took to come and to leave."""
+    """An engine whose bytes do not move while a run reads them."""
 
     def __init__(self, engine: Resident, lock: threading.RLock) -> None:
         self._engine, self._lock = engine, lock
-        self._came_s = self._left_s = 0.0
-
-    @property
-    def moves_s(self) -> float:
-        return self._came_s + self._left_s
 
     def acquire(self, lease: Fence) -> object:
         with self._lock:
-            start = time.monotonic()
-            report = self._engine.acquire(lease)
-            self._came_s = time.monotonic() - start
-            return report
+            return self._engine.acquire(lease)
 
     def release(self, epoch: int) -> object:
         with self._lock:
-            start = time.monotonic()
-            report = self._engine.release(epoch)
-            self._left_s = time.monotonic() - start
-            return report
+            return self._engine.release(epoch)

@@ -1,5 +1,6 @@
 """One token per character, as a real Hugging Face fast tokenizer, and loading of any other."""
 
+import json
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -40,9 +41,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise SpecError(f"model folder {folder} has no tokenizer that transformers can load: {error}") from error
+    if not _as_its_file_says(tokenizer, folder):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise SpecError(f"the tokenizer in {folder} has no end-of-sequence token; a rollout would never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    """Whether transformers took the folder's own tokenizer. For some kinds of model it builds one of the kind's own
+    from the same vocabulary (for Qwen2 of bytes), which leaves out what it does not know where ours says so."""
+    file = folder / "tokenizer.json"
+    if not file.is_file() or not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return True
+    kind: str = json.loads(file.read_text(encoding="utf-8"))["model"].get("type", "")
+    return kind in ("", type(tokenizer.backend_tokenizer.model).__name__)

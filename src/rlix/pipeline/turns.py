@@ -11,7 +11,7 @@ from rlix.protocol.types import Phase
 logger = logging.getLogger(__name__)
 
 LINGER_S = 0.05
-"""How long a lease waits at least for whoever comes next: between scoring and training a run computes on the CPU."""
+"""How long a lease waits for whoever comes next: between scoring and training a run computes on the CPU."""
 _LOOK_S = 0.2
 
 
@@ -40,15 +40,10 @@ class Turns:
 
     Args:
         hold: holds the gang, with the engine on it, for as long as the block lasts; raises when there will be none.
-        linger: seconds that a lease waits for the next one, by the runs that have trained under it.
     """
 
-    def __init__(
-        self,
-        hold: Callable[[Phase], AbstractContextManager[object]],
-        linger: Callable[[Collection[str]], float] = lambda _: LINGER_S,
-    ) -> None:
-        self._hold, self._linger = hold, linger
+    def __init__(self, hold: Callable[[Phase], AbstractContextManager[object]]) -> None:
+        self._hold = hold
         self._waiting: list[Ticket] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -110,9 +105,8 @@ class Turns:
                 trained.add(last)
 
     def _next(self, trained: set[str], last: str | None) -> Ticket | None:
-        linger_s = self._linger(trained)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or next_turn(self._waiting, trained, last), linger_s)
+            self._changed.wait_for(lambda: self._closed or next_turn(self._waiting, trained, last), LINGER_S)
             ticket = None if self._closed else next_turn(self._waiting, trained, last)
             if ticket is not None:
                 self._waiting.remove(ticket)

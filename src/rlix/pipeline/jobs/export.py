@@ -63,12 +63,12 @@ def merge_adapter(adapter: Path, out: Path) -> None:
 
     AdapterConfig.of_folder(adapter)
     base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path") or ""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(base)
-        folder = local_model(base)
-    except (OSError, ValueError, SpecError) as error:
-        raise SpecError(f"{adapter / CONFIG_FILE}: its model, {base!r}, cannot be loaded: {error}") from error
     with _new_folder(out, adapter) as partial:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(base)
+            folder = local_model(base)
+        except (OSError, ValueError, SpecError) as error:
+            raise SpecError(f"{adapter / CONFIG_FILE}: its model, {base!r}, cannot be loaded: {error}") from error
         describe_model(folder, partial, str(model.dtype).removeprefix("torch."))
         PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(partial)
 

@@ -10,6 +10,7 @@ from rlix.pipeline.spec.named import own_traceback, where_raised
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3
+_WARNED = 8
 _LONGEST = 2000  # characters of a text in the log
 
 Verdict = Reward | str
@@ -17,15 +18,18 @@ Verdict = Reward | str
 
 
 class Failures:
-    """Says failures in the log, the first few of each reward with what was judged and the user's own traceback."""
+    """Says failures in the log, the first few of each reward with what was judged and the user's own traceback; on the
+    terminal, which one that fails for every sample would fill, only the first."""
 
     def __init__(self) -> None:
         self._shown: Counter[str] = Counter()
 
     def note(self, reward: str, reason: str, asked: Mapping[str, str], trace: str) -> str:
         """The reason. `asked`: the sample, in words."""
-        logger.warning("%s", reason)
         self._shown[reward] += 1
+        logger.log(logging.WARNING if self._shown[reward] <= _WARNED else logging.INFO, "%s", reason)
+        if self._shown[reward] == _WARNED:
+            logger.warning("%s: further failures are said in job.log only; reward_failed counts them", reward)
         if self._shown[reward] <= _SHOWN and (asked or trace):
             sample = "".join(f"\n  {name}: {value[:_LONGEST]!r}" for name, value in asked.items())
             logger.info("%s%s\n%s", reason, sample, trace)

@@ -98,11 +98,14 @@ class Panel:
         finally:
             self._idle.put(process)
         self._hung = self._hung + 1 if "late" in answer else 0
+        texts = {"prompt": asked.prompt.text, "completion": asked.completion, "answer": asked.prompt.answer}
         if "error" in answer:
-            texts = {"prompt": asked.prompt.text, "completion": asked.completion, "answer": asked.prompt.answer}
             reason = f"{source} failed: {answer['error']}"
             return FAILURES.note(f"reward {spec.name}", reason, texts, answer.get("trace", ""))
-        return attempted(source, lambda: as_reward(_reward(answer), source))
+        try:
+            return as_reward(_reward(answer), source)
+        except ValueError as error:  # not a finite number
+            return FAILURES.note(f"reward {spec.name}", str(error), texts, "")
 
 
 def _shipped(name: str, asked: Asked) -> float | Reward:

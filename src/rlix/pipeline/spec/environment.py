@@ -73,6 +73,8 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
     if source.environment:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
         yield from _methods("source.environment.name", source.environment.target)
+    if source.openai and is_own(source.openai.name):
+        yield from _own("source.openai", source.openai.name, {})
     if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
         yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
         return

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
-from rlix.pipeline.spec.section import Beta, Count, Index, Positive, Section, one_or_many
+from rlix.pipeline.spec.section import Beta, Count, Positive, Section, Seed, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 
 MULTI_LORA = "multi_lora"
@@ -35,7 +35,7 @@ class RunSpec(Section):
     only the keys that are given; a `lora` with a `path` replaces the job's as well."""
 
     steps: Count | None = None
-    seed: Index | None = None
+    seed: Seed | None = None
     source: SourceSpec | None = None
     schedule: ScheduleSpec | None = None
     algorithm: AlgorithmSpec | None = None

@@ -14,7 +14,7 @@ class PlanSpec(Section):
     mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = "auto"
     """The fastest plan, or the fastest of a mode."""
     gpus: Count | None = None
-    """Of the pool's devices, at most so many; left out: all."""
+    """For how many of the pool's devices; left out: all."""
     prompt_tokens: Positive | None = None
     """Tokens of a prompt, in the mean; only to plan from `declared_speed`, without a profile. Left out:
     `source.data.max_prompt_tokens`."""

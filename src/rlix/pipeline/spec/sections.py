@@ -16,7 +16,7 @@ from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
-from rlix.pipeline.spec.section import Count, Index, Positive, Section, Share, one_or_many
+from rlix.pipeline.spec.section import Count, Index, Positive, Section, Seed, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
 
@@ -58,7 +58,7 @@ class Sections(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
     """Also the name of the run's folder."""
-    seed: Index = 0
+    seed: Seed = 0
     steps: Count
     """Number of training steps."""
     source: SourceSpec = SourceSpec()
