@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rlix.monitor.accounting import account, contended_window, shared_window
 from rlix.monitor.records import JobEvent, PoolDevice, RunRecord, Span, load_run
+from rlix.monitor.tables import job_table
 from tests.monitor.synthetic import T0, demo_runs, job_event, lease_event, pool, span, write_run
 
 
@@ -42,6 +43,12 @@ def two_jobs(folder: Path) -> list[RunRecord]:
         metrics=[],
     )
     return [load_run(a), load_run(b)]
+
+
+def test_a_job_that_never_came_to_a_step_has_no_time_of_start_up(tmp_path: Path) -> None:
+    events = [pool(1), job_event("started", 0), job_event("failed", 9, "boom")]
+    (row,) = job_table(account([load_run(write_run(tmp_path / "a", events=events, metrics=[]))])).rows
+    assert row[:5] == ("a", "failed", "0", "9.0 s", "–")
 
 
 def test_by_hand(tmp_path: Path) -> None:

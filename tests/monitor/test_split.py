@@ -70,3 +70,6 @@ def test_no_estimate_where_nothing_was_shared(tmp_path: Path) -> None:
     assert split_estimate([alone]) is None
     assert split_estimate([alone, elsewhere]) is None
     assert split_estimate([job(tmp_path / name, [span(0, 10, 11)], devices=1) for name in "cd"]) is None
+    late = [pool(4), job_event("started", 60), job_event("first_step", 61), span(0, 61, 62), job_event("finished", 63)]
+    later = load_run(write_run(tmp_path / "later", events=late, metrics=[]))
+    assert split_estimate([alone, later]) is None  # nobody shared anything

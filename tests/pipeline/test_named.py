@@ -188,6 +188,7 @@ def wants(prompt, completion, answer, *, level, limit=3): ...
         ),
         ("r.py:wants", r"rewards\.0\.name: .*:wants needs 'level', .* nor a column of rows\.jsonl \(prompt, answer\)"),
         ({"name": "r.py:wants", "options": {"level": 3}}, None),
+        (["exact_match", "number_match", "token_match"], None),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_found_before_the_start(

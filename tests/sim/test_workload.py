@@ -41,7 +41,7 @@ def test_shipped_workloads_load_and_say_what_they_are(name: str) -> None:
     ("path", "value", "expected"),
     [
         (["pool", "gpus"], 0, "pool.gpus"),
-        (["pool", "gpu"], 8, "pool.gpu"),
+        (["pool", "gpu"], 8, "pool.gpu: unknown key of a workload; remove it"),
         (["jobs", 0, "rollout", "lengths", "sigma"], -1, "jobs.0.rollout.lengths.sigma"),
         (["jobs", 0, "gangs", 0, "gpus"], 16, "jobs[0] (a).gangs[0].gpus is 16, the pool has 8"),
         (["jobs", 0, "gangs", 0, "phase"], "training", "jobs.0.gangs.0.phase"),

@@ -58,11 +58,12 @@ class SplitEstimate:
 
 
 def split_estimate(records: Sequence[RunRecord]) -> SplitEstimate | None:
-    """The estimate of the module's model; None when no device was shared, or there are fewer devices than jobs."""
+    """The estimate of the module's model; None when no device was shared, one of the jobs ran at another time than all
+    others, or there are fewer devices than jobs."""
     count = len(device_ids(records))
     used = [{span.device for span in record.spans} for record in records]
     shared = sum(map(len, used)) > len(set().union(*used))
-    if not shared or count < len(records):
+    if not shared or count < len(records) or any(_alone(record, records) for record in records):
         return None
     parts = [count // len(records) + (1 if i < count % len(records) else 0) for i in range(len(records))]
     jobs = tuple(_job_split(record, part) for record, part in zip(records, parts, strict=True))
@@ -78,6 +79,11 @@ def split_estimate(records: Sequence[RunRecord]) -> SplitEstimate | None:
         idle_share_stepping=1.0 - stepping_busy / stepping if stepping > 0 else 0.0,
         steps_per_hour=3600.0 * steps / makespan_s if makespan_s > 0 else 0.0,
     )
+
+
+def _alone(record: RunRecord, records: Sequence[RunRecord]) -> bool:
+    """Whether it ran when no other did."""
+    return not any(intersect(record.sessions, other.sessions) for other in records if other is not record)
 
 
 def _job_split(record: RunRecord, devices: int) -> JobSplit:

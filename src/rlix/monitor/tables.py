@@ -50,7 +50,7 @@ def job_table(accounting: Accounting) -> TableData:
             job.state,
             count(job.steps),
             duration(job.active_s),
-            duration(job.startup_s),
+            duration(job.startup_s) if job.startup_s else "–",  # it never came to a step
             count(job.steps_per_hour),
             count(job.tokens_per_s),
             _change(job.reward_first, job.reward_last),

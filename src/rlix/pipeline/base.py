@@ -18,7 +18,7 @@ from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
-from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
+from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.named import parse_options, where_raised
@@ -273,7 +273,7 @@ class Pipeline(ABC):
 
     def _one_step(self, step: int) -> dict[str, float]:
         start = time.time()
-        metrics = self._metrics_of(step)
+        metrics = as_metrics(self.step(step), f"{type(self).__name__}.step")
         end = time.time()
         metrics |= {"step_s": end - start, **self._evaluated(step + 1)}
         self.folder.metrics({"step": step, "time": end, **metrics})
@@ -290,14 +290,6 @@ class Pipeline(ABC):
         self._write_lease_events()
         self._log_plan(self._plan.step(metrics))
         return metrics
-
-    def _metrics_of(self, step: int) -> dict[str, float]:
-        found: object = self.step(step)
-        if not isinstance(found, Mapping) or "reward" not in found:
-            raise TypeError(
-                f"{type(self).__name__}.step returned {found!r}; it must return metrics by name, 'reward' among them"
-            )
-        return dict(found)
 
     def _log_plan(self, said: str) -> None:
         if said:

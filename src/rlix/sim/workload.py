@@ -219,6 +219,9 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
+_SAID = {"missing": "is missing; add it", "extra_forbidden": "unknown key of a workload; remove it"}
+
+
 def _validated(data: object, where: str) -> Workload:
     try:
         return Workload.model_validate(data)
@@ -226,5 +229,6 @@ def _validated(data: object, where: str) -> Workload:
         lines = []
         for problem in error.errors():
             field = ".".join(str(part) for part in problem["loc"])
-            lines.append(f"{where}: {field + ': ' if field else ''}{problem['msg'].removeprefix('Value error, ')}")
+            said = _SAID.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+            lines.append(f"{where}: {field + ': ' if field else ''}{said}")
         raise SpecError("\n".join(lines)) from error

@@ -1,5 +1,6 @@
 """What a job is started with, and what it says of itself while it runs and when it has ended."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,3 +56,10 @@ class JobSummary:
     first_exact: float | None
     last_exact: float | None
     run_dir: str
+
+
+def as_metrics(found: object, whose: str) -> dict[str, float]:
+    """What a step returned. Raises TypeError when it is no metrics with a reward; `whose` names the step."""
+    if not isinstance(found, Mapping) or "reward" not in found:
+        raise TypeError(f"{whose} returned {found!r}; it must return metrics by name, 'reward' among them")
+    return dict(found)

@@ -13,7 +13,7 @@ from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, TASK_GIVEN, RewardSpec, SourceSpec
+from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, REWARDS, TASK_GIVEN, RewardSpec, SourceSpec
 from rlix.protocol.errors import SpecError
 
 _BASES = {
@@ -111,7 +111,7 @@ def _own(
         yield Problem(f"{field}.name", f"{name} is a {type(found).__name__}, not something that can be called")
     elif base is not None and not _derives(found, base, or_makes=given > 0):
         yield Problem(f"{field}.name", f"{name} is not a subclass of {_BASES[field].replace(':', '.')}")
-    elif not _takes(found, given):
+    elif name not in REWARDS.values() and not _takes(found, given):  # of ours token_match is given tokens
         yield Problem(f"{field}.name", f"{name} is called with {_GIVEN[given]}, and does not take as many arguments")
     elif getattr(found, "Options", None) is not None or given:
         yield from option_problems(f"{field}.options", found, options, given, partly=partly)
