@@ -21,7 +21,7 @@ KNOWN_VERSION = "0.32"
 
 _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LLMEngine, "from_engine_args", ()),
-    (LLMEngine, "add_request", ()),
+    (LLMEngine, "add_request", ("lora_request",)),
     (LLMEngine, "step", ()),
     (LLMEngine, "abort_request", ("internal",)),
     (LLMEngine, "reset_prefix_cache", ("reset_running_requests",)),
@@ -31,7 +31,6 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LLMEngine, "is_sleeping", ()),
     (GPUModelRunner, "reload_weights", ("weights_iterator", "weights_path")),
     (GPUModelRunner, "get_model", ()),
-    (LLMEngine, "add_request", ("lora_request",)),
     (LoRAModel, "from_lora_tensors", ("device", "dtype", "model_vocab_size")),
     (PEFTHelper, "from_dict", ()),
     (PEFTHelper, "validate_legal", ()),
