@@ -1,6 +1,6 @@
 """What sharing gives on declared GPUs: shared, split and one after another, in wall time, and as the simulator says.
 
-    python -m benchmarks.rehearsal [reasoning] [agentic] [--steps 8] [--only MODE] [--json FILE]
+    python -m benchmarks.rehearsal [reasoning] [agentic] [--seconds 180] [--only MODE] [--json FILE]
 
 Real jobs, real learning and the real control plane, on eight virtual GPUs with the speed declared below: every phase
 waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_speed`). Six jobs:
@@ -9,9 +9,10 @@ waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_
 - `agentic`: chains of tool calls of 0.16 s at the median and 2.7 s at the 99th percentile.
 
 Modes: `shared`; `split`, where each job has an eighth of the pool to itself and trains there, too; `queued`, where as
-many jobs at a time as their training gangs fit beside each other have equal parts; `alone`, one job after another on
-the whole pool. Times count from the first step, so start-up is left out everywhere. `late` is what work took longer
-than declared, as a share of the time that all jobs stepped: above a few percent, it is this machine that was measured.
+many jobs as their training gangs fit beside each other have equal parts, and the others wait; `alone`, one job on the
+whole pool. Steps are counted for a while from when every job has taken one, so start-up is left out everywhere. `late`
+is what work took longer than declared, as a share of the time that all jobs stepped: above a few percent, it is this
+machine that was measured.
 """
 
 import argparse
@@ -20,9 +21,11 @@ import logging
 import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -36,7 +39,9 @@ from rlix.sim.workload import Workload
 
 GPUS, JOBS, GANG = 8, 6, 2
 MODES = ("shared", "split", "queued", "alone")
-POLICY = {"shared": "rlix", "split": "static", "queued": "slots", "alone": "exclusive"}
+POLICY = {"shared": "rlix", "split": "static", "queued": "static", "alone": "exclusive"}
+STEPS, SIMULATED_STEPS = 1000, 20  # more than anybody waits for
+START_S = 600.0
 
 # A 7B model's 10 ms for a decoding step on one GPU, each token of ours standing for 600 of its and each sample for
 # four, at twenty times the pace; what it takes to train a token and to load is scaled alike.
@@ -89,38 +94,39 @@ def _declared(
 WORKLOADS = {"reasoning": reasoning, "agentic": agentic}
 
 
-def run(specs: Sequence[JobSpec], *, split: bool) -> list[RunRecord]:
-    """`rlix run`, as a user would type it."""
+def steps_per_hour(mode: str, specs: Sequence[JobSpec], seconds: float) -> tuple[float, list[RunRecord]]:
+    """Of all jobs that run at once, by `rlix run` as a user would type it."""
+    jobs = specs[: {"queued": GPUS // GANG, "alone": 1}.get(mode, len(specs))]
     with tempfile.TemporaryDirectory() as folder:
         files = []
-        for spec in specs:
+        for spec in jobs:
             files.append(Path(folder, f"{spec.name}.yaml"))
             files[-1].write_text(spec.to_yaml())
         command = [sys.executable, "-m", "rlix.cli", "run", "--private", *map(str, files), "--runs-dir", folder]
-        subprocess.run(
-            command + ["--split"] * split,
-            env={**os.environ, "RLIX_VIRTUAL_GPUS": str(GPUS)},
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        return [load_run(Path(folder, spec.name)) for spec in specs]
+        command += ["--split"] * (mode in ("split", "queued"))
+        environment = {**os.environ, "RLIX_VIRTUAL_GPUS": str(GPUS)}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as running:
+            try:
+                begin = max(first_step(Path(folder, spec.name), running) for spec in jobs)
+                time.sleep(max(0.0, begin + seconds - time.time()))
+            finally:
+                running.send_signal(signal.SIGINT)
+        records = [load_run(Path(folder, spec.name)) for spec in jobs]
+    return sum(begin < row["time"] <= begin + seconds for r in records for row in r.metrics) * 3600 / seconds, records
 
 
-def stepping_s(records: Sequence[RunRecord]) -> float:
-    """From the first step of any of them to the end of the last."""
-    first = min(event.time for record in records for event in record.job_events if event.event == "first_step")
-    return max(row["time"] for record in records for row in record.metrics) - first
-
-
-def measured(mode: str, specs: Sequence[JobSpec]) -> tuple[float, list[RunRecord]]:
-    sizes = {"shared": len(specs), "split": len(specs), "queued": GPUS // GANG, "alone": 1}
-    waves = [specs[i : i + sizes[mode]] for i in range(0, len(specs), sizes[mode])]
-    runs = [run(wave, split=mode in ("split", "queued")) for wave in waves]
-    return sum(map(stepping_s, runs)), [record for records in runs for record in records]
+def first_step(folder: Path, running: "subprocess.Popen[bytes]") -> float:
+    """When a job had taken one (Unix seconds)."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + START_S
+    while not metrics.exists() or not (lines := metrics.read_text().splitlines(keepends=True)) or lines[0][-1] != "\n":
+        if running.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"{folder.name} took no step within {START_S:.0f} s, or ended: its folder was {folder}")
+        time.sleep(0.5)
+    return float(json.loads(lines[0])["time"])
 
 
 def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord]) -> float:
-    """By the simulator, from what was declared and from how long samples were on average; of times it knows nothing."""
+    """Steps per hour by the simulator, from what was declared and how long samples were on average, no times."""
     rows = [row for record in records for row in record.metrics]
     length, context = (fmean(row[name] for row in rows) for name in ("length", "context"))
     rollout = specs[0].rollout
@@ -129,8 +135,8 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
     spread = 1.2 if specs[0].source.task is not None else 0.3
     job: dict[str, Any] = {
         "name": "job",
-        "count": len(specs),
-        "steps": specs[0].steps,
+        "count": len(records),
+        "steps": SIMULATED_STEPS,
         "initialization_s": 1e-3,
         "rollout": {
             "trajectories": trajectories,
@@ -156,7 +162,8 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
             "jobs": [job],
         }
     )
-    return fmean(simulate_one(workload, POLICY[mode], seed).makespan_s for seed in range(5))
+    steps = SIMULATED_STEPS * len(records)
+    return 3600 * steps / fmean(simulate_one(workload, POLICY[mode], seed).makespan_s for seed in range(5))
 
 
 def median_of(mean: float, sigma: float, cap: float) -> float:
@@ -180,46 +187,39 @@ def lateness(records: Sequence[RunRecord]) -> float:
     return late_s / sum(row["step_s"] for row in rows)
 
 
-HEAD = f"{'':20} {'measured s':>10} {'simulated s':>11} {'error':>7} {'shared is':>10} {'late':>6} {'reward':>14}"
+HEAD = f"{'steps/h':20} {'measured':>9} {'simulated':>10} {'error':>7} {'shared does':>12} {'late':>6}"
 
 
-def line(name: str, mode: str, row: dict[str, float], shared_s: float | None) -> str:
-    error = row["simulated_s"] / row["measured_s"] - 1
-    times = f"{row['measured_s'] / shared_s:.2f} x" if shared_s else ""
-    reward = f"{row['first_reward']:.2f} -> {row['last_reward']:.2f}"
-    return (
-        f"{name:11} {mode:8} {row['measured_s']:10.1f} {row['simulated_s']:11.1f} {error:+7.1%} {times:>10} "
-        f"{row['late']:6.1%} {reward:>14}"
-    )
+def line(name: str, mode: str, row: dict[str, float], shared: float | None) -> str:
+    error = row["simulated"] / row["measured"] - 1
+    times = f"{shared / row['measured']:.2f} x" if shared else ""
+    figures = f"{row['measured']:9.0f} {row['simulated']:10.0f} {error:+7.1%} {times:>12} {row['late']:6.1%}"
+    return f"{name:11} {mode:8} {figures}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=[])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=180.0, help="that steps are counted for")
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--only", choices=MODES, action="append")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.getLogger("rlix.control").setLevel(logging.ERROR)  # simulated jobs end, too
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs of {args.steps} steps on {GPUS} virtual GPUs"
-    )
+    print(f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs on {GPUS} virtual GPUs")
     print(HEAD, flush=True)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in args.workloads or WORKLOADS:
-        specs = [WORKLOADS[name](number, args.steps) for number in range(args.jobs)]
+        specs = [WORKLOADS[name](number, STEPS) for number in range(args.jobs)]
         rows = results[name] = {}
         for mode in args.only or MODES:
-            seconds, records = measured(mode, specs)
+            measured, records = steps_per_hour(mode, specs, args.seconds)
             rows[mode] = {
-                "measured_s": seconds,
-                "simulated_s": predicted(mode, specs, records),
+                "measured": measured,
+                "simulated": predicted(mode, specs, records),
                 "late": lateness(records),
-                "first_reward": fmean(record.metrics[0]["reward"] for record in records),
-                "last_reward": fmean(record.metrics[-1]["reward"] for record in records),
             }
-            print(line(name, mode, rows[mode], rows.get("shared", {}).get("measured_s")), flush=True)
+            print(line(name, mode, rows[mode], rows.get("shared", {}).get("measured")), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(results, indent=2))
 
