@@ -10,7 +10,9 @@ import pytest
 import ray
 
 from rlix.flow.channels.channel import Channel, EndOfStream
+from rlix.flow.channels.state import Want
 from rlix.flow.workers.group import PerRank, WorkerGroup
+from rlix.node.process import this_process
 from rlix.protocol.errors import ChannelError, WaitTimeoutError
 from tests.flow.test_worker_group import devices
 from tests.flow.workers import EchoWorker
@@ -146,6 +148,16 @@ def test_async_callers(ray_session: Any) -> None:
         return items
 
     assert asyncio.run(scenario()) == list(range(10))
+
+
+def test_whoever_gave_up_before_his_request_began_takes_nothing(ray_session: Any) -> None:
+    channel: Channel[int] = Channel(2, timeout_s=TIMEOUT_S)
+    with channel.producer() as producer:
+        producer.put(7)
+    actor, consumer = channel._actor, "late"
+    ray.get(actor.give_back.remote(consumer), timeout=TIMEOUT_S)  # Ray may begin an async actor's calls in any order
+    ray.get(actor.take.remote(consumer, this_process(), "", Want(), TIMEOUT_S), timeout=TIMEOUT_S)
+    assert channel.get() == 7
 
 
 def test_the_end_of_the_actor_is_an_error_not_a_hang(ray_session: Any) -> None:

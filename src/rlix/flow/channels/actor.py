@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +20,7 @@ from rlix.protocol.errors import ChannelError
 from rlix.protocol.messages import Process
 
 SHARED_MEMORY = Path("/dev/shm")
+_GIVEN_UP = 256  # how many are remembered: a `take` that comes after its end is a moment late
 _LOOK_S = 0.5  # how often those who wait look whether somebody has died
 
 
@@ -48,6 +50,7 @@ class ChannelActor:
         self._consumers: dict[str, Process] = {}
         self._waiting: set[str] = set()  # consumers
         self._withdrawn: set[str] = set()  # of these
+        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP)  # consumers that gave back what they had not asked for yet
         self._names = itertools.count()
         self._changed = asyncio.Condition()
 
@@ -88,6 +91,8 @@ class ChannelActor:
 
     async def take(self, consumer: str, user: Process, group: str, want: Want, timeout_s: float) -> Reply:
         found: list[Item] = []
+        if consumer in self._given_up:
+            return Reply(Outcome.TIMEOUT, f"{consumer} has given up")
         self._consumers[consumer] = user
         self._waiting.add(consumer)
 
@@ -122,9 +127,11 @@ class ChannelActor:
         return await self._change(acknowledge)
 
     async def give_back(self, consumer: str) -> Reply:
-        """What it has goes back; if it waits, it gets nothing any more."""
+        """What it has goes back; if it waits, or Ray begins its `take` after this, it gets nothing any more."""
         if consumer in self._waiting:
             self._withdrawn.add(consumer)
+        elif consumer not in self._consumers:
+            self._given_up.append(consumer)
         return await self._change(lambda: self._give_back(consumer))
 
     async def close(self, producer: str) -> Reply:
