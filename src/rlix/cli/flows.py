@@ -12,7 +12,7 @@ from rlix.control.program import attach
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid, profile
-from rlix.flow.profiler.profile import Profile, path_of
+from rlix.flow.profiler.profile import Profile, halves, path_of
 from rlix.flow.programs.flow import Flow
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
@@ -73,11 +73,3 @@ def plan_flow(name: str, gpus: int, gigabytes: float, mode: str) -> None:
     planned = flow.plan(known, gpus, device_bytes=gigabytes * 1e9 if gigabytes else float("inf"), mode=only)
     typer.echo(known.describe())
     typer.echo(planned.explain())
-
-
-def halves(most: int, least: int = 1) -> tuple[int, ...]:
-    """`most`, its half, and so on down to about `least`."""
-    found = [most]
-    while found[-1] // 2 >= max(1, least):
-        found.append(found[-1] // 2)
-    return tuple(sorted(found))

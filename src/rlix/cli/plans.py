@@ -8,15 +8,14 @@ import typer
 from rich.console import Console
 
 from rlix.cli.check import machine_memory
-from rlix.cli.flows import halves
 from rlix.cli.pool import shared_pool
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
-from rlix.flow.profiler.profile import machine
+from rlix.flow.profiler.profile import halves, machine
 from rlix.monitor.records import RunRecord, load_run
 from rlix.pipeline.jobs.launch import launch
-from rlix.pipeline.planning.choose import choose, explain, is_open, profile_path, unplanned
+from rlix.pipeline.planning.choose import choose, explain, profile_path, unplanned
 from rlix.pipeline.planning.profiling import Trial, measured, trials
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
@@ -36,7 +35,7 @@ def planned(
     home = Settings.from_env().home
     found = []
     for spec in specs:
-        if is_open(spec):
+        if spec.is_unplanned:
             chosen = choose(spec, ids, home, memory, None if resumed is None else resumed / spec.name)
             console.print(chosen.line, markup=False, highlight=False, soft_wrap=True)
             found.append(chosen.spec)

@@ -131,3 +131,11 @@ def machine() -> str:
 
 def path_of(home: Path, flow: str) -> Path:
     return home / FOLDER / machine() / f"{flow}.json"
+
+
+def halves(most: int, least: int = 1) -> tuple[int, ...]:
+    """`most`, its half, and so on down to about `least`."""
+    found = [most]
+    while found[-1] // 2 >= max(1, least):
+        found.append(found[-1] // 2)
+    return tuple(sorted(found))

@@ -21,7 +21,7 @@ from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import resumption
 from rlix.pipeline.jobs.run_folder import check_free
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
-from rlix.pipeline.planning.choose import choose, is_open
+from rlix.pipeline.planning.choose import choose
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.pipeline.spec.lora import RunSpec
@@ -178,7 +178,7 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]
-    specs = [choose(spec, ids, Settings.from_env().home).spec if is_open(spec) else spec for spec in specs]
+    specs = [choose(spec, ids, Settings.from_env().home).spec if spec.is_unplanned else spec for spec in specs]
     check_jobs(specs, ids)
     for spec in specs:
         check_importable(spec)

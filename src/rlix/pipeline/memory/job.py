@@ -64,7 +64,7 @@ def _of_job(spec: "JobSpec", model: ModelShape, memory: int | None, trained: int
     policy, reference = needs_reference(algorithm), clusters.get(ClusterName.REFERENCE)
     train = replace(_training(spec, clusters[ClusterName.ACTOR_TRAIN], model), trained=trained)
     needs = [estimate.training(model, train)]
-    if spec.algorithm.scores_first(off_policy=spec.schedule.name == "ahead"):
+    if spec.algorithm.scores_first(off_policy=spec.schedule.works_ahead):
         needs.append(estimate.scoring(model, train, "old_log_probs", "actor_train"))
     if policy and reference is not None:
         how = replace(_training(spec, reference, model), stored=_bytes(spec))  # it has no adapter

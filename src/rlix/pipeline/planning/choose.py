@@ -10,7 +10,7 @@ from statistics import fmean
 from rlix.flow.planner import Mode, Plan, Planned, make_plan
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.pipeline.planning.declared import answer_lengths, declared_profile, prompt_tokens
-from rlix.pipeline.planning.graph import DEVICE, Fits, job_graph, works_ahead
+from rlix.pipeline.planning.graph import DEVICE, Fits, job_graph
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
@@ -49,11 +49,6 @@ class Chosen:
         )
 
 
-def is_open(spec: JobSpec) -> bool:
-    """Whether the job's clusters are still to be planned."""
-    return spec.plan is not None and spec.plan.open
-
-
 def choose(
     spec: JobSpec, ids: Sequence[int], home: Path, memory: int | None = None, measured: Path | None = None
 ) -> Chosen:
@@ -70,7 +65,7 @@ def choose(
     ids = list(ids)[: wanted.gpus]
     if wanted.gpus is not None and len(ids) < wanted.gpus:
         raise SpecError(f"{spec.name}: plan.gpus: asks for {wanted.gpus} devices, and the pool has {len(ids)}")
-    ahead = works_ahead(spec)
+    ahead = spec.schedule.works_ahead
     profile = _drifted(tables(spec, len(ids), home, ahead=ahead), measured, spec.trajectories_per_step)
     planned = plan_job(spec, profile, len(ids), memory, ahead=ahead)
     return Chosen(with_clusters(spec, planned.best, ids, profile), planned, profile)
@@ -128,7 +123,7 @@ def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int], profile: Profil
 
 def unplanned(spec: JobSpec) -> JobSpec:
     """The job as if its clusters had been left to a plan."""
-    if is_open(spec):
+    if spec.is_unplanned:
         return spec
     narrow = {name: ClusterSpec(tensor_parallel=c.tensor_parallel) for name, c in spec.clusters.items()}
     section = (spec.plan or PlanSpec()).model_copy(update={"chosen": "", "step_s": 0.0, "load_s": 0.0, "seconds": {}})
@@ -157,7 +152,7 @@ def profile_path(home: Path, spec: JobSpec) -> Path:
     """Tables are kept by machine, and by all of a job that decides how long its parts take."""
     values = spec.model_dump(mode="json", include=set(_TIMED))
     tensor_parallel = {name: cluster.tensor_parallel for name, cluster in spec.clusters_in_use.items()}
-    text = json.dumps([values, tensor_parallel, works_ahead(spec)], sort_keys=True, default=str)
+    text = json.dumps([values, tensor_parallel, spec.schedule.works_ahead], sort_keys=True, default=str)
     return path_of(home, f"{spec.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}")
 
 
@@ -167,7 +162,7 @@ def explain(spec: JobSpec, planned: Planned, devices: int, home: Path, memory: i
 
 
 def _about_schedule(spec: JobSpec, planned: Planned, devices: int, home: Path, memory: int | None) -> list[str]:
-    if works_ahead(spec):
+    if spec.schedule.works_ahead:
         return [
             "schedule ahead: the next step's samples are made while a step trains, where they have devices of their "
             "own; being further ahead than one step evens out steps of different length and is not planned for"

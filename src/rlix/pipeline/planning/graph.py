@@ -28,11 +28,6 @@ def parts_of(spec: JobSpec) -> list[str]:
     return [name.value for name in ORDER if name in spec.clusters_in_use]
 
 
-def works_ahead(spec: JobSpec) -> bool:
-    """Whether the schedule lets the next step's samples be made while a step trains."""
-    return spec.schedule.name == "ahead"
-
-
 def job_graph(spec: JobSpec, profile: Profile, devices: int, fits: Fits, *, ahead: bool) -> Graph:
     """Raises SpecError: the profile lacks a part, or a part runs on no number of these devices."""
     names = parts_of(spec)

@@ -11,7 +11,7 @@ from statistics import median
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.monitor.records import RunRecord, Span
-from rlix.pipeline.planning.graph import parts_of, widths_of, works_ahead
+from rlix.pipeline.planning.graph import parts_of, widths_of
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
@@ -19,7 +19,7 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
 SIZES = "rlix.pipeline.schedules.sizes:Sizes"
-_SEED_LENGTH = 50
+_NAME_LENGTH = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ def _trial(spec: JobSpec, width: int, sizes: Sequence[int]) -> JobSpec:
         name: ClusterSpec(gpus=width * cluster.tensor_parallel, tensor_parallel=cluster.tensor_parallel)
         for name, cluster in spec.clusters_in_use.items()
     }
-    options = {"prompts": list(sizes), "off_policy": works_ahead(spec)}
+    options = {"prompts": list(sizes), "off_policy": spec.schedule.works_ahead}
     changed = {
-        "name": f"profile-{spec.name[:_SEED_LENGTH]}-{width}",
+        "name": f"profile-{spec.name[:_NAME_LENGTH]}-{width}",
         "steps": len(sizes),
         "schedule": ScheduleSpec(name=SIZES, options=options),
         "evaluation": None,

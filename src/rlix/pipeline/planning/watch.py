@@ -8,7 +8,6 @@ from pathlib import Path
 from rlix.flow.programs.drift import LIMIT, Drift
 from rlix.pipeline.jobs.run_folder import replace_file
 from rlix.pipeline.planning.choose import FILE, choose, unplanned
-from rlix.pipeline.planning.graph import works_ahead
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
@@ -44,7 +43,7 @@ class PlanWatch:
             return ""
         seen = {**self._phases, STEP: metrics["step_s"]}
         self._phases = {}
-        if not works_ahead(self._spec) and "rollout_s" in metrics:  # ahead, it ends when somebody asks
+        if not self._spec.schedule.works_ahead and "rollout_s" in metrics:  # ahead, it ends when somebody asks
             seen[ClusterName.ACTOR_INFER] = metrics["rollout_s"]
         self._drift.saw({name: [(1, seconds)] for name, seconds in seen.items() if name in self._planned})
         if not (factors := self._drift.factors()):

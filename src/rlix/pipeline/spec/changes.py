@@ -46,7 +46,7 @@ def spec_changes(old: Sections, new: Sections) -> list[Change]:
     """Field by field, in the order of the spec."""
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     fields = list(dict.fromkeys([*after, *before]))
-    planned = ("clusters", "plan") if new.plan is not None and new.plan.open else ()  # nobody knows yet
+    planned = ("clusters", "plan") if new.is_unplanned else ()  # nobody knows yet
     changed = [field for field in fields if before.get(field) != after.get(field) and not _in(field, planned)]
     missing = _missing_state(old, new)
     return [_change(field, before.get(field), after.get(field), missing) for field in changed]

@@ -31,8 +31,8 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _evaluation(spec)
     yield from _lora(spec)
     yield from _plan(spec)
-    planned = spec.plan is not None and spec.plan.open
-    yield from cluster_problems(spec.clusters, fixed=spec.pipeline is None or spec.multi_lora, planned=planned)
+    fixed = spec.pipeline is None or spec.multi_lora
+    yield from cluster_problems(spec.clusters, fixed=fixed, planned=spec.is_unplanned)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:
@@ -126,7 +126,7 @@ def _rewards(source: SourceSpec, given: list[str]) -> Iterator[Problem]:
 
 def _schedule(spec: Sections) -> Iterator[Problem]:
     """Schedules and algorithms of the user's are theirs to combine."""
-    off_policy = spec.schedule.name == "ahead"
+    off_policy = spec.schedule.works_ahead
     if off_policy:
         try:
             ahead: AheadOptions = parse_options(_Owner(AheadOptions), spec.schedule.options)

@@ -37,3 +37,8 @@ class ScheduleSpec(Named):
 
     name: str = "on_policy"
     """`on_policy`, `ahead`, or your own: `file.py:Class`."""
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether it lets the next step's samples be made while a step trains."""
+        return self.name == "ahead"

@@ -96,6 +96,11 @@ class Sections(Section):
         return self.pipeline is not None and self.pipeline.name == MULTI_LORA
 
     @property
+    def is_unplanned(self) -> bool:
+        """Whether its clusters are left to a plan that is still to be made."""
+        return self.plan is not None and self.plan.open
+
+    @property
     def trajectories_per_step(self) -> int:
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
