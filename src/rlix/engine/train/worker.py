@@ -199,7 +199,11 @@ class TrainWorker(Worker):
     def _bring(self, fence: Fence) -> MoveReport:
         if self._resident.state is not Residency.META:  # which has no bytes to bring
             self._locks.acquire(fence, LOCK_TIMEOUT_S)
-        return self._resident.to_device()
+        try:
+            return self._resident.to_device()
+        finally:
+            if self._resident.state is not Residency.DEVICE:  # there is no room, and what came has gone again
+                self._locks.release()
 
     def to_host(self) -> MoveReport:
         self._executor.settle(self._module)
