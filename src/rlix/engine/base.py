@@ -3,7 +3,7 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -19,6 +19,8 @@ class Engine(ABC):
     """`name` is that of the workers, in logs and errors; a unique end is added."""
 
     devices: tuple[Device, ...] = ()
+    gradual_moves = False
+    """Whether its bytes leave and come part by part."""
 
     def __init__(self, name: str) -> None:
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -59,9 +61,14 @@ class Engine(ABC):
             return torch.device(self.devices[0].kind.value)
         return torch.device("cpu" if self.residency is Residency.HOST else "meta")
 
+    @property
+    def leased(self) -> bool:
+        """Whether it is on its devices under a job's lease, not on the program's own account."""
+        return self.life.epoch > 0
+
     @abstractmethod
-    def cuda(self) -> MoveReport:
-        """Bring the bytes on the devices (virtual ones too)."""
+    def cuda(self, what: Literal["weights"] | None = None) -> MoveReport:
+        """Bring the bytes, or only the weights, on the devices (virtual ones too)."""
 
     @abstractmethod
     def cpu(self) -> MoveReport:

@@ -37,6 +37,7 @@ class StartedAs:
     build_timeout_s: float
     collective_timeout_s: float
     name_holders: Callable[[Mapping[int, Process]], object] | None
+    gradual_moves: bool
 
 
 class TrainWorkers(Engine):
@@ -53,6 +54,10 @@ class TrainWorkers(Engine):
         self._calls = 0  # of these workers
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
         self._configured: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
+
+    @property
+    def leased(self) -> bool:
+        return self._lease is not None
 
     def _hold(self, lease: Fence | int | None) -> None:
         self._lease = lease
@@ -81,7 +86,7 @@ class TrainWorkers(Engine):
         )
         try:
             self._name_holders(group)
-            settings = (how.executor, layout, spec, how.collective_timeout_s, lease)
+            settings = (how.executor, layout, spec, how.collective_timeout_s, lease, how.gradual_moves)
             group.run("setup", *settings, timeout_s=how.build_timeout_s)
         except WorkerError as error:
             group.close(graceful=False)

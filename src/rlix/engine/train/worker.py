@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlix.engine.life_cycle import Life, Residency
+from rlix.engine.movers import mover_for
 from rlix.engine.parallel import like
 from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
@@ -73,6 +74,7 @@ class TrainWorker(Worker):
         spec: ModuleSpec,
         collective_timeout_s: float,
         lease: Fence | int | None = None,
+        gradual_moves: bool = False,
     ) -> TrainStatus:
         """Join the process group, build the module, fill and cut it, under `lease` if there is one.
 
@@ -98,7 +100,7 @@ class TrainWorker(Worker):
             f"rank {self.ctx.rank} of {self.ctx.group}",
             lambda: self._executor.resident(module),
             device,
-            mover=self._executor.mover(),
+            mover=self._executor.mover() or mover_for(device, gradual=gradual_moves),
         )
         self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
