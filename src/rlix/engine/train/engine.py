@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 
 from rlix.engine import placement
-from rlix.engine.base import merged
+from rlix.engine.base import merged, named_dtype
 from rlix.engine.life_cycle import Life, Residency, joint
 from rlix.engine.parallel import combine, scatter
 from rlix.engine.residency import MoveReport
@@ -134,8 +134,8 @@ class TrainEngine(StateCalls):
             kwargs=self._kwargs,
             seed=seed or 0,
             weights_path=folder,
-            dtype=_dtype_name(dtype),
-            compute_dtype=None if compute_dtype is None else _dtype_name(compute_dtype),
+            dtype=named_dtype(dtype),
+            compute_dtype=None if compute_dtype is None else named_dtype(compute_dtype),
         )
         self._timeout_s = call_timeout_s
         gradual = chosen[0].kind is DeviceKind.CPU if gradual_moves is None else gradual_moves
@@ -311,13 +311,6 @@ def _say_items(error: WorkerError, sizes: tuple[int, ...] | None, of_rank: Seque
     first = sum(sizes[:part])
     error.items = range(first, first + sizes[part])  # type: ignore[attr-defined]
     error.args = (f"{error} (items {first} to {first + sizes[part] - 1} of the split batch)",)
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}; use for instance 'float32' or 'bfloat16'")  # noqa: TRY004
-    return name
 
 
 def _public(cls: type) -> list[str]:

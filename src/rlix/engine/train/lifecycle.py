@@ -153,10 +153,13 @@ class TrainWorkers(Engine):
 
     def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         group = self._workers()
-        with self._dispatch:
-            self._calls += 1
-            refs = group.call("do", self._calls, method, *args)
         name = f"{args[0]}" if method == "call" else method
+        try:
+            refs = self._send(group, method, *args)
+        except BaseException as error:  # re-raised; an argument cannot be sent, and some ranks may have got theirs
+            if lost := self._recover(group, name):
+                error.add_note(lost)
+            raise
         try:
             return group.results(name, refs, timeout_s=timeout_s)
         except WorkerError as error:
@@ -169,6 +172,16 @@ class TrainWorkers(Engine):
             if lost := self._recover(group, name):
                 error.args = (f"{error}; {lost}",)
             raise
+
+    def _send(self, group: WorkerGroup, method: str, *args: Any) -> list[Any]:
+        """Call all ranks, as they are numbered."""
+        with self._dispatch:
+            self._calls += 1
+            try:
+                return group.call("do", self._calls, method, *args)
+            except BaseException:  # re-raised; what some ranks did not get is no call that they missed
+                group.call("skip", self._calls)
+                raise
 
     def _recover(self, group: WorkerGroup, method: str) -> str:
         """After a call that did not end well: make sure that the next one meets no collective of this one.

@@ -117,6 +117,10 @@ class TrainWorker(Worker):
         self._versions = self._written()
         return getattr(self, method)(*args)
 
+    def skip(self, number: int) -> None:
+        """What the `number`th call sends could not be sent to every rank: the next one follows all the same."""
+        self._calls = number
+
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int | None, only_first: bool
     ) -> Any:
@@ -131,6 +135,8 @@ class TrainWorker(Worker):
                 result = list(result)
             result = None if result is self._module else _to_host(result)
             return None if only_first and self.ctx.rank else result
+        except SystemExit as error:  # it would end this process, and with it weights and optimizer state
+            raise RuntimeError(f"{method}() was left by SystemExit({error.code!r})") from error
         finally:
             self._executor.settle(self._module)
 
