@@ -80,11 +80,11 @@ class Engine(ABC):
 
     def to(self, where: str | torch.device) -> MoveReport:
         """`cuda`, `cpu` or `meta`, as in PyTorch."""
-        kind = torch.device(where).type
         moves: dict[str, Callable[[], MoveReport]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
-        if kind not in moves:
+        move = moves.get(str(where).split(":")[0])
+        if move is None:
             raise ValueError(f"cannot move an engine to {where!s}; known: {', '.join(moves)}")
-        return moves[kind]()
+        return move()
 
     def close(self) -> None:
         """End the workers. Calling it twice is fine; the engine can be built again."""
@@ -130,6 +130,14 @@ def plainly(error: WorkerError) -> RlixError:
     """The error a worker raised, where it is one of ours: with its own type, and a message that names the worker."""
     cause = getattr(error.__cause__, "cause", None)
     return type(cause)(str(error)) if isinstance(cause, RlixError) else error
+
+
+def named_dtype(dtype: str | torch.dtype) -> str:
+    """As torch spells it, without the module. Raises ValueError for what is none."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"unknown dtype {dtype!r}; use for instance 'float32' or 'bfloat16'")  # noqa: TRY004
+    return name
 
 
 def merged(reports: Iterable[MoveReport]) -> MoveReport:

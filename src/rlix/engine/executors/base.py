@@ -63,6 +63,14 @@ class ExecutorOptions:
     gradual_moves: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "kv_cache_bytes", "tile_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share above 0, at most 1")
+
 
 @dataclass(frozen=True, slots=True)
 class Site:

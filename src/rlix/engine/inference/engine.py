@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from ray.exceptions import RayError
 from transformers import PretrainedConfig
 
 from rlix.engine import placement
-from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.base import Engine, merged, named_dtype, plainly
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
 from rlix.engine.executors.registry import backend
@@ -79,7 +80,7 @@ class InferenceEngine(Engine):
         max_num_seqs: int = 256,
         gpu_memory_utilization: float | None = None,
         kv_cache_bytes: int | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         exact: bool | None = None,
         gradual_moves: bool | None = None,
         adapters: int = 0,
@@ -135,7 +136,7 @@ class InferenceEngine(Engine):
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
-            dtype=dtype,
+            dtype=dtype if dtype == "auto" else named_dtype(dtype),
             exact=exact,
             adapters=adapters,
             adapter_rank=adapter_rank,
