@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
@@ -310,7 +310,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """`failed`: numbers of those that have, in their order; one that fails now may not be among them yet."""
         for i in (*failed, *range(len(futures))):
-            if futures[i].done() and isinstance(error := futures[i].exception(), RayError):
+            if futures[i].done() and (error := futures[i].exception()) is not None:
                 raise self._worker_error(method, ranks[i], error) from error
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
@@ -319,7 +319,7 @@ class WorkerGroup:
             )
         return [future.result() for future in futures]
 
-    def _worker_error(self, method: str, rank: int, error: RayError) -> WorkerError:
+    def _worker_error(self, method: str, rank: int, error: BaseException) -> WorkerError:
         cause = error.cause if isinstance(error, RayTaskError) else error
         message = f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}"
         return worker_error(message, rank, error if cause is None else cause)
