@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlix.pipeline.hub import check_reachable
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -65,10 +66,12 @@ def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShap
 
         return counted(tiny_config(model))
     where = str(config_folder) if config_folder is not None else getattr(model, "path", "")
+    field = "model.path" if config_folder is None else "--model-config"
     try:
+        if not Path(where).is_dir():
+            check_reachable(where)
         return counted(AutoConfig.from_pretrained(where))
     except (OSError, ValueError, KeyError) as error:
-        field = "model.path" if config_folder is None else "--model-config"
         raise SpecError(
             f"{field}: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
             "with its config.json, e.g. with --model-config"
