@@ -23,6 +23,7 @@ class ModelShape:
         intermediate: width of the feed-forward part that a token goes through; of its experts together.
         query: width of all attention heads together; `keys`: of all key heads.
         context: tokens that the model can see at once.
+        linear: last names of the linear layers that adapters may go on: all but the head.
     """
 
     parameters: int
@@ -34,6 +35,7 @@ class ModelShape:
     query: int
     keys: int
     context: int
+    linear: frozenset[str] = frozenset()
 
     @property
     def rest(self) -> int:
@@ -83,6 +85,8 @@ def counted(config: Any) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from rlix.engine.lora import linear_layers
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     blocks = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
@@ -98,6 +102,7 @@ def counted(config: Any) -> ModelShape:
         query=heads * width,
         keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
         context=int(config.max_position_embeddings),
+        linear=frozenset(linear_layers(model)),
     )
 
 
