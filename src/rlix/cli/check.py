@@ -11,6 +11,7 @@ from rich.table import Table
 from rlix.cli.view import make_console
 from rlix.node.devices import device_keys, gpu_memory
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
+from rlix.pipeline.spec.runs import target_problems
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Device, DeviceKind
 
@@ -31,15 +32,18 @@ def check_specs(
     from rlix.pipeline.memory.shape import shape_of
 
     specs = [load_job(name) for name in names]
-    check_jobs(specs, None if devices is None else range(devices))
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
+    virtual = memory is None if memory_gib is None else None  # else they are those of another machine
+    check_jobs(specs, None if devices is None else range(devices), virtual=virtual)
     console, problems = make_console(), []
     known = memory if model_config is None else None
     for spec in [planned([s], range(devices or pool_size(s)), known, console)[0] for s in specs]:
         if spec.pipeline is not None and not spec.multi_lora:
             console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
             continue
-        found = job_memory(spec, shape_of(spec.model, model_config), memory)
+        shape = shape_of(spec.model, model_config)
+        problems += [spec.described(problem) for problem in target_problems(spec, shape.linear)]
+        found = job_memory(spec, shape, memory)
         print_memory(spec, found, memory, console)
         if memory is not None:
             problems += [spec.described(problem) for problem in memory_problems(spec, found, memory)]

@@ -281,12 +281,8 @@ class Pipeline(ABC):
             self.loggers.log(step, metrics)
         self._rewards.append(metrics["reward"])
         self._exacts.append(metrics.get("exact", float("nan")))
-        self._update(
-            step=step + 1,
-            reward=metrics["reward"],
-            exact=metrics.get("exact"),
-            tokens_per_s=metrics.get("tokens_per_s"),
-        )
+        shown = {name: metrics.get(name) for name in ("reward", "exact", "tokens_per_s", "staleness")}
+        self._update(step=step + 1, **shown)
         self._write_lease_events()
         self._log_plan(self._plan.step(metrics))
         return metrics
