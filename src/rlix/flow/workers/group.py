@@ -18,6 +18,7 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
+from rlix.flow.messages.peer import MAIL
 from rlix.flow.scratch import Scratch
 from rlix.flow.workers.actor_class import actor_class
 from rlix.flow.workers.futures import failures, futures_of, read_error
@@ -80,8 +81,7 @@ class WorkerGroup:
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
         self._kwargs = dict(kwargs or {})
-        control = any(getattr(m, "__ray_concurrency_group__", None) == CONTROL for m in vars(worker_cls).values())
-        remote = ray.remote(concurrency_groups={CONTROL: 1}) if control else ray.remote
+        remote = ray.remote(concurrency_groups={CONTROL: 1, MAIL: 1})
         self._cls: Any = remote(actor_class(worker_cls))
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
@@ -121,6 +121,11 @@ class WorkerGroup:
     def processes(self) -> dict[int, Process]:
         """The process of each rank that was constructed, as it is known on its node."""
         return {rank: replace(process, name=f"{self.name}:{rank}") for rank, process in self._named.items()}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the ranks, as `Worker.send` and its like take them."""
+        return [f"{self.name}:{rank}" for rank in range(self.world_size)]
 
     @property
     def handles(self) -> tuple["ActorHandle[Any]", ...]:

@@ -16,6 +16,7 @@ class JobConfig:
     run_dir: Path
     resume: bool = False
     why: str = ""  # it is started again, for the job's log
+    switches: bool = False  # somebody starts it again by the plan that its summary goes on by
 
     @staticmethod
     def of(config: "JobConfig | JobSpec") -> "JobConfig":
@@ -59,6 +60,7 @@ class JobSummary:
     first_exact: float | None
     last_exact: float | None
     run_dir: str
+    goes_on: JobSpec | None = None  # by another plan, from its checkpoint
 
 
 def as_metrics(found: object, whose: str) -> dict[str, float]:
