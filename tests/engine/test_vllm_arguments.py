@@ -33,7 +33,7 @@ def test_on_a_gpu_it_takes_of_what_is_free_and_can_sleep(monkeypatch: pytest.Mon
 
 def test_a_virtual_gpu_has_a_small_cache_of_its_own() -> None:
     made = arguments(Site(DeviceKind.CPU))
-    assert made["kv_cache_memory_bytes"] == 8 * 10_000 * 2 * 3 * 2 * 64 * 4  # eight sequences, keys and values in float32
+    assert made["kv_cache_memory_bytes"] == 8 * 10_000 * 2 * 3 * 2 * 64 * 4  # eight sequences in float32
     assert (made["enable_sleep_mode"], made["dtype"], made["load_format"]) == (False, "float32", "dummy")
     assert arguments(Site(DeviceKind.CPU), kv_cache_bytes=7)["kv_cache_memory_bytes"] == 7
 
