@@ -13,8 +13,9 @@ from rlix.control.program import attach as attach_program
 from rlix.engine.movers import SwapMover
 from rlix.integrations.leases import ProgramGate, Stages
 from rlix.integrations.rollouts import Rollouts
+from rlix.integrations.trl import install as install_module
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
-from rlix.integrations.trl.install import install, main, once
+from rlix.integrations.trl.install import Session, install, main, once
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration
 from rlix.pipeline.jobs.run_folder import RunFolder
@@ -186,6 +187,59 @@ def test_what_is_missing_is_said_before_there_is_a_job(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SpecError, match="TRL is not installed"):
         install("nobody")
+
+
+class Ended:
+    """A run record, or how its session ended."""
+
+    def close(self, error: str | None, *, stopped: bool) -> None:
+        self.how = (error, stopped)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "how"),
+    [
+        ("", None, (None, False)),
+        ("raise SystemExit(0)", 0, (None, False)),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--no-such'])", 2, ("exit code 2", False)),
+        ("raise SystemExit('no data')", "no data", ("no data", False)),
+        ("raise ValueError('no data')", None, ("ValueError: no data", True)),
+        ("raise KeyboardInterrupt", None, (None, True)),
+    ],
+)
+def test_how_a_script_ended_is_recorded(
+    script: str, code: Any, how: tuple[str | None, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: Any = Ended()
+    session = Session("job", Stages(Watched()), ended)
+    monkeypatch.setattr(install_module, "install", lambda: session)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text(script)
+    try:
+        main([str(tmp_path / "train.py")])
+    except SystemExit as end:
+        assert end.code == code
+    except (ValueError, KeyboardInterrupt) as error:  # as the interpreter does
+        install_module._note_failure(session, lambda *_: None, type(error), error, None)
+    session.close()
+    said, stopped = ended.how
+    assert (said == how[0] or (said is not None and how[0] is not None and how[0] in said), stopped) == (True, how[1])
+
+
+def test_what_forbids_a_job_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise SpecError("the pool is too small")
+
+    monkeypatch.setattr(install_module, "install", refuse)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "train.py")])
+    assert (end.value.code, capsys.readouterr().err) == (2, "rlix: the pool is too small\n")
 
 
 def test_a_second_served_trainer_of_a_script_is_refused() -> None:

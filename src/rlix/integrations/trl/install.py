@@ -77,7 +77,7 @@ class Session:
         self._dismiss = dismiss
         self.stages = stages
         self.error: str | None = None
-        self.training = False
+        self.stopped = False  # unless it returns from training: who is ended by a signal does not
 
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""
@@ -94,7 +94,7 @@ class Session:
 
     def close(self) -> None:
         if self._record is not None:
-            self._record.close(self.error, stopped=self.training)
+            self._record.close(self.error, stopped=self.stopped)
         if self._dismiss is not None and self.stages.stage is None:
             with contextlib.suppress(RlixError):
                 self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
@@ -245,9 +245,9 @@ def hook(session: Session) -> None:
 
     @functools.wraps(train)
     def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        session.training = True  # until it returns: who is ended by a signal does not
+        session.stopped = True
         found = session.attached(self).train(functools.partial(train, self), *args, **kwargs)
-        session.training = False
+        session.stopped = False
         return found
 
     Trainer.__init__, Trainer.train = leased_init, leased_train
@@ -273,7 +273,9 @@ def _note_failure(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    session.error = f"{kind.__name__}: {error}"
+    if not issubclass(kind, KeyboardInterrupt):  # which stops it
+        session.error = f"{kind.__name__}: {error}"
+    session.stopped = True
     before(kind, error, trace)
 
 
@@ -285,5 +287,14 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"rlix.trl: no such script: {argv[0]}")
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).resolve().parent)
-    install()
-    runpy.run_path(argv[0], run_name="__main__")
+    try:
+        session = install()
+    except RlixError as error:  # nothing of the script has run: a traceback would say nothing of it
+        sys.stderr.write(f"rlix: {error}\n")
+        sys.exit(2 if isinstance(error, SpecError) else 1)
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:  # raised again
+        if end.code:
+            session.error = f"it ended with exit code {end.code}" if isinstance(end.code, int) else str(end.code)
+        raise
