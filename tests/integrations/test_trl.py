@@ -177,7 +177,10 @@ def test_what_leases_cannot_surround_is_refused(model: Path, tmp_path: Path) -> 
         refuse_kind(type("AsyncGRPOTrainer", (), {}))
     trainer = make("GRPO", model, tmp_path)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(SpecError, match="FSDP is not supported"):
+    with pytest.raises(SpecError, match="FSDP is not supported in GRPOTrainer"):
+        attach(trainer)
+    trainer.is_fsdp_enabled, trainer.use_vllm = False, True  # a vLLM of TRL's own, as online DPO has
+    with pytest.raises(SpecError, match="use_vllm is not supported in GRPOTrainer"):
         attach(trainer)
 
 

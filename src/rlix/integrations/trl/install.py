@@ -39,6 +39,7 @@ _CLUSTER = ClusterName.ACTOR_TRAIN.value
 _KIND = Kind("TRL", {"reward": "reward", "tokens_total": "num_tokens", "grad_norm": "grad_norm", "loss": "loss"})
 _RANKS_TIMEOUT_S = 300.0  # for all ranks to have started
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WITH_VLLM = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,12 @@ def _install(name: str) -> Session:
         raise SpecError("rlix.trl: TRL is not installed: pip install 'rlix[trl]'")
     ranks = Ranks.from_env(os.environ)
     store: Any = dist.FileStore(str(_meeting_place()), ranks.world_size) if ranks.world_size > 1 else None  # type: ignore[attr-defined]
-    session = _first(name, ranks, store) if ranks.rank == 0 else _other(name, ranks, store)
-    hook(session)
+    session, start_rollouts = _first(name, ranks, store) if ranks.rank == 0 else _other(name, ranks, store)
+    hook(session, start_rollouts)
     return session
 
 
-def _first(name: str, ranks: Ranks, store: Any) -> Session:
+def _first(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     program = attach(name, gangs={_CLUSTER: ranks.world_size}, rollouts={CLUSTER: None}, stay=True)
     visible = _visible(program)
     _show(visible)
@@ -140,13 +141,12 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
         atexit.register(rollouts.close)  # before the job leaves, which would end the replicas by force
         return rollouts
 
-    _serve(once(start_rollouts))
     mine = dict.fromkeys(range(ranks.world_size), program.client.process)
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
     sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
     logger.info("%s is a job of the pool; run folder: %s", name, record.folder.path)
-    return session
+    return session, _only_on_one_rank if ranks.world_size > 1 else once(start_rollouts)
 
 
 def once(start: Start) -> Start:
@@ -167,24 +167,22 @@ def once(start: Start) -> Start:
 
 
 def _serve(start_rollouts: Start) -> None:
-    """`use_vllm=True` means the job's own replicas."""
-    from trl.trainer import grpo_trainer, rloo_trainer
-
-    for module in (grpo_trainer, rloo_trainer):
-        module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)
+    """`use_vllm=True` means the job's own replicas, for trainers that are built from now on."""
+    for name in _WITH_VLLM:
+        if module := sys.modules.get(name):
+            module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)  # type: ignore[attr-defined]
 
 
 def _only_on_one_rank(model: str, dtype: str) -> Rollouts:
     raise SpecError("rlix.trl: use_vllm on several ranks is not supported yet")
 
 
-def _other(name: str, ranks: Ranks, store: Any) -> Session:
+def _other(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     pid = os.getpid()
     store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
     _await(store, "devices", "rank 0 to join the pool")
     _show(json.loads(store.get("devices").decode()))
-    _serve(_only_on_one_rank)
-    return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None)))
+    return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None))), _only_on_one_rank
 
 
 def _holders(program: Program, ranks: Ranks, store: Any) -> dict[int, Process]:
@@ -232,7 +230,7 @@ def _show(visible: Sequence[str]) -> None:
     os.environ[_VISIBLE] = ",".join(visible)
 
 
-def hook(session: Session) -> None:
+def hook(session: Session, start_rollouts: Start) -> None:
     """From now on trainers take leases of `session`: wraps methods of transformers' `Trainer`, for this process."""
     torch.cuda._lazy_call(session.start)  # when CUDA starts, which is before the first byte
     init, train = Trainer.__init__, Trainer.train
@@ -240,6 +238,7 @@ def hook(session: Session) -> None:
     @functools.wraps(init)
     def leased_init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         refuse_kind(type(self))
+        _serve(start_rollouts)  # TRL, which takes seconds to import, is there by now
         session.start()
         init(self, *args, **kwargs)
 
