@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,8 @@ def test_what_is_missing_is_said_before_there_is_a_job(monkeypatch: pytest.Monke
 class Ended:
     """A run record, or how its session ended."""
 
+    folder = SimpleNamespace(path=Path("runs/job"))
+
     def close(self, error: str | None, *, stopped: bool) -> None:
         self.how = (error, stopped)
 
@@ -211,7 +214,13 @@ class Ended:
     ],
 )
 def test_how_a_script_ended_is_recorded(
-    script: str, code: Any, how: tuple[str | None, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str,
+    code: Any,
+    how: tuple[str | None, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     ended: Any = Ended()
     session = Session("job", Stages(Watched()), ended)
@@ -226,6 +235,8 @@ def test_how_a_script_ended_is_recorded(
     except (ValueError, KeyboardInterrupt) as error:  # as the interpreter does
         install_module._note_failure(session, lambda *_: None, type(error), error, None)
     session.close()
+    assert "rlix: job is a job of the pool; run folder: runs/job\n" in capsys.readouterr().err
+    assert ("ended without building a trainer" in caplog.text) == (how == (None, False))
     said, stopped = ended.how
     assert (said == how[0] or (said is not None and how[0] is not None and how[0] in said), stopped) == (True, how[1])
 
@@ -242,7 +253,7 @@ def test_what_forbids_a_job_is_one_line(
     (tmp_path / "train.py").write_text("")
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path / "train.py")])
-    assert (end.value.code, capsys.readouterr().err) == (2, "rlix: the pool is too small\n")
+    assert (end.value.code, capsys.readouterr().err.splitlines()[1:]) == (2, ["rlix: the pool is too small"])
 
 
 def test_a_second_served_trainer_of_a_script_is_refused() -> None:

@@ -79,9 +79,16 @@ class Session:
         self.stages = stages
         self.error: str | None = None
         self.stopped = False  # unless it returns from training: who is ended by a signal does not
+        self._used = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder, which rank 0 writes."""
+        return self._record and self._record.folder.path
 
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""
+        self._used = True
         if self.stages.stage is None:
             self.stages.begin(INITIALIZATION)
 
@@ -95,6 +102,9 @@ class Session:
 
     def close(self) -> None:
         if self._record is not None:
+            if not (self._used or self.error or self.stopped):
+                logger.warning("%s ended without building a trainer: it has not used the pool", self._name)
+                self._used = True  # said once
             self._record.close(self.error, stopped=self.stopped)
         if self._dismiss is not None and self.stages.stage is None:
             with contextlib.suppress(RlixError):
@@ -145,7 +155,6 @@ def _first(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
     sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
-    logger.info("%s is a job of the pool; run folder: %s", name, record.folder.path)
     return session, _only_on_one_rank if ranks.world_size > 1 else once(start_rollouts)
 
 
@@ -286,11 +295,15 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"rlix.trl: no such script: {argv[0]}")
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).resolve().parent)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("rlix: joining the control plane, or starting one ...\n")
     try:
         session = install()
     except RlixError as error:  # nothing of the script has run: a traceback would say nothing of it
         sys.stderr.write(f"rlix: {error}\n")
         sys.exit(2 if isinstance(error, SpecError) else 1)
+    if session.folder is not None:
+        sys.stderr.write(f"rlix: {session.folder.name} is a job of the pool; run folder: {session.folder}\n")
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:  # raised again
