@@ -128,8 +128,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Phase]]] = {
         {"beta": 0.04, "gradient_checkpointing": True, "adapter": True, "eval_strategy": "steps", "eval_steps": 2},
         [INIT, *[GENERATE, LOGPS, TRAIN] * 2, GENERATE, LOGPS, LOGPS],
     ),
-    "RLOO": ("RLOO", {}, [INIT, *[GENERATE, LOGPS, REF, TRAIN] * 2]),
-    "online DPO": ("online DPO", {"gradient_accumulation_steps": 2}, [INIT, *[GENERATE, TRAIN] * 4]),
+    "RLOO": ("RLOO", {"max_steps": 1}, [INIT, GENERATE, LOGPS, REF, TRAIN]),
+    "online DPO": ("online DPO", {"gradient_accumulation_steps": 2, "max_steps": 1}, [INIT, *[GENERATE, TRAIN] * 2]),
 }  # fmt: skip
 
 
@@ -156,11 +156,11 @@ def test_a_checkpoint_is_whole_and_resumes_to_the_same_end(model: Path, tmp_path
     again = make("GRPO", model, tmp_path / "again", **options)
     log, weights = run(again, attach(again)[1], resume_from_checkpoint=str(tmp_path / "attached" / "checkpoint-1"))
     assert_equal((log[:-1], weights), (plain[0][:-1], plain[1]))  # the last line is a mean over this session's steps
+    refuses_to_be_touched(trainer, tmp_path)
 
 
-def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) -> None:
-    _, attachment = attach(trainer := make("GRPO", model, tmp_path, max_steps=1))
-    run(trainer, attachment)
+def refuses_to_be_touched(trainer: Any, tmp_path: Path) -> None:
+    """Its bytes are away: whoever touches them is told their name."""
     where = "of the policy of a job was touched"
     with pytest.raises(NotResidentError, match=rf"parameter 'model.embed_tokens.weight' {where} \(embedding\)"):
         trainer.model(torch.ones(1, 2, dtype=torch.long))
