@@ -8,6 +8,7 @@ from rich.console import Console
 
 from rlix.cli.text import count, device_list, still
 from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
+from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Process
 from rlix.protocol.types import Phase
 from tests.cli.fakes import control, job_status, lease
@@ -56,13 +57,15 @@ def test_a_failed_job_is_shown_as_failed() -> None:
 
 def test_runs_of_a_job_say_what_became_of_them_while_it_goes_on() -> None:
     runs = (
-        job_status("plain", step=4, phase="rollout", evaluation=0.75, tokens_per_s=99.0),
+        job_status(
+            "plain", step=4, phase="rollout", evaluation=0.75, tokens_per_s=99.0, staleness=0.5, share=Share(1024, 64)
+        ),
         job_status("wide", state="failed", phase="failed", error="Traceback\n  somewhere\nValueError: no prompts"),
         job_status("later", state="stopped", phase="paused"),
     )
     lines = drawn(Snapshot((job_status("many", runs=runs),), control(), 1.0, 0.0))
     plain = line_of(lines, "plain")
-    assert plain.index("0.750") < plain.index("99")
+    assert plain.split()[-5:] == ["0.750", "99", "1,024", "64", "0.5"]
     assert "failed" in line_of(lines, "wide")
     assert "paused" in line_of(lines, "later")
     assert lines[-1].strip() == "many: run wide failed: ValueError: no prompts"

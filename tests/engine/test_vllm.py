@@ -214,9 +214,15 @@ def test_one_replica_serves_many_adapters_in_place(ray_session: Any, tmp_path: P
         engine.build(max_model_len=128, max_num_seqs=16, adapters=3, adapter_rank=8, load=False)
         engine.cuda(weights=replace(base, version=7, adapters=(a1, b3)))
         check(engine, {"a": 1, "b": 3, "": 7}, {"a": plain_1, "": model(0, CONFIG), "b": plain_b})
-        (report,) = engine.update_weights(replace(base, version=8, adapters=(a2, b3)))
+        nowhere = PublishedAdapter("nowhere", AdapterConfig(2, 8.0, targets=("query",)), a1.weights)
+        mixed_up = PublishedAdapter("mixed_up", ADAPTERS["b"], a1.weights)
+        (report,) = engine.update_weights(replace(base, version=8, adapters=(nowhere, a2, mixed_up, b3)))
         assert report.bytes == sum(entry.nbytes for entry in a2.weights.manifest.entries)
         check(engine, {"a": 2, "b": 3, "": 8}, {"b": plain_b, "a": plain_2, "": model(0, CONFIG)})
+        for name, why in (("nowhere", "no linear layers"), ("mixed_up", "does not fit")):
+            asked = [GenerationRequest(name, prompt, 12, adapter=name)]
+            with pytest.raises(ValueError, match=f"adapter '{name}' cannot be served: .*{why}"):
+                ray.get(engine.replicas.handles[0].generate.remote(asked), timeout=WAIT_S)
         engine.update_weights(replace(stored(0, 9), adapters=(b3,)))  # vLLM drops all adapters with its weights
         check(engine, {"b": 3, "": 9}, {"b": plain_b, "": model(0, CONFIG)})
 

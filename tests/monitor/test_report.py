@@ -50,13 +50,18 @@ def test_an_empty_run_still_makes_a_report(tmp_path: Path) -> None:
 def test_the_adapters_of_a_job_have_a_table_and_curves(tmp_path: Path) -> None:
     (folder, *_) = demo_runs(tmp_path, steps=6)
     shutil.copytree(folder, folder / "runs" / "a", ignore=lambda _, names: [n for n in names if n == "runs"])
+    rows = [{"step": i, "tokens": 600, "train_s": 45.0, "gang_wait_s": 0.5, "staleness": i} for i in range(3)]
+    write_run(folder / "runs" / "c", events=[], metrics=rows)
     failed = [{"type": "job", "time": 1.0, "event": "failed", "detail": "no such data"}]
     write_run(folder / "runs" / "b", events=failed, metrics=[])  # before its first step
     report = build_report([folder])
-    assert [run.name for run in report.runs] == [f"{folder.name}/a", f"{folder.name}/b"]
+    assert [run.name for run in report.runs] == [f"{folder.name}/{name}" for name in "abc"]
+    assert report.tables[1].rows[2][5:] == ("1,800", "2 min 15 s", "1.5 s", "1.00")
+    assert [use["gang_wait_s"] for use in summary(report)["adapters"]] == [0.0, 0.0, 1.5]
     assert [row[:3] for row in report.tables[1].rows] == [
         (f"{folder.name}/a", report.runs[0].state, "6"),
         (f"{folder.name}/b", "failed", "0"),
+        (f"{folder.name}/c", "unfinished", "3"),
     ]
     assert [run["name"] for run in page_data(report)["runs"]] == [run.name for run in report.runs]
     assert f"{folder.name}/b" in render_html(report)

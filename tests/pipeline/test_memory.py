@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlix.cli.check import check_specs
 from rlix.pipeline.memory import estimate
 from rlix.pipeline.memory.estimate import Generation, Training
 from rlix.pipeline.memory.job import job_memory, memory_problems
 from rlix.pipeline.memory.shape import ModelShape, counted, shape_of
 from rlix.pipeline.spec.job import JobSpec
+from rlix.protocol.errors import SpecError
 from tests.pipeline.chat_models import qwen_7b
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,7 @@ QWEN_7B = ModelShape(
     query=3584,
     keys=512,
     context=32768,
+    linear=frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
 )
 SMALL = Qwen2Config(
     vocab_size=4096,
@@ -131,6 +134,18 @@ class TestJob:
         alone = job_memory(job(lora={"rank": 8}), QWEN_7B).needs
         assert needs[0].parts["activations"] == alone[0].parts["activations"]
         assert needs[0].parts["weights"] - alone[0].parts["weights"] == 4 * estimate.adapter_parameters(QWEN_7B, 24)
+
+    def test_a_layer_that_the_model_has_not_is_found_with_its_configuration(self, tmp_path: Path) -> None:
+        qwen_7b().save_pretrained(tmp_path)
+        spec = job(source={"task": "sort_digits"}, model={"path": str(tmp_path)}, pipeline="multi_lora", runs={"a": {}})
+        runs = {"a": {}, "b": {"lora": {"targets": ["q_proj", "gate"]}}}
+        for name, changes in (("runs.b.lora", {"runs": runs}), ("lora", {"lora": {"targets": "gate"}})):
+            text = json.dumps({**spec.model_dump(mode="json", exclude_unset=True), **changes})
+            (tmp_path / "job.yaml").write_text(text)
+            with pytest.raises(SpecError) as caught:
+                check_specs([str(tmp_path / "job.yaml")], memory_gib=80, devices=8, model_config=None)
+            (line,) = str(caught.value).splitlines()
+            assert f": {name}.targets: the model has no linear layer 'gate'; did you mean 'gate_proj'?" in line
 
     @pytest.mark.parametrize(
         ("changes", "cluster", "advice"),

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlix.pipeline.memory.shape import shape_of
 from rlix.pipeline.models import local_model, prepare_model
-from rlix.pipeline.spec.model import TinyModel
+from rlix.pipeline.spec.model import PretrainedModel, TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -39,3 +40,17 @@ def test_models_that_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SpecError, match=r"model\.path: 'no/such' is neither a local folder nor a model"):
         local_model("no/such")
+
+
+def test_a_hub_that_is_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    for client in ("rlix.pipeline.models.snapshot_download", "transformers.AutoConfig.from_pretrained"):
+        monkeypatch.setattr(client, None)  # which tries again for half a minute
+    with pytest.raises(
+        SpecError, match=r"model\.path: 'no/such' .* http://127\.0\.0\.1:1 cannot be reached: .*refused"
+    ):
+        local_model("no/such")
+    with pytest.raises(SpecError, match=r"model\.path: .*cannot be reached: .*refused.*; give a folder"):
+        shape_of(PretrainedModel(path="no/such"))

@@ -28,7 +28,7 @@ from rlix.pipeline.multi_lora import MultiLoraPipeline
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.adapters import AdapterRollouts, Served
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.rollout.shares import FairQueue
+from rlix.pipeline.rollout.shares import FairQueue, Share
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.tokenizer import load_tokenizer
@@ -61,7 +61,7 @@ RUNS: dict[str, Any] = {
         "rollout": {"prompts_per_step": 4},
     },
 }
-NO_TIMES = ("time", "step_s", "rollout_s", "rollout_wait_s", "reward_s", "train_s", "tokens_per_s")
+NO_TIMES = ("time", "step_s", "rollout_s", "rollout_wait_s", "reward_s", "train_s", "tokens_per_s", "gang_wait_s")
 
 
 def job(runs: Mapping[str, Any], **more: Any) -> JobSpec:
@@ -86,6 +86,9 @@ class AdapterGenerator(Generator):
     def expect_gpu_s(self, left: float) -> None: ...
 
     def abandon(self, owner: str = "") -> None: ...
+
+    def share(self, owner: str) -> Share:
+        return Share(4, 1)
 
     def _answered(self, trajectory: Trajectory) -> Trajectory:
         answered = super()._answered(trajectory)
@@ -152,8 +155,8 @@ class Many(Here, MultiLoraPipeline):
         super().__init__("lora_1", JobConfig(spec, folder, resume), client)
         self.on_step: dict[tuple[str, int], Any] = {}
 
-    def stepped(self, run: Any) -> None:
-        super().stepped(run)
+    def stepped(self, run: Any, metrics: Mapping[str, float]) -> None:
+        super().stepped(run, metrics)
         self.on_step.pop((run.adapter, run.status().step), lambda: None)()
 
 
@@ -186,7 +189,11 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     many = Many(job(RUNS), tmp_path / "job")
     summary = many.run()
     assert (summary.state, many.status().step) == ("finished", 7)
+    assert many.status().share == Share(12, 3)
+    assert {run.name: run.staleness for run in many.status().runs} == {"small": None, "dropped": None, "ahead": 1.0}
     assert [len(found) for found in each_alone.values()] == [3, 2, 2]
+    every = rows(tmp_path / "job")
+    assert sum(row["tokens"] for row in every) == sum(row["tokens"] for found in each_alone.values() for row in found)
     assert curves(tmp_path / "job", list(RUNS)) == each_alone
     assert many.actor.module.adapters() == ()
     folder = tmp_path / "job" / "runs" / "small" / "checkpoints" / "step_3" / "adapter"

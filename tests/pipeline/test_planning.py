@@ -18,7 +18,6 @@ from rlix.pipeline.planning.choose import choose, profile_path, unplanned
 from rlix.pipeline.planning.declared import answer_lengths, declared_profile
 from rlix.pipeline.planning.graph import widths_of
 from rlix.pipeline.planning.profiling import measured, trials
-from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.changes import spec_changes
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
@@ -204,50 +203,6 @@ def test_rlix_profile_keeps_the_tables_that_rlix_plan_plans_by(
     declared = tmp_path / "declared.yaml"
     declared.write_text(job().to_yaml())
     assert CliRunner().invoke(app, ["profile", str(declared)]).exit_code == 2
-
-
-def steps(watch: PlanWatch, count: int, step_s: float, train_s: float, rollout_s: float) -> list[str]:
-    said = []
-    for _ in range(count):
-        watch.phase("actor_train", train_s)
-        said.append(watch.step({"step_s": step_s, "rollout_s": rollout_s}))
-    return said
-
-
-def test_times_that_drift_are_noticed_and_kept_for_the_next_plan(tmp_path: Path) -> None:
-    spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
-    watch = PlanWatch(choose(spec, range(4), tmp_path).spec)
-    assert steps(watch, 5, 2.9, 1.2, 1.4) == [""] * 5  # planned were 2.72 s: 1.14 of training, 1.38 until generated
-    assert not watch.drifted
-    said = steps(watch, 5, 4.6, 1.14, 3.38)
-    (drifted,) = filter(None, said)
-    assert said[2] == drifted
-    assert drifted == "steps take 4.6 s, planned were 2.72 s: actor_infer 2.45 times its time"
-    text = watch.at_checkpoint(tmp_path, range(4), tmp_path)
-    kept = json.loads((tmp_path / "measured.json").read_text())
-    assert kept["actor_infer"] == [4, pytest.approx(1.18 * 3.38 / 1.38)]
-    again = choose(spec, range(4), tmp_path, measured=tmp_path)
-    assert again.profile.parts["actor_infer"].table.seconds(4, 32) == pytest.approx(kept["actor_infer"][1])
-    assert text == ""  # it is still the fastest: everything on all devices
-    assert steps(watch, 5, 4.6, 1.14, 3.38) == [""] * 5  # said once
-
-
-def test_a_better_plan_by_measured_times_is_named(tmp_path: Path) -> None:
-    spec = job(schedule="ahead", declared_speed={**SPEED, "trained_token_ms": 8.0})
-    first = choose(spec, range(4), tmp_path)
-    assert first.planned.best.mode is Mode.DISAGGREGATED  # training on two devices hides generation
-    watch = PlanWatch(first.spec)
-    slow_s = 3 * first.planned.best.seconds
-    assert "actor_train 3.00 times its time" in steps(watch, 3, slow_s, slow_s, 0.0)[2]
-    text = watch.at_checkpoint(tmp_path, range(4), tmp_path)
-    assert "a step: collocated: actor_infer on 4 → actor_train on 4; stop the job and go on with" in text
-    assert watch.at_checkpoint(tmp_path, range(4), tmp_path) == ""  # said once
-
-
-def test_a_job_that_was_not_planned_is_not_watched() -> None:
-    watch = PlanWatch(job(plan=None, clusters={"actor_train": {"gpus": 1}}))
-    assert steps(watch, 5, 100, 100, 100) == [""] * 5
-    assert not watch.drifted
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlix.pipeline.rollout.rollout import RolloutError
 from rlix.pipeline.rollout.router import ReplicaState
+from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Demand
 from tests.pipeline.rollout_world import ActorDiedError, Call, Weights, World, trajectory
@@ -345,6 +346,11 @@ def test_what_one_adapter_expects_hides_nothing_of_the_others(world: World) -> N
     world.manager.expect_gpu_s(0.0)
     world.settle()
     assert (world.demands[-1].trajectories, world.demands[-1].tokens) == (6 + 3, 60 + 15)
+    ready(world, 0)
+    world.now = 4.0
+    world.manager.expect_gpu_s(0.0)
+    world.manager.handle_posted()
+    assert [world.manager.share(owner) for owner in "abc"] == [Share(6, 2), Share(3, 3), Share(0, 0)]
 
 
 def test_heartbeats_tell_what_a_load_takes_and_what_the_job_still_needs(world: World) -> None:

@@ -184,6 +184,23 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"pipeline": "mine.py:Thing"}, "pipeline.name", "there is no file"),
     ({"source": None}, "source", "is missing: where samples come from"),
     ({"source": {"task": "sort_digits", "rewards": ["exact_match"]}}, "source.rewards", "brings its own reward"),
+    (
+        {"clusters": {"actor_train": {"gpus": 2}, "critic": {"gpus": 2}}},
+        "clusters.critic",
+        "grpo has no critic; remove",
+    ),
+    (
+        {"clusters": {"actor_train": {"gpus": 2}, "reference": {"gpus": 2}}},
+        "clusters.reference",
+        "without a KL there is no reference model; remove this, or set algorithm.options.kl_coefficient",
+    ),
+    ({"training": {"attention": "flash_attention_2"}}, "training.attention", "in bfloat16, and the model in float32"),
+    ({"lora": {"targets": "q_porj"}}, "lora.targets", "has no linear layer 'q_porj'; did you mean 'q_proj'?"),
+    (
+        {"pipeline": "multi_lora", "runs": {"a": {}, "b": {"lora": {"targets": ["all-linear", "q_proj"]}}}},
+        "runs.b.lora.targets",
+        "has no linear layer 'all-linear' (it has down_proj, ",
+    ),
     ({"algorithm": {"minibatches": 3}}, "rollout.prompts_per_step", "use a multiple of 6"),
     ({"rollout": {"max_new_tokens": 4}}, "rollout.max_new_tokens", "set it to 5 or more"),
     (
@@ -290,7 +307,7 @@ class TestBad:
 
     def test_clusters_that_say_nothing(self, tmp_path: Path) -> None:
         clusters: dict[str, Any] = {"actor_train": {"tensor_parallel": 2}, "critic": {}}
-        train, critic = failure(tmp_path, with_keys(clusters=clusters))
+        train, critic = failure(tmp_path, with_keys(algorithm="ppo", clusters=clusters))
         assert "clusters.actor_train: says neither how many devices nor which; add e.g. 'gpus: 2'" in train
         assert "clusters.critic: says neither" in critic
         (line,) = failure(tmp_path, with_keys(clusters=None))
@@ -370,6 +387,16 @@ class TestPool:
         second = load_job(write(tmp_path, VALID, "b.yaml"))
         with pytest.raises(SpecError, match=r"b\.yaml:1: name: 'job' is also the name of .*a\.yaml; rename one"):
             check_jobs([first, second], range(4))
+
+    def test_what_virtual_gpus_cannot_do(self, tmp_path: Path) -> None:
+        model = {"path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16"}
+        text = with_keys(model=model, training={"attention": "flash_attention_2"})
+        spec = load_job(write(tmp_path, text))
+        check_jobs([spec], range(4))
+        with pytest.raises(SpecError, match=r"job\.yaml:\d+: training\.attention: .* GPUs, and these are virtual ones"):
+            check_jobs([spec], range(4), virtual=True)
+        with pytest.raises(SpecError, match="needs the package flash-attn"):
+            check_jobs([spec], range(4), virtual=False)
 
     def test_specs_made_in_python_are_checked_too(self) -> None:
         values = yaml.safe_load(VALID)

@@ -141,35 +141,31 @@ def render(snapshot: Snapshot) -> Group:
 def _job_table(snapshot: Snapshot) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
     evaluated = any(one.evaluation is not None for job in snapshot.jobs for one in (job, *job.runs))
-    shown = ("job", "step", "", "phase", "reward", "exact", *(("evaluation",) if evaluated else ()), "tokens/s")
-    for column in (*shown, "devices"):
-        numeric = column in {"step", "reward", "exact", "evaluation", "tokens/s"}
+    many = any(job.runs for job in snapshot.jobs)  # adapters, of which more is said than how far they are
+    of_many = ("to come", "in flight", "staleness")
+    shown = ("job", "step", *(() if many else ("",)), "phase", "reward", "exact")
+    shown += (*(("evaluation",) if evaluated else ()), "tokens/s", *(of_many if many else ()), "devices")
+    for column in shown:
+        numeric = column in {"step", "reward", "exact", "evaluation", "tokens/s", *of_many}
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     held = holdings(snapshot.control)
     for index, job in enumerate(snapshot.jobs):
-        final = job.state in STATE_STYLES
-        table.add_row(
-            Text(job.name, style=_style(index)),
-            f"{job.step}/{job.steps}",
-            ProgressBar(total=max(1, job.steps), completed=job.step, width=16),
-            Text(job.state if final else words(job.phase), style=STATE_STYLES.get(job.state, "")),
-            _number(job.reward, ".3f"),
-            _number(job.exact, ".3f"),
-            *((_number(job.evaluation, ".3f"),) if evaluated else ()),
-            _number(job.tokens_per_s, ",.0f"),
-            device_list(held.get(job.pipeline_id, ())),
-        )
-        for run in job.runs:
+        phase = Text(job.state if job.state in STATE_STYLES else words(job.phase), STATE_STYLES.get(job.state, ""))
+        rows = [(job, job.name, phase, device_list(held.get(job.pipeline_id, ())))]
+        rows += [(r, f"  {r.name}", Text(words(r.phase), RUN_STYLES.get(r.phase, "")), "") for r in job.runs]
+        for one, name, doing, devices in rows:
+            share = (one.share.to_come, one.share.in_flight) if one.share else (None, None)
             table.add_row(
-                Text(f"  {run.name}", style=_style(index)),
-                f"{run.step}/{run.steps}",
-                "",
-                Text(words(run.phase), style=RUN_STYLES.get(run.phase, "")),
-                _number(run.reward, ".3f"),
-                _number(run.exact, ".3f"),
-                *((_number(run.evaluation, ".3f"),) if evaluated else ()),
-                _number(run.tokens_per_s, ",.0f"),
-                "",
+                Text(name, style=_style(index)),
+                f"{one.step}/{one.steps}",
+                *(() if many else (ProgressBar(total=max(1, one.steps), completed=one.step, width=16),)),
+                doing,
+                _number(one.reward, ".3f"),
+                _number(one.exact, ".3f"),
+                *((_number(one.evaluation, ".3f"),) if evaluated else ()),
+                _number(one.tokens_per_s, ",.0f"),
+                *((*(_number(count, ",") for count in share), _number(one.staleness, ".1f")) if many else ()),
+                devices,
             )
     return table
 

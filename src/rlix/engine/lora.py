@@ -164,17 +164,35 @@ def fill(model: nn.Module, name: str, given: Mapping[str, torch.Tensor]) -> None
         WeightSyncError: names or shapes are not the adapter's; nothing was changed.
     """
     own = parameters(model, name)
-    problems = [f"missing: {key}" for key in own if key not in given]
-    problems += [f"unknown here: {key}" for key in given if key not in own]
+    _compare(name, {key: list(value.shape) for key, value in own.items()}, given)
+    for key, value in given.items():
+        own[key].copy_(value)
+
+
+def check(model: nn.Module, name: str, config: AdapterConfig, given: Mapping[str, torch.Tensor]) -> None:
+    """Return when these are the tensors of such an adapter on such a model, which has none on it.
+
+    Raises:
+        SpecError: the model has no layers of the names in `targets`. WeightSyncError: names or shapes are others.
+    """
+    targets, shapes = _targets(model, config.targets), {}
+    for path, layer in model.named_modules():
+        if path.split(".")[-1] in targets and isinstance(layer, nn.Linear):
+            shapes[f"{_PREFIX}{path}.lora_A.weight"] = [config.rank, layer.in_features]
+            shapes[f"{_PREFIX}{path}.lora_B.weight"] = [layer.out_features, config.rank]
+    _compare(name, shapes, given)
+
+
+def _compare(name: str, shapes: Mapping[str, list[int]], given: Mapping[str, torch.Tensor]) -> None:
+    problems = [f"missing: {key}" for key in shapes if key not in given]
+    problems += [f"unknown here: {key}" for key in given if key not in shapes]
     problems += [
-        f"shape of {key}: given {list(value.shape)}, here {list(own[key].shape)}"
+        f"shape of {key}: given {list(value.shape)}, here {shapes[key]}"
         for key, value in given.items()
-        if key in own and value.shape != own[key].shape
+        if key in shapes and list(value.shape) != shapes[key]
     ]
     if problems:
         raise WeightSyncError(f"adapter {name!r} does not fit; nothing was changed: " + "; ".join(problems[:8]))
-    for key, value in given.items():
-        own[key].copy_(value)
 
 
 def without_adapters(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -211,15 +229,20 @@ def _renew(model: nn.Module, name: str, rank: int, seed: int) -> None:
             layer.lora_A[name], layer.lora_B[name] = first.to(base.weight.device), second.to(base.weight.device)
 
 
-def _targets(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:
-    """Last names of the linear layers that get an adapter. PEFT would count the layers of other adapters as well."""
+def linear_layers(model: nn.Module) -> set[str]:
+    """Last names of those that adapters may go on: all but the head. PEFT would count layers of adapters as well."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     inside = {id(part) for layer in layers(model) for part in layer.modules() if part is not layer}
-    linear = {
+    return {
         path.split(".")[-1]
         for path, module in model.named_modules()
         if (isinstance(module, nn.Linear) or _is_layer(module)) and id(module) not in inside and module is not head
     }
+
+
+def _targets(model: nn.Module, wanted: tuple[str, ...]) -> list[str]:
+    """Last names of the linear layers that get an adapter."""
+    linear = linear_layers(model)
     if wanted == (ALL_LINEAR,):
         return sorted(linear)
     if unknown := sorted(set(wanted) - linear):

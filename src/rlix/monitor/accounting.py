@@ -56,6 +56,27 @@ class JobUse:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """One adapter of a job that trains many: how far it is and what it has had of what they share.
+
+    `train_s` and `gang_wait_s`: seconds in which it had the gang for its updates, and waited for its turn. `staleness`:
+    mean age of its tokens in steps, None where none can be old.
+    """
+
+    name: str
+    state: str
+    steps: int
+    tokens: int
+    train_s: float
+    gang_wait_s: float
+    staleness: float | None
+    reward_first: float | None
+    reward_last: float | None
+    exact_first: float | None
+    exact_last: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Accounting:
     """`window_s` is the time in which any of the jobs ran; shares are of devices x window."""
 
@@ -164,6 +185,25 @@ def _job_use(record: RunRecord) -> JobUse:
         reward_last=edge_mean(record, "reward", LAST),
         exact_first=edge_mean(record, "exact", FIRST),
         exact_last=edge_mean(record, "exact", LAST),
+    )
+
+
+def adapter_use(run: RunRecord) -> AdapterUse:
+    def total(key: str) -> float:
+        return sum(row.get(key, 0.0) for row in run.metrics)
+
+    return AdapterUse(
+        name=run.name,
+        state=run.state,
+        steps=len(run.metrics),
+        tokens=int(total("tokens")),
+        train_s=total("train_s"),
+        gang_wait_s=total("gang_wait_s"),
+        staleness=edge_mean(run, "staleness", slice(None)),
+        reward_first=edge_mean(run, "reward", FIRST),
+        reward_last=edge_mean(run, "reward", LAST),
+        exact_first=edge_mean(run, "exact", FIRST),
+        exact_last=edge_mean(run, "exact", LAST),
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from rlix.monitor.accounting import Accounting, account, contended_window, device_ids, shared_window
+from rlix.monitor.accounting import Accounting, account, adapter_use, contended_window, device_ids, shared_window
 from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run, runs_of
 from rlix.monitor.split import SplitEstimate, split_estimate
-from rlix.monitor.tables import TableData, count, device_table, duration, job_table, percent, run_table, split_table
+from rlix.monitor.tables import TableData, adapter_table, count, device_table, duration, job_table, percent, split_table
 from rlix.protocol.types import Phase
 
 SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
@@ -42,7 +42,7 @@ class Report:
     def tables(self) -> tuple[TableData, ...]:
         tables = [job_table(self.accounting), device_table(self.accounting, self.pool)]
         if self.runs:
-            tables.insert(1, run_table(self.runs))
+            tables.insert(1, adapter_table([adapter_use(run) for run in self.runs]))
         if self.estimate is not None:
             tables.append(split_table(self.accounting, self.contended, self.estimate))
         return tuple(tables)
@@ -77,6 +77,7 @@ def summary(report: Report) -> dict[str, Any]:
             asdict(job) | {"run_dir": str(record.directory)}
             for job, record in zip(accounting.jobs, report.records, strict=True)
         ],
+        "adapters": [asdict(adapter_use(run)) for run in report.runs],
         "devices": [asdict(use) | {"idle_s": use.idle_s} for use in accounting.devices],
         "split_estimate": None if report.estimate is None else asdict(report.estimate),
     }

@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rlix.monitor.accounting import FIRST, LAST, Accounting, DeviceUse, edge_mean
-from rlix.monitor.records import PoolDevice, RunRecord
+from rlix.monitor.accounting import Accounting, AdapterUse, DeviceUse
+from rlix.monitor.records import PoolDevice
 from rlix.monitor.split import SplitEstimate
 
 
@@ -139,19 +139,28 @@ def _use_row(label: str, use: DeviceUse, total_s: float) -> tuple[str, ...]:
     )
 
 
-def run_table(runs: Sequence[RunRecord]) -> TableData:
+def adapter_table(adapters: Sequence[AdapterUse]) -> TableData:
     """Of adapters that share a job."""
     rows = tuple(
         (
-            run.name,
-            run.state,
-            count(len(run.metrics)),
-            _change(edge_mean(run, "reward", FIRST), edge_mean(run, "reward", LAST)),
-            _change(edge_mean(run, "exact", FIRST), edge_mean(run, "exact", LAST)),
+            use.name,
+            use.state,
+            count(use.steps),
+            _change(use.reward_first, use.reward_last),
+            _change(use.exact_first, use.exact_last),
+            count(use.tokens),
+            duration(use.train_s),
+            duration(use.gang_wait_s),
+            "–" if use.staleness is None else f"{use.staleness:.2f}",
         )
-        for run in runs
+        for use in adapters
     )
-    return TableData("Adapters", ("adapter", "state", "steps", "reward", "exact match"), rows)
+    return TableData(
+        "Adapters",
+        ("adapter", "state", "steps", "reward", "exact match", "tokens", "trained", "waited", "staleness"),
+        rows,
+        note="Trained, waited: with the job's gang, and in the queue for it. Staleness: mean age of tokens in steps.",
+    )
 
 
 def _change(first: float | None, last: float | None) -> str:

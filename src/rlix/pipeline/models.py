@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -92,6 +93,7 @@ def local_model(path: str) -> Path:
     if (folder := Path(path)).is_dir():
         return folder
     try:
+        check_reachable(path)
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise SpecError(

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +17,7 @@ from rlix.pipeline.jobs.resume import changed_runs, note_runs, with_changed_runs
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
+from rlix.pipeline.rollout.shares import Share
 from rlix.pipeline.samples import mean
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.job import JobSpec
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _LEAVE_S = 60.0  # for a run to end its step when the job ends
 _SPARE_ADAPTERS = 4
+_OF_THE_JOB = ("reward", "exact", "tokens", "tokens_per_s")
 
 
 class AdapterRun(LoraFinetunePipeline):
@@ -41,6 +43,7 @@ class AdapterRun(LoraFinetunePipeline):
         config = JobConfig(spec, job.runs_dir / name, resume)
         super().__init__(job.pipeline_id, config, job.client)
         self.job, self.adapter, self.paused = job, name, False
+        self._waited_s = 0.0  # for the gang, in the step under way
         self.log_thread = f"run-{name}"
 
     @contextmanager
@@ -49,9 +52,19 @@ class AdapterRun(LoraFinetunePipeline):
     ) -> Iterator[Any]:
         """A turn on the job's gang."""
         self.note_phase(f"waiting for {phase.name.lower()}")
+        asked = time.time()
         with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
+            self._waited_s += time.time() - asked
             self.note_entered(phase)
             yield None
+
+    def step(self, step: int) -> dict[str, float]:
+        self._waited_s = 0.0
+        return {**super().step(step), "gang_wait_s": self._waited_s}
+
+    def status(self) -> JobStatus:
+        rollouts = getattr(self, "rollouts", None)
+        return replace(self._status, share=None if rollouts is None else rollouts.share)
 
     def local_model(self) -> Path:
         return self.job.base_path
@@ -89,7 +102,7 @@ class AdapterRun(LoraFinetunePipeline):
 
     def _one_step(self, step: int) -> dict[str, float]:
         metrics = super()._one_step(step)
-        self.job.stepped(self)
+        self.job.stepped(self, metrics)
         return metrics
 
     def _note_checkpoint(self, done: int, path: Path) -> None:
@@ -182,12 +195,14 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         """Of all runs together, and of each."""
         runs = tuple(_shown(run) for run in self._all_runs())
         rewards = [run.reward for run in runs if run.reward is not None]
+        shares = [run.share for run in runs if run.share is not None]
         return replace(
             self._status,
             runs=runs,
             step=sum(run.step for run in runs),
             steps=sum(run.steps for run in runs) or self.spec.steps,
             reward=mean(rewards) if rewards else None,
+            share=Share(sum(s.to_come for s in shares), sum(s.in_flight for s in shares)),
         )
 
     # ---- its life --------------------------------------------------------------------------------------------
@@ -300,12 +315,11 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             raise SpecError(f"{self.spec.name}: there is no run {name!r}; there are {sorted(self.runs)}")
         return self.runs[name]
 
-    def stepped(self, run: AdapterRun) -> None:
+    def stepped(self, run: AdapterRun, metrics: Mapping[str, float]) -> None:
         """A run has taken a step: a row in the job's own metrics."""
         with self._runs_lock:
-            now, status = time.time(), run.status()
-            row = {"step": self._steps, "time": now, "run": run.adapter, "run_step": status.step - 1}
-            self.folder.metrics({**row, "reward": status.reward, "tokens_per_s": status.tokens_per_s})
+            row = {"step": self._steps, "time": time.time(), "run": run.adapter, "run_step": run.status().step - 1}
+            self.folder.metrics(row | {name: metrics[name] for name in _OF_THE_JOB if name in metrics})
             self._steps += 1
 
     def checkpointed(self) -> None:

@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rlix.engine import lora
 from rlix.engine.executors import vllm_abi, vllm_worker
 from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
 from rlix.engine.executors.loop import LoopExecutor
@@ -224,6 +225,7 @@ class VllmExecutor(LoopExecutor):
             raise WeightSyncError(
                 f"adapter {adapter.name!r} has rank {config.rank}; vLLM was started for {self._options.adapter_rank}"
             )
+        lora.check(self._meta_model(), adapter.name, config, tensors)  # vLLM leaves out what it has no layer for
         for progress in self._running.values():
             if progress.request.adapter == adapter.name:  # these tokens are the old version's
                 self._catch_up(progress)
@@ -243,9 +245,13 @@ class VllmExecutor(LoopExecutor):
     # ---- bytes -----------------------------------------------------------------------------------------------
 
     def _check_fit(self, published: PublishedWeights) -> None:
+        publication.check(self._meta_model(), published)
+
+    def _meta_model(self) -> torch.nn.Module:
+        """The model as transformers has it, without bytes."""
         if self._expected is None:
             self._expected = self._source.on_meta()
-        publication.check(self._expected, published)
+        return self._expected
 
     def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
         def ask() -> list[Layout]:

@@ -71,6 +71,8 @@ class StateCalls(TrainWorkers):
             WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
                 part may hold undefined weights: they refuse to generate until they are loaded again (`cuda`).
         """
+        if isinstance(names, str):
+            raise TypeError(f"names are several, in a list for instance, not the text {names!r}")
         self._check_readable()
         start = time.perf_counter()
         way = choose(transport, self.devices, inference_engine.receivers)

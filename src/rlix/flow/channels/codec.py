@@ -24,13 +24,15 @@ INLINE_BYTES = 64 << 10  # a message of this size is as fast as a file
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One tensor's place in a block of memory; `kind` is "torch" or "numpy"."""
+    """One tensor's place in a block of memory; `kind` is "torch" or "numpy". `onto`: the reader's device, not its host
+    memory."""
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    onto: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ def decode(skeleton: bytes, leaves: Sequence[Leaf]) -> Any:
     return _Unpickler(skeleton, leaves).load()
 
 
-def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
+def pack(value: object, folder: Path | None = None, name: str = "", *, onto: bool = False) -> Parcel:
     """Copy an object's bytes once: into a new file of `folder` where there is one and it pays, else into the parcel.
 
-    Tensors on a device are brought to host memory, and stay there.
+    Tensors on a device are brought to host memory, and stay there, or go `onto` the reader's device.
 
     Raises:
         OSError: the folder has no room; no file is left.
@@ -96,7 +98,8 @@ def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
         offset = -(-end // _ALIGN) * _ALIGN
         end = offset + block.nbytes
         kind, dtype = ("numpy", leaf.dtype.str) if isinstance(leaf, np.ndarray) else ("torch", str(leaf.dtype)[6:])
-        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes))
+        again = onto and isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes, again))
     nbytes = end + len(skeleton)
     if folder is None or end < INLINE_BYTES:
         data = bytearray(end)
@@ -118,8 +121,10 @@ def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
     return Parcel(skeleton, tuple(layouts), nbytes, path=str(path))
 
 
-def unpack(parcel: Parcel) -> Any:
+def unpack(parcel: Parcel, device: str = "cpu") -> Any:
     """The object; what lay in shared memory is not copied, and what the reader writes is its own.
+
+    `device`: the reader's, for what is to go onto it.
 
     Raises:
         FileNotFoundError: the file is gone.
@@ -131,7 +136,12 @@ def unpack(parcel: Parcel) -> Any:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-    return decode(parcel.skeleton, [_leaf(layout, memory) for layout in parcel.layouts])
+    leaves = [_leaf(layout, memory) for layout in parcel.layouts]
+    moved = [
+        leaf.to(device) if layout.onto and isinstance(leaf, torch.Tensor) else leaf
+        for layout, leaf in zip(parcel.layouts, leaves, strict=True)
+    ]
+    return decode(parcel.skeleton, moved)
 
 
 def _is_leaf(value: Any) -> bool:

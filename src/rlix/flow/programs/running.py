@@ -148,8 +148,9 @@ class Running:
     def _start(self) -> None:
         names = {part.name: f"{self.flow.name}/{part.name}" for part in self.plan.parts}
         stages = [stage for segment in self.plan.segments for stage in segment.stages]
-        together = [frozenset(names[part.name] for part in stage.parts) for stage in stages if not stage.switch_s]
-        if self.plan.resident and all(not stage.switch_s for stage in stages):
+        stay = [stage for stage in stages if not stage.switch_s and all(loop.together for loop in stage.loops)]
+        together = [frozenset(names[part.name] for part in stage.parts) for stage in stay]
+        if self.plan.resident and len(stay) == len(stages):
             together.append(frozenset(names.values()))
         self._lock = DeviceLock(together)
         for placed in self.plan.parts:

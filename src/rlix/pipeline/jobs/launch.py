@@ -26,7 +26,7 @@ from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
-from rlix.protocol.messages import ControlStatus
+from rlix.protocol.messages import ControlStatus, DeviceKind
 from rlix.protocol.types import (
     COORDINATOR_ACTOR_NAME_PREFIX,
     HEAD_RESOURCE,
@@ -179,7 +179,7 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]
     specs = [choose(spec, ids, Settings.from_env().home).spec if spec.is_unplanned else spec for spec in specs]
-    check_jobs(specs, ids)
+    check_jobs(specs, ids, virtual=all(device.kind is DeviceKind.CPU for device in status.devices))
     for spec in specs:
         check_importable(spec)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlix.pipeline.rollout.shares import Share
 from rlix.pipeline.spec.job import JobSpec
 
 
@@ -15,6 +16,7 @@ class JobConfig:
     run_dir: Path
     resume: bool = False
     why: str = ""  # it is started again, for the job's log
+    switches: bool = False  # somebody starts it again by the plan that its summary goes on by
 
     @staticmethod
     def of(config: "JobConfig | JobSpec") -> "JobConfig":
@@ -38,6 +40,8 @@ class JobStatus:
     exact: float | None = None
     tokens_per_s: float | None = None
     evaluation: float | None = None  # the metric that checkpoints are chosen by, when it was last measured
+    staleness: float | None = None  # mean age of the last step's tokens in steps, where samples are made ahead
+    share: Share | None = None  # of the job's rollouts, where it is an adapter among others
     error: str | None = None
     runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
@@ -56,6 +60,7 @@ class JobSummary:
     first_exact: float | None
     last_exact: float | None
     run_dir: str
+    goes_on: JobSpec | None = None  # by another plan, from its checkpoint
 
 
 def as_metrics(found: object, whose: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.executor import VllmOptions, parsed_options
 from rlix.pipeline.spec.file import Problem
+from rlix.pipeline.spec.runs import target_problems
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
@@ -97,7 +98,7 @@ def memory_problems(spec: "JobSpec", found: JobMemory, memory: int) -> Iterator[
 
 
 def check_memory(specs: Sequence["JobSpec"], memory: int) -> None:
-    """Raise SpecError when a job cannot fit on devices with `memory` bytes.
+    """Raise SpecError when a job cannot fit on devices with `memory` bytes, or its adapters not on its model.
 
     A job whose model's configuration cannot be had, or that has a pipeline of its own, is not looked at.
     """
@@ -106,7 +107,9 @@ def check_memory(specs: Sequence["JobSpec"], memory: int) -> None:
         if spec.pipeline is not None and not spec.multi_lora:
             continue
         try:
-            found = job_memory(spec, shape_of(spec.model), memory)
+            shape = shape_of(spec.model)
+            lines += [spec.described(problem) for problem in target_problems(spec, shape.linear)]
+            found = job_memory(spec, shape, memory)
         except SpecError as error:
             logger.warning("%s: the memory that it needs is not known: %s", spec.name, error)
             continue

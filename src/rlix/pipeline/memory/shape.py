@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlix.pipeline.hub import check_reachable
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class ModelShape:
         intermediate: width of the feed-forward part that a token goes through; of its experts together.
         query: width of all attention heads together; `keys`: of all key heads.
         context: tokens that the model can see at once.
+        linear: last names of the linear layers that adapters may go on: all but the head.
     """
 
     parameters: int
@@ -33,6 +35,7 @@ class ModelShape:
     query: int
     keys: int
     context: int
+    linear: frozenset[str] = frozenset()
 
     @property
     def rest(self) -> int:
@@ -65,10 +68,12 @@ def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShap
 
         return counted(tiny_config(model))
     where = str(config_folder) if config_folder is not None else getattr(model, "path", "")
+    field = "model.path" if config_folder is None else "--model-config"
     try:
+        if not Path(where).is_dir():
+            check_reachable(where)
         return counted(AutoConfig.from_pretrained(where))
     except (OSError, ValueError, KeyError) as error:
-        field = "model.path" if config_folder is None else "--model-config"
         raise SpecError(
             f"{field}: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
             "with its config.json, e.g. with --model-config"
@@ -79,6 +84,8 @@ def counted(config: Any) -> ModelShape:
     """The sizes that a transformers configuration says, with the parameters counted on a model without bytes."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from rlix.engine.lora import linear_layers
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -95,6 +102,7 @@ def counted(config: Any) -> ModelShape:
         query=heads * width,
         keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
         context=int(config.max_position_embeddings),
+        linear=frozenset(linear_layers(model)),
     )
 
 

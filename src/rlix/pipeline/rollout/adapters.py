@@ -8,6 +8,7 @@ from dataclasses import replace
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.messages import Demand
 
 
@@ -70,6 +71,10 @@ class AdapterRollouts:
 
     def expect_gpu_s(self, left: float) -> None:
         self._rollouts.expect_gpu_s(left)
+
+    @property
+    def share(self) -> Share:
+        return self._rollouts.share(self._name)
 
     def slot_use(self) -> dict[str, float]:
         """Nothing where others use the slots, too."""

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
 from rlix.pipeline.rollout.router import Router, Trajectory
+from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.errors import PipelineGoneError, RlixError, WaitTimeoutError
 from rlix.protocol.messages import Cluster, Demand, Lease
 
@@ -80,6 +81,7 @@ class RolloutManager:
         self._reported = 0  # trajectories
         self._reported_at = 0.0
         self._reporting = False
+        self._shares: Mapping[str, Share] = {}
         self._pool = ReplicaPool(
             cluster,
             replicas=replicas,
@@ -160,6 +162,10 @@ class RolloutManager:
         (tokens, room), (tokens_before, room_before) = self._router.decoded, self._slots_seen
         self._slots_seen = (tokens, room)
         return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
+
+    def share(self, owner: str) -> Share:
+        """Of an adapter, as of the last heartbeat."""
+        return self._shares.get(owner, Share())
 
     @property
     def late_s(self) -> float:
@@ -308,12 +314,13 @@ class RolloutManager:
     # ---- reports ---------------------------------------------------------------------------------------------
 
     def _outstanding(self) -> int:
-        """How many trajectories are open or expected: of each owner, whichever is more."""
-        if not self._expected:
-            return self._router.outstanding
+        """How many trajectories are open or expected: of each adapter, whichever is more."""
+        return sum(self._to_come().values()) if self._expected else self._router.outstanding
+
+    def _to_come(self) -> dict[str, int]:
         here = self._router.open_by_adapter()
         expected = {owner: demand.trajectories for owner, demand in self._expected.items()}
-        return sum(max(here[owner], expected.get(owner, 0)) for owner in {*here, *expected})
+        return {owner: max(here[owner], expected.get(owner, 0)) for owner in {*here, *expected}}
 
     def _demand(self, trajectories: int, now: float) -> Demand:
         demand = replace(self._router.demand(now), left_gpu_s=self._left_gpu_s, load_s=self._pool.load_s or 0.0)
@@ -333,6 +340,8 @@ class RolloutManager:
         edge = (trajectories == 0) != (self._reported == 0)
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
             self._reporting, self._reported, self._reported_at = True, trajectories, now
+            flying = self._router.flying_by_adapter()
+            self._shares = {owner: Share(count, flying[owner]) for owner, count in self._to_come().items()}
             report = partial(self._client.report_demand, self._cluster.name, self._demand(trajectories, now))
             self._in_background(report, self._report_ended)
 

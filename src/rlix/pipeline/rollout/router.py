@@ -180,6 +180,10 @@ class Router:
         """How many trajectories of each adapter are open."""
         return Counter(trajectory.adapter for trajectory in self._open.values())
 
+    def flying_by_adapter(self) -> Counter[str]:
+        """How many trajectories of each adapter replicas have."""
+        return Counter(self._open[id].adapter for r in self._replicas for id in r.in_flight if id in self._open)
+
     def tokens_by_adapter(self, now: float) -> dict[str, float]:
         """How many tokens are expected of what is open, by adapter."""
         tokens: dict[str, float] = {}
@@ -231,7 +235,7 @@ class Router:
         loads = [(len(r.in_flight), i) for i, r in enumerate(self._replicas) if r.state is ReplicaState.READY]
         heapq.heapify(loads)
         given: dict[int, list[GenerationRequest]] = {}
-        flying = Counter(self._open[id].adapter for r in self._replicas for id in r.in_flight if id in self._open)
+        flying = self.flying_by_adapter()
         while self._queue and loads:
             load, least = loads[0]
             if load != len(self._replicas[least].in_flight):  # it was given one

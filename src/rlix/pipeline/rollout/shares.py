@@ -2,6 +2,15 @@
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An adapter's trajectories: how many are still to come, and how many of those replicas have now."""
+
+    to_come: int = 0
+    in_flight: int = 0
 
 
 def next_owner(waiting: Mapping[str, int], in_flight: Mapping[str, int]) -> str:

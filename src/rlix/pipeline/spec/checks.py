@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from rlix.pipeline.spec.algorithm import ALGORITHMS
+from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of, needs_reference
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.file import Problem
-from rlix.pipeline.spec.lora import MULTI_LORA
+from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
@@ -30,6 +30,8 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _batches(spec)
     yield from _evaluation(spec)
     yield from _lora(spec)
+    yield from _unused_clusters(spec)
+    yield from _attention(spec)
     yield from _plan(spec)
     fixed = spec.pipeline is None or spec.multi_lora
     yield from cluster_problems(spec.clusters, fixed=fixed, planned=spec.is_unplanned)
@@ -64,6 +66,37 @@ def _lora(spec: Sections) -> Iterator[Problem]:
         yield Problem("optimizer.groups", "has no effect on an adapter, whose parameters all learn alike; remove it")
     if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
         yield Problem(f"lora.{given[0]}", f"is what the adapter in {path} has; remove this, or the path")
+    if spec.model.kind == "tiny":
+        yield from unknown_targets(spec.lora, spec.model.linear)
+
+
+def _unused_clusters(spec: Sections) -> Iterator[Problem]:
+    """Of parts that an algorithm of ours does without; a pipeline of the user's has what it likes."""
+    if spec.algorithm.name not in ALGORITHMS or (spec.pipeline is not None and not spec.multi_lora):
+        return
+    try:
+        options = spec.algorithm.parse()
+    except ValidationError:  # reported with the other options
+        return
+    if spec.clusters.critic and critic_of(options) is None:
+        yield Problem(
+            "clusters.critic", f"is not used: {spec.algorithm.name} has no critic; remove this, or use 'algorithm: ppo'"
+        )
+    if spec.clusters.reference and not needs_reference(options) and not (spec.lora or spec.runs):
+        yield Problem(
+            "clusters.reference",
+            "is not used: without a KL there is no reference model; remove this, or set "
+            "algorithm.options.kl_coefficient",
+        )
+
+
+def _attention(spec: Sections) -> Iterator[Problem]:
+    if spec.training.attention == "flash_attention_2" and spec.model.dtype != "bfloat16":
+        yield Problem(
+            "training.attention",
+            f"flash_attention_2 computes in bfloat16, and the model in {spec.model.dtype}; set 'model.dtype: bfloat16' "
+            "(of a model with a path), or use sdpa",
+        )
 
 
 def _plan(spec: Sections) -> Iterator[Problem]:

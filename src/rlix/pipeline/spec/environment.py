@@ -55,6 +55,13 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
                 yield Problem(f"runs.{name}.{problem.field}", problem.message)
 
 
+def device_problems(spec: Sections, *, virtual: bool) -> Iterator[Problem]:
+    """Problems that only the devices can show."""
+    if spec.training.attention == "flash_attention_2" and (virtual or find_spec("flash_attn") is None):
+        lacking = "GPUs, and these are virtual ones" if virtual else "the package flash-attn; install it"
+        yield Problem("training.attention", f"flash_attention_2 needs {lacking}, or use sdpa")
+
+
 def _loggers(logging: LoggingSpec) -> Iterator[Problem]:
     for name, given in (("wandb", logging.wandb), ("mlflow", logging.mlflow)):
         if given is not None and find_spec(name) is None:

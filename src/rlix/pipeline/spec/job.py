@@ -14,7 +14,7 @@ from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
 from rlix.pipeline.spec.clusters import ClusterSpec, pool_problems
 from rlix.pipeline.spec.columns import is_path
-from rlix.pipeline.spec.environment import environment_problems
+from rlix.pipeline.spec.environment import device_problems, environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.old_keys import old_pipeline
@@ -139,8 +139,13 @@ def load_run(path: Path) -> RunSpec:
         raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
 
 
-def check_jobs(specs: Sequence[JobSpec], pool: Collection[int] | None) -> None:
-    """Raise SpecError when the jobs cannot run together on a pool with these device ids; None: any pool."""
+def check_jobs(specs: Sequence[JobSpec], pool: Collection[int] | None, *, virtual: bool | None = None) -> None:
+    """Raise SpecError when the jobs cannot run together on a pool.
+
+    Args:
+        pool: ids of its devices; None: any pool.
+        virtual: whether these are virtual GPUs; None: not known.
+    """
     lines: list[str] = []
     first: dict[str, JobSpec] = {}
     for spec in specs:
@@ -152,6 +157,8 @@ def check_jobs(specs: Sequence[JobSpec], pool: Collection[int] | None) -> None:
         first.setdefault(spec.name, spec)
         if pool is not None:
             lines += [spec._origin.describe(problem) for problem in pool_problems(spec.clusters, pool)]
+        if virtual is not None:
+            lines += [spec._origin.describe(problem) for problem in device_problems(spec, virtual=virtual)]
     if lines:
         raise SpecError("\n".join(lines))
 

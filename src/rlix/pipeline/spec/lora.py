@@ -1,15 +1,18 @@
 """What a job says of LoRA: the adapter that it trains, or several of them as runs on one model."""
 
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.file import Problem, nearest
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Beta, Count, Positive, Section, Seed, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 
 MULTI_LORA = "multi_lora"
+ALL_LINEAR = ("all-linear",)
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=48)]
 
 
@@ -22,12 +25,23 @@ class LoraSpec(Section):
     """The adapter's part is scaled by alpha / rank; left out: twice the rank."""
     dropout: Beta = 0.0
     """Of what goes into the adapter, in training steps."""
-    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False, min_length=1)] = (
-        "all-linear",
-    )
+    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False, min_length=1)] = ALL_LINEAR
     """Last names of the linear layers that get one, such as `[q_proj, v_proj]`; `all-linear`: all but the head."""
     path: str | None = None
     """Folder of a PEFT adapter to go on from; its rank, alpha, dropout and targets are taken."""
+
+
+def unknown_targets(lora: LoraSpec | None, linear: Collection[str]) -> Iterator[Problem]:
+    """Layers that an adapter is to go on and a model with these linear layers does not have."""
+    if lora is None or lora.targets == ALL_LINEAR:
+        return
+    for target in lora.targets:
+        if target not in linear:
+            yield Problem(
+                "lora.targets",
+                f"the model has no linear layer {target!r}{nearest(target, linear)} (it has "
+                f"{', '.join(sorted(linear))}; all-linear, alone, is all of them)",
+            )
 
 
 class RunSpec(Section):

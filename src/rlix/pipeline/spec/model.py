@@ -14,6 +14,7 @@ class TinyModel(Section):
     """A small Qwen2 with one token per character, initialised from the job's seed."""
 
     dtype: ClassVar[str] = "float32"
+    linear: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     kind: Literal["tiny"] = "tiny"
     hidden_size: Count = 64

@@ -1,14 +1,14 @@
 """The runs of a multi_lora job, each as the job that it would be alone."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of
 from rlix.pipeline.spec.file import Problem, problems_of
-from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.spec.lora import RunSpec, unknown_targets
 from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
 
@@ -62,3 +62,13 @@ def run_problems(job: Sections) -> Iterator[Problem]:
         else:
             if algorithm.name in ALGORITHMS and critic_of(algorithm.parse()) is not None:
                 yield Problem(f"runs.{name}.algorithm", "has a critic, which multi_lora has no place for")
+
+
+def target_problems(job: Sections, linear: Collection[str]) -> Iterator[Problem]:
+    """Layers that adapters of the job are to go on and its model, which has these linear layers, does not have."""
+    own = list(unknown_targets(job.lora, linear))
+    yield from own
+    for name, run in job.runs.items():
+        if not own or "targets" in run.lora:
+            for problem in unknown_targets(run_of(job, name, run).lora, linear):
+                yield Problem(f"runs.{name}.{problem.field}", problem.message)

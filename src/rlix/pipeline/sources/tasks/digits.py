@@ -47,23 +47,19 @@ class DigitsTask(Task):
     def _draw(self, stream: str, seed: int, step: int, n: int) -> list[Prompt]:
         source = random_stream(self._name, stream, seed, step)
         drawn = ["".join(source.choices("0123456789", k=self._count(source))) for _ in range(n)]
-        return [self._prompt(f"{stream}/{step}/{i}", digits) for i, digits in enumerate(drawn)]
+        texts, answers = [f"{digits}>" for digits in drawn], [self._answer(digits) for digits in drawn]
+        prompt_ids = self._tokenizer(texts)["input_ids"]
+        answer_ids = self._tokenizer(answers, add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        return [
+            Prompt(f"{stream}/{step}/{i}", texts[i], tuple(prompt_ids[i]), answers[i], (*answer_ids[i], end))
+            for i in range(n)
+        ]
 
     def _count(self, source: Random) -> int:
         if not self._spread:
             return self._digits
         return min(MOST_DIGITS, max(1, round(self._digits * source.lognormvariate(0.0, self._spread))))
-
-    def _prompt(self, id: str, digits: str) -> Prompt:
-        text, answer = f"{digits}>", self._answer(digits)
-        answer_ids = self._tokenizer.encode(answer, add_special_tokens=False)
-        return Prompt(
-            id=id,
-            text=text,
-            prompt_ids=tuple(self._tokenizer.encode(text)),
-            answer=answer,
-            answer_ids=(*answer_ids, self._tokenizer.eos_token_id),
-        )
 
 
 def sort_digits(tokenizer: "PreTrainedTokenizerBase", digits: Digits = 4, spread: Spread = 0.0) -> DigitsTask:
