@@ -46,6 +46,11 @@ class JobStatus:
     runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
 
+    @property
+    def progress(self) -> str:
+        """How far it is; of a program that attached itself nobody knows."""
+        return f"{self.step}/{self.steps}" if self.steps else ""
+
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
