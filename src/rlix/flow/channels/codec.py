@@ -159,7 +159,7 @@ def _bytes(leaf: Leaf) -> "np.ndarray[Any, Any]":
 def _write(fd: int, block: "np.ndarray[Any, Any]", offset: int) -> None:
     """Twice as fast as to fill a map of the file: the kernel need not clear pages first. Where memory is short it is an
     error here, and not a SIGBUS later."""
-    left = memoryview(block)
+    left = block.data
     while left.nbytes:
         written = os.pwrite(fd, left, offset)
         left, offset = left[written:], offset + written
