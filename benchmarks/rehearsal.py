@@ -87,7 +87,7 @@ def _declared(
     data |= {"name": name, "seed": seed, "steps": steps, "declared_speed": SPEED.model_dump()} | changes
     data["rollout"] |= rollout
     data["model"]["context"] = 96
-    data["warmup"] |= {"steps": 20, "batch_size": 32}
+    data["warmup"] |= {"steps": 10, "batch_size": 32}
     data["clusters"] = {"actor_train": {"gpus": GANG}, "actor_infer": {"gpus": GPUS}}
     return JobSpec.model_validate_json(json.dumps(data))
 

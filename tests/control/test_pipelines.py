@@ -1,6 +1,7 @@
 """Registration, admission, gangs and their errors, on a real Ray."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -35,6 +37,13 @@ def test_the_pool_is_found_and_init_attaches_again(ray_session: Any, settings: S
     ]
     assert ask(init(create_if_missing=False, settings=settings).devices.remote()) == devices
     assert ask(init(settings=settings, log_level="WARNING").devices.remote()) == devices
+
+
+def test_ray_starts_nothing_that_nobody_uses(ray_session: Any) -> None:
+    """Neither its dashboard's process, which `ray.init` would wait for, nor its autoscaler."""
+    started = " ".join(part for p in psutil.Process().children(recursive=True) for part in p.cmdline())
+    assert "/raylet" in started
+    assert not re.search(r"/dashboard\.py|/_private/monitor\.py|autoscaler", started)
 
 
 def test_errors_keep_their_type_and_say_what_to_do(ray_session: Any) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
@@ -73,3 +74,8 @@ def test_whatever_a_rank_fails_with_is_its_error() -> None:
     ) as caught:
         group._collect("step", [0, 1], [good, failed], [1], timeout_s=3600.0)
     assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_state_of_something_else_than_tensors_is_refused() -> None:
+    with pytest.raises(TypeError, match="no tensors in the state given: a, c"):
+        TrainEngine(policy()).load_state_dict({"a": 3, "b": torch.zeros(1), "c": "x"})  # type: ignore[dict-item]

@@ -56,7 +56,7 @@ def test_the_adapters_of_a_job_have_a_table_and_curves(tmp_path: Path) -> None:
     write_run(folder / "runs" / "b", events=failed, metrics=[])  # before its first step
     report = build_report([folder])
     assert [run.name for run in report.runs] == [f"{folder.name}/{name}" for name in "abc"]
-    assert report.tables[1].rows[2][5:] == ("1,800", "2 min 15 s", "1.5 s", "1.00")
+    assert report.tables[2].rows[2][1:] == ("1,800", "2 min 15 s", "1.5 s", "1.00")
     assert [use["gang_wait_s"] for use in summary(report)["adapters"]] == [0.0, 0.0, 1.5]
     assert [row[:3] for row in report.tables[1].rows] == [
         (f"{folder.name}/a", report.runs[0].state, "6"),

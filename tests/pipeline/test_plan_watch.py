@@ -48,7 +48,7 @@ def test_times_that_drift_are_noticed_and_kept_for_the_next_plan(tmp_path: Path)
     assert drifted == "steps take 4.6 s, planned were 2.72 s: actor_infer 2.45 times its time"
     assert run.watch.anew(tmp_path, DEVICES, 100, tmp_path) is None  # it is still the fastest
     kept = json.loads((tmp_path / "measured.json").read_text())
-    assert kept["actor_infer"] == [4, pytest.approx(1.18 * 3.38 / 1.38)]
+    assert kept["actor_infer"] == [4, pytest.approx(1.08 * 3.38 / 1.38)]
     again = choose(spec, range(4), tmp_path, measured=tmp_path)
     assert again.profile.parts["actor_infer"].table.seconds(4, 32) == pytest.approx(kept["actor_infer"][1])
     assert run.steps(5, 4.6, 1.14, 3.38) == [""] * 5  # said once

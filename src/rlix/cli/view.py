@@ -144,7 +144,7 @@ def _job_table(snapshot: Snapshot) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
     evaluated = any(one.evaluation is not None for job in snapshot.jobs for one in (job, *job.runs))
     many = any(job.runs for job in snapshot.jobs)  # adapters, of which more is said than how far they are
-    of_many = ("to come", "in flight", "staleness")
+    of_many = ("to come", "in flight", "age")
     shown = ("job", "step", *(() if many else ("",)), "phase", "reward", "exact")
     shown += (*(("evaluation",) if evaluated else ()), "tokens/s", *(of_many if many else ()), "devices")
     for column in shown:

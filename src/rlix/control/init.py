@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray._private import services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
+from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
@@ -188,7 +189,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     remove_unheld(VIRTUAL_KEYS, older_than_s=_OLD_LOCK_S)  # of pools that were killed
-    with loopback_kept(), _own_session():
+    with loopback_kept(), _own_session(), _bare():
         ray.init(
             address="local",
             num_cpus=num_cpus or _LOGICAL_CPUS,
@@ -215,6 +216,19 @@ def _own_session() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = before
+
+
+@contextlib.contextmanager
+def _bare() -> Iterator[None]:
+    """Ray without its autoscaler, and without the process of a dashboard that is not included: Ray starts that all the
+    same and waits for it, for its telemetry alone, which costs every start seconds."""
+    dashboard, autoscaler = services.start_api_server, Node.start_monitor
+    services.start_api_server = lambda *_, **__: ("", None)
+    Node.start_monitor = lambda _: None
+    try:
+        yield
+    finally:
+        services.start_api_server, Node.start_monitor = dashboard, autoscaler
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:

@@ -14,7 +14,16 @@ from markupsafe import Markup
 from rlix.monitor.accounting import Accounting, account, adapter_use, contended_window, device_ids, shared_window
 from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run, runs_of
 from rlix.monitor.split import SplitEstimate, split_estimate
-from rlix.monitor.tables import TableData, adapter_table, count, device_table, duration, job_table, percent, split_table
+from rlix.monitor.tables import (
+    TableData,
+    adapter_tables,
+    count,
+    device_table,
+    duration,
+    job_table,
+    percent,
+    split_table,
+)
 from rlix.protocol.types import Phase
 
 SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
@@ -42,7 +51,7 @@ class Report:
     def tables(self) -> tuple[TableData, ...]:
         tables = [job_table(self.accounting), device_table(self.accounting, self.pool)]
         if self.runs:
-            tables.insert(1, adapter_table([adapter_use(run) for run in self.runs]))
+            tables[1:1] = adapter_tables([adapter_use(run) for run in self.runs])
         if self.estimate is not None:
             tables.append(split_table(self.accounting, self.contended, self.estimate))
         return tuple(tables)

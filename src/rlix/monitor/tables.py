@@ -139,15 +139,21 @@ def _use_row(label: str, use: DeviceUse, total_s: float) -> tuple[str, ...]:
     )
 
 
-def adapter_table(adapters: Sequence[AdapterUse]) -> TableData:
-    """Of adapters that share a job."""
-    rows = tuple(
+def adapter_tables(adapters: Sequence[AdapterUse]) -> tuple[TableData, TableData]:
+    """Of adapters that share a job: what each has learnt, and what it has had of what they share."""
+    learnt = tuple(
         (
             use.name,
             use.state,
             count(use.steps),
             _change(use.reward_first, use.reward_last),
             _change(use.exact_first, use.exact_last),
+        )
+        for use in adapters
+    )
+    had = tuple(
+        (
+            use.name,
             count(use.tokens),
             duration(use.train_s),
             duration(use.gang_wait_s),
@@ -155,11 +161,14 @@ def adapter_table(adapters: Sequence[AdapterUse]) -> TableData:
         )
         for use in adapters
     )
-    return TableData(
-        "Adapters",
-        ("adapter", "state", "steps", "reward", "exact match", "tokens", "trained", "waited", "staleness"),
-        rows,
-        note="Trained, waited: with the job's gang, and in the queue for it. Staleness: mean age of tokens in steps.",
+    return (
+        TableData("Adapters", ("adapter", "state", "steps", "reward", "exact match"), learnt),
+        TableData(
+            "What adapters have had",
+            ("adapter", "tokens", "trained", "waited to train", "staleness"),
+            had,
+            note="Trained: with the job's gang; waited: in the queue for it. Staleness: mean age of tokens in steps.",
+        ),
     )
 
 

@@ -136,6 +136,8 @@ class StateCalls(TrainWorkers):
             WeightSyncError: lists every missing, unknown and mis-shaped name; nothing was changed.
             NotResidentError: the engine's bytes wait in host memory: bring them back with `cuda()` first.
         """
+        if wrong := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+            raise TypeError(f"no tensors in the state given: {', '.join(wrong)}")
         self._check_fillable()
         first = tied_names(dict(state))
         given = publish(((name, state[name]) for name in first), self.version, aliases=first)

@@ -32,8 +32,9 @@ PRELOAD = (
     "jsonschema", "logging.config", "logging.handlers", "msgpack", "multiprocessing", "packaging.version", "pickle",
     "psutil", "requests", "ssl", "tempfile", "typing_extensions", "uuid", "yaml",
     # what our workers import
-    "numpy", "safetensors.torch", "torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp", "torch.utils.data", "transformers", "transformers.models.qwen2.modeling_qwen2",
+    "numpy", "pydantic", "safetensors.torch", "torch", "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.utils.data", "transformers",
+    "transformers.models.auto.tokenization_auto", "transformers.models.qwen2.modeling_qwen2",
 )  # fmt: skip
 
 # In force only while modules are imported: no BLAS thread pool, and no CUDA driver to find a device with.

@@ -84,7 +84,7 @@ class Session:
     @property
     def folder(self) -> Path | None:
         """The run folder, which rank 0 writes."""
-        return self._record and self._record.folder.path
+        return None if self._record is None else self._record.folder.path
 
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""

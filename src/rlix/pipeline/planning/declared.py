@@ -31,9 +31,11 @@ def _part(spec: JobSpec, name: str, devices: int, off_policy: bool) -> PartProfi
     lengths, prompt = answer_lengths(spec), prompt_tokens(spec)
     widths = [n for n in widths_of(spec, name, devices) if n <= _EVERY or n & (n - 1) == 0 or n == devices]
     if name == ClusterName.ACTOR_INFER:  # new weights come into replicas that stay, all weights into those that return
-        seconds = [rollout_s(speed, lengths, prompt, n, spec.rollout.max_num_seqs) + speed.sync_s for n in widths]
+        # Nothing waits for new weights while the trainer, which published them, leaves its devices.
+        sync_s = speed.sync_s if off_policy else max(0.0, speed.sync_s - speed.move_s)
+        seconds = [rollout_s(speed, lengths, prompt, n, spec.rollout.max_num_seqs) + sync_s for n in widths]
         leaves = _leaves(spec, off_policy)
-        load_s, offload_s = max(0.0, leaves * speed.expand_s - speed.sync_s), leaves * speed.shrink_s
+        load_s, offload_s = max(0.0, leaves * speed.expand_s - sync_s), leaves * speed.shrink_s
     else:  # an engine comes and goes with every phase, whoever else uses its devices
         unit, (scored, trained) = spec.clusters_in_use[name].tensor_parallel, passes(spec, name, off_policy)
         token_s = (scored * speed.scored_token_ms + trained * speed.trained_token_ms) / 1e3
