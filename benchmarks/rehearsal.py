@@ -114,7 +114,15 @@ def measured(mode: str, specs: Sequence[JobSpec], seconds: float) -> list[RunRec
             finally:
                 running.send_signal(signal.SIGINT)
         records = [load_run(Path(folder, spec.name)) for spec in jobs]
-    return [replace(r, metrics=tuple(m for m in r.metrics if begin < m["time"] <= begin + seconds)) for r in records]
+    return [counted(record, begin, seconds) for record in records]
+
+
+def counted(record: RunRecord, begin: float, seconds: float) -> RunRecord:
+    """With the steps that ended in `seconds` from `begin` (Unix seconds), and how late decoding was since then."""
+    before = [row["decode_late_s"] for row in record.metrics if row["time"] <= begin]
+    rows = [row for row in record.metrics if begin < row["time"] <= begin + seconds]
+    late_s = before[-1] if before else 0.0
+    return replace(record, metrics=tuple({**row, "decode_late_s": row["decode_late_s"] - late_s} for row in rows))
 
 
 def first_step(folder: Path, running: "subprocess.Popen[bytes]") -> float:

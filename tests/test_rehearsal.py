@@ -1,0 +1,19 @@
+"""What the rehearsal of shared jobs counts."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rehearsal import counted, lateness
+from rlix.monitor.records import load_run
+from tests.monitor.synthetic import write_run
+
+
+def test_only_what_was_late_while_steps_were_counted_counts(tmp_path: Path) -> None:
+    late_s = (5.0, 7.0, 7.5, 9.0, 20.0)  # of decoding, since the job began
+    metrics = [
+        {"step": i, "time": 10.0 * i, "step_s": 10.0, "late_s": 0.5, "decode_late_s": late_s[i]} for i in range(5)
+    ]
+    record = counted(load_run(write_run(tmp_path / "run", events=[], metrics=metrics)), 10.0, 20.0)
+    assert [row["step"] for row in record.metrics] == [2, 3]
+    assert lateness([record, record]) == pytest.approx((2 * 0.5 + 9.0 - 7.0) / 20.0)
