@@ -1,9 +1,13 @@
+import socket
+from http.client import BadStatusLine
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.memory.shape import shape_of
 from rlix.pipeline.models import local_model, prepare_model
 from rlix.pipeline.spec.model import PretrainedModel, TinyModel
@@ -45,6 +49,8 @@ def test_models_that_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_hub_that_is_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("no_proxy", "*")
+    for name in ("all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     for client in ("rlix.pipeline.models.snapshot_download", "transformers.AutoConfig.from_pretrained"):
         monkeypatch.setattr(client, None)  # which tries again for half a minute
@@ -54,3 +60,31 @@ def test_a_hub_that_is_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPa
         local_model("no/such")
     with pytest.raises(SpecError, match=r"model\.path: .*cannot be reached: .*refused.*; give a folder"):
         shape_of(PretrainedModel(path="no/such"))
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1")
+    check_reachable("no/such")
+
+
+@pytest.mark.parametrize(
+    ("error", "certain"),
+    [
+        (URLError(socket.gaierror(-2, "Name or service not known")), True),
+        (URLError(ConnectionRefusedError(111, "Connection refused")), True),
+        (TimeoutError("timed out"), False),
+        (ConnectionResetError(104, "reset by a proxy"), False),
+        (BadStatusLine("of a proxy that speaks SOCKS"), False),
+    ],
+)
+def test_only_a_hub_that_is_certainly_out_of_reach_is_given_up(
+    error: Exception, certain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("rlix.pipeline.hub.getproxies", dict)
+    monkeypatch.setattr("rlix.pipeline.hub.urlopen", fails)
+    if certain:
+        with pytest.raises(ConnectionError, match="cannot be reached"):
+            check_reachable("no/such")
+    else:
+        check_reachable("no/such")
