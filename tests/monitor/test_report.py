@@ -50,7 +50,7 @@ def test_an_empty_run_still_makes_a_report(tmp_path: Path) -> None:
 def test_the_adapters_of_a_job_have_a_table_and_curves(tmp_path: Path) -> None:
     (folder, *_) = demo_runs(tmp_path, steps=6)
     shutil.copytree(folder, folder / "runs" / "a", ignore=lambda _, names: [n for n in names if n == "runs"])
-    rows = [{"step": i, "tokens": 600, "train_s": 45.0, "gang_wait_s": 0.5, "staleness": i} for i in range(3)]
+    rows = [{"step": i, "tokens": 600, "gang_s": 45.0, "gang_wait_s": 0.5, "staleness": i} for i in range(3)]
     write_run(folder / "runs" / "c", events=[], metrics=rows)
     failed = [{"type": "job", "time": 1.0, "event": "failed", "detail": "no such data"}]
     write_run(folder / "runs" / "b", events=failed, metrics=[])  # before its first step

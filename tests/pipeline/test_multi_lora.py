@@ -61,7 +61,8 @@ RUNS: dict[str, Any] = {
         "rollout": {"prompts_per_step": 4},
     },
 }
-NO_TIMES = ("time", "step_s", "rollout_s", "rollout_wait_s", "reward_s", "train_s", "tokens_per_s", "gang_wait_s")
+NO_TIMES = ("time", "step_s", "rollout_s", "rollout_wait_s", "reward_s", "train_s", "tokens_per_s")
+NO_TIMES += ("gang_s", "gang_wait_s")
 
 
 def job(runs: Mapping[str, Any], **more: Any) -> JobSpec:
@@ -195,6 +196,8 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     every = rows(tmp_path / "job")
     assert sum(row["tokens"] for row in every) == sum(row["tokens"] for found in each_alone.values() for row in found)
     assert curves(tmp_path / "job", list(RUNS)) == each_alone
+    written = [json.loads(line) for line in (tmp_path / "job/runs/ahead/metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["train_s"] < row["gang_s"] < row["step_s"] for row in written), "it scores and publishes, too"
     assert many.actor.module.adapters() == ()
     folder = tmp_path / "job" / "runs" / "small" / "checkpoints" / "step_3" / "adapter"
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]

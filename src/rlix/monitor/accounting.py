@@ -59,15 +59,15 @@ class JobUse:
 class AdapterUse:
     """One adapter of a job that trains many: how far it is and what it has had of what they share.
 
-    `train_s` and `gang_wait_s`: seconds in which it had the gang for its updates, and waited for its turn. `staleness`:
-    mean age of its tokens in steps, None where none can be old.
+    `gang_s` and `gang_wait_s`: seconds in which it had the gang, to score, to train and to publish, and waited for
+    that. `staleness`: mean age of its tokens in steps, None where none can be old.
     """
 
     name: str
     state: str
     steps: int
     tokens: int
-    train_s: float
+    gang_s: float
     gang_wait_s: float
     staleness: float | None
     reward_first: float | None
@@ -197,7 +197,7 @@ def adapter_use(run: RunRecord) -> AdapterUse:
         state=run.state,
         steps=len(run.metrics),
         tokens=int(total("tokens")),
-        train_s=total("train_s"),
+        gang_s=total("gang_s"),
         gang_wait_s=total("gang_wait_s"),
         staleness=edge_mean(run, "staleness", slice(None)),
         reward_first=edge_mean(run, "reward", FIRST),

@@ -155,7 +155,7 @@ def adapter_tables(adapters: Sequence[AdapterUse]) -> tuple[TableData, TableData
         (
             use.name,
             count(use.tokens),
-            duration(use.train_s),
+            duration(use.gang_s),
             duration(use.gang_wait_s),
             "–" if use.staleness is None else f"{use.staleness:.2f}",
         )
@@ -165,9 +165,9 @@ def adapter_tables(adapters: Sequence[AdapterUse]) -> tuple[TableData, TableData
         TableData("Adapters", ("adapter", "state", "steps", "reward", "exact match"), learnt),
         TableData(
             "What adapters have had",
-            ("adapter", "tokens", "trained", "waited to train", "staleness"),
+            ("adapter", "tokens", "had the gang", "waited for it", "staleness"),
             had,
-            note="Trained: with the job's gang; waited: in the queue for it. Staleness: mean age of tokens in steps.",
+            note="With the job's gang: to score, train and publish. Staleness: mean age of tokens in steps.",
         ),
     )
 

@@ -43,7 +43,7 @@ class AdapterRun(LoraFinetunePipeline):
         config = JobConfig(spec, job.runs_dir / name, resume)
         super().__init__(job.pipeline_id, config, job.client)
         self.job, self.adapter, self.paused = job, name, False
-        self._waited_s = 0.0  # for the gang, in the step under way
+        self._waited_s = self._had_s = 0.0  # for the gang and with it, in the step under way
         self.log_thread = f"run-{name}"
 
     @contextmanager
@@ -54,13 +54,17 @@ class AdapterRun(LoraFinetunePipeline):
         self.note_phase(f"waiting for {phase.name.lower()}")
         asked = time.time()
         with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
-            self._waited_s += time.time() - asked
+            begin = time.time()
+            self._waited_s += begin - asked
             self.note_entered(phase)
-            yield None
+            try:
+                yield None
+            finally:
+                self._had_s += time.time() - begin
 
     def step(self, step: int) -> dict[str, float]:
-        self._waited_s = 0.0
-        return {**super().step(step), "gang_wait_s": self._waited_s}
+        self._waited_s = self._had_s = 0.0
+        return {**super().step(step), "gang_s": self._had_s, "gang_wait_s": self._waited_s}
 
     def status(self) -> JobStatus:
         rollouts = getattr(self, "rollouts", None)
