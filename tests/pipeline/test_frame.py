@@ -64,6 +64,16 @@ def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert pipeline.status().error is None
 
 
+def test_a_job_that_is_stopped_does_not_go_on_by_another_plan(tmp_path: Path) -> None:
+    pipeline = toy(tmp_path / "job")
+    pipeline.goes_on = pipeline.spec
+    pipeline.request_stop()
+    summary = pipeline.run()
+    assert (summary.state, summary.goes_on, pipeline.status().state) == ("stopped", None, "stopped")
+    last = rows(tmp_path / "job" / "events.jsonl")[-1]
+    assert (last["event"], last["detail"]) == ("stopped", None)
+
+
 @pytest.mark.parametrize("breaks_in", [("teardown",), ("step", "teardown")])
 def test_a_teardown_that_fails_keeps_nothing_and_is_told(tmp_path: Path, breaks_in: tuple[str, ...]) -> None:
     pipeline = toy(tmp_path / "job")

@@ -308,6 +308,8 @@ class Pipeline(ABC):
         """Whatever `teardown` raises, the folder is let go of and whoever waits for the end is told."""
         try:
             self.teardown()
+            if state != "stopped" or self.stop_requested.is_set():
+                self.goes_on = None
             if state != "failed":
                 self._event("job", event=state, detail=None if self.goes_on is None else "goes on by another plan")
                 if self.goes_on is None:
@@ -385,6 +387,7 @@ class Pipeline(ABC):
             first_exact=_mean(self._exacts[:1]),
             last_exact=_mean(self._exacts[-5:]),
             run_dir=str(self.config.run_dir),
+            goes_on=self.goes_on,
         )
 
 
