@@ -104,6 +104,23 @@ def test_it_goes_over_to_a_better_plan_that_pays(tmp_path: Path, caplog: pytest.
     assert told in caplog.text
 
 
+@pytest.mark.parametrize("changes", [{}, {"schedule": "mine.py:Mine"}, {"source": "mine.py:Mine"}, {"vllm": True}])
+def test_exactly_goes_over_only_who_learns_the_same_then(changes: dict[str, Any], tmp_path: Path) -> None:
+    spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
+    spec = choose(spec, range(4), tmp_path, same={"actor_infer": 1, "actor_train": 4}).spec  # as if that had been best
+    assert (spec.clusters.actor_infer.count, spec.clusters.actor_train.count) == (1, 4)
+    rollout = spec.rollout.model_copy(update={"executor": "vllm"} if changes.get("vllm") else {})
+    named = {name: type(getattr(spec, name))(name=value) for name, value in changes.items() if name != "vllm"}
+    run = Run(spec.model_copy(update={"rollout": rollout, **named}), 1)
+    assert spec.plan is not None
+    seconds = spec.plan.seconds
+    assert any(run.steps(3, 3 * spec.plan.step_s, seconds["actor_train"], 3 * seconds["actor_infer"]))
+    found = run.watch.anew(tmp_path, DEVICES, 1000, tmp_path)
+    assert (found is not None) == (not changes)
+    if found is not None:
+        assert (found.clusters.actor_infer.count, found.clusters.actor_train.count) == (4, 4)
+
+
 def test_generation_that_is_waited_for_drifts_too(tmp_path: Path) -> None:
     spec = job(schedule="ahead", declared_speed={**SPEED, "trained_token_ms": 8.0})
     chosen = choose(spec, range(4), tmp_path)

@@ -101,8 +101,8 @@ class PlanWatch:
         find = partial(self._better, folder, devices, home or Settings.from_env().home)
         best = find({})
         mine = best
-        if plan.switch == "exact" and self._spec.schedule.works_ahead:
-            mine = None  # samples that are under way would be made anew, by newer weights
+        if plan.switch == "exact" and not _goes_on_exactly(self._spec):
+            mine = None
         elif plan.switch == "exact":
             mine = find({name: clusters[name].count or 0 for name in plan.seconds if name != ClusterName.ACTOR_INFER})
         if mine is not None and self._may_switch and plan.switch != "never":
@@ -152,6 +152,15 @@ class PlanWatch:
         best = found.planned.best
         slow = best.seconds > self._present_s * (1 - WORTH)
         return None if slow or f"{best.mode}: {best.shape}" == plan.chosen else found
+
+
+def _goes_on_exactly(spec: JobSpec) -> bool:
+    """Whether it learns the same from a checkpoint on, with rollouts of any width.
+
+    Samples that are under way are made anew, by newer weights; vLLM's log-probs depend on which samples it has beside
+    each other; and nobody knows what a schedule or a source of the user's remembers.
+    """
+    return spec.schedule.name == "on_policy" and spec.rollout.executor == "transformers" and spec.source.name is None
 
 
 def _named(chosen: Chosen) -> str:
