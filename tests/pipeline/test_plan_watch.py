@@ -47,7 +47,7 @@ def test_times_that_drift_are_noticed_and_kept_for_the_next_plan(tmp_path: Path)
     assert said[2] == drifted
     assert drifted == "steps take 4.6 s, planned were 2.72 s: actor_infer 2.45 times its time"
     assert run.watch.anew(tmp_path, DEVICES, 100, tmp_path) is None  # it is still the fastest
-    kept = json.loads((tmp_path / "measured.json").read_text())
+    kept = json.loads((tmp_path / "measured.json").read_text())["times"]
     assert kept["actor_infer"] == [4, pytest.approx(1.08 * 3.38 / 1.38)]
     again = choose(spec, range(4), tmp_path, measured=tmp_path)
     assert again.profile.parts["actor_infer"].table.seconds(4, 32) == pytest.approx(kept["actor_infer"][1])
@@ -119,6 +119,26 @@ def test_exactly_goes_over_only_who_learns_the_same_then(changes: dict[str, Any]
     assert (found is not None) == (not changes)
     if found is not None:
         assert (found.clusters.actor_infer.count, found.clusters.actor_train.count) == (4, 4)
+
+
+def test_a_plan_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
+    spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
+    spec = choose(spec, range(4), tmp_path, same={"actor_infer": 1, "actor_train": 4}).spec
+    assert spec.plan is not None
+    times, first = spec.plan.seconds, spec.plan.chosen
+
+    def drifted() -> JobSpec | None:
+        run = Run(spec, 1)
+        assert any(run.steps(3, 9.0, times["actor_train"], 3 * times["actor_infer"]))
+        return run.watch.anew(tmp_path, DEVICES, 1000, tmp_path)
+
+    better = drifted()
+    assert better is not None
+    assert better.plan is not None
+    assert json.loads((tmp_path / "measured.json").read_text())["left"] == [first]
+    (tmp_path / "measured.json").write_text(json.dumps({"left": [better.plan.chosen]}))  # it came from there
+    assert drifted() is None
+    assert json.loads((tmp_path / "measured.json").read_text())["left"] == [better.plan.chosen]
 
 
 def test_generation_that_is_waited_for_drifts_too(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
+from typing import Any
 
 from rlix.flow.planner import Mode, Plan, Planned, make_plan
 from rlix.flow.profiler.profile import Profile, path_of
@@ -19,7 +20,7 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName
 
 FILE = "measured.json"
-"""In a run folder: by cluster, its ranks and the seconds of its work in a step, once they had drifted from the plan."""
+"""In a run folder, once times had drifted from the plan."""
 _TIMED = ("algorithm", "lora", "model", "rollout", "source", "training")
 
 
@@ -112,16 +113,21 @@ def plan_job(
 
 def _drifted(profile: Profile, folder: Path | None, items: int) -> Profile:
     """With times as a run measured them, where it kept some."""
-    if folder is None or not (folder / FILE).exists():
-        return profile
-    kept = json.loads((folder / FILE).read_text())
+    times = {} if folder is None else measured_in(folder)["times"]
     return profile.scaled(
         {
             name: seconds / profile.parts[name].table.seconds(ranks, items)
-            for name, (ranks, seconds) in kept.items()
+            for name, (ranks, seconds) in times.items()
             if name in profile.parts
         }
     )
+
+
+def measured_in(folder: Path) -> dict[str, Any]:
+    """What a run keeps in its folder: `times`, by cluster its ranks and the seconds of its work in a step, once they
+    had drifted from the plan; `left`: the plans that it has gone away from."""
+    path = folder / FILE
+    return {"times": {}, "left": []} | (json.loads(path.read_text()) if path.exists() else {})
 
 
 def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int], profile: Profile) -> JobSpec:

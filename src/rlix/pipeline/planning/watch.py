@@ -11,7 +11,7 @@ from rlix.flow.planner.plan import AHEAD
 from rlix.flow.programs.drift import LIMIT, Drift
 from rlix.node.devices import smallest_memory
 from rlix.pipeline.jobs.run_folder import replace_file
-from rlix.pipeline.planning.choose import FILE, Chosen, choose, unplanned
+from rlix.pipeline.planning.choose import FILE, Chosen, choose, measured_in, unplanned
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, LeaseRecord
@@ -93,7 +93,8 @@ class PlanWatch:
         """
         plan, clusters = self._spec.plan, self._spec.clusters_in_use
         assert plan is not None
-        kept = {
+        kept = measured_in(folder)
+        kept["times"] = {
             name: [(clusters[name].count or 0) // clusters[name].tensor_parallel, seconds * self._ratios.get(name, 1.0)]
             for name, seconds in plan.seconds.items()
         }
@@ -109,6 +110,8 @@ class PlanWatch:
             gain_s = (self._present_s - mine.planned.best.seconds) * left
             if gain_s > PAYS * self._start_s:
                 logger.info("%s: goes on by another plan, %s", self._spec.name, _named(mine))
+                kept["left"].append(plan.chosen)
+                replace_file(folder / FILE, json.dumps(kept).encode())
                 return mine.spec
         if best is not None:
             how = "stop the job and go on with `rlix run --resume` to have it"
@@ -140,7 +143,10 @@ class PlanWatch:
     def _better(
         self, folder: Path, devices: Mapping[int, Device], home: Path, same: Mapping[str, int]
     ) -> Chosen | None:
-        """The fastest plan by the times as they are, with some clusters as wide as `same` says, if it is worth it."""
+        """The fastest plan by the times as they are, with some clusters as wide as `same` says, if it is worth it.
+
+        A plan that was left is none: what was measured at one width may say too much of another, to and fro for ever.
+        """
         plan = self._spec.plan
         assert plan is not None
         try:
@@ -151,7 +157,7 @@ class PlanWatch:
             return None
         best = found.planned.best
         slow = best.seconds > self._present_s * (1 - WORTH)
-        return None if slow or f"{best.mode}: {best.shape}" == plan.chosen else found
+        return None if slow or f"{best.mode}: {best.shape}" in (plan.chosen, *measured_in(folder)["left"]) else found
 
 
 def _goes_on_exactly(spec: JobSpec) -> bool:
