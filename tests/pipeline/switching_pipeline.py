@@ -1,4 +1,4 @@
-"""A pipeline that computes nothing, and is told after its second step that another plan is better."""
+"""A pipeline that computes nothing, and is told again and again that another plan is better; not all can be had."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,18 +11,25 @@ from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.types import Phase
 
+GPUS = {0.0: 2, 1.0: 64, 2.0: 3}
+"""For the trainer, by the reward of a step: 64 the pool has not, and with three `setup` fails."""
+
 
 class Told(PlanWatch):
     def step(self, metrics: Mapping[str, float], end: float) -> str:
-        return "it drifts" if metrics["reward"] == 1.0 else ""
+        self.gpus = GPUS.get(metrics["reward"], 0)
+        return "it drifts" if self.gpus else ""
 
     def anew(self, *_: Any) -> JobSpec | None:
-        clusters = self._spec.clusters.model_copy(update={"actor_train": ClusterSpec(gpus=2)})
-        return self._spec.model_copy(update={"clusters": clusters, "plan": PlanSpec(chosen="wider")})
+        clusters = self._spec.clusters.model_copy(update={"actor_train": ClusterSpec(gpus=self.gpus)})
+        return self._spec.model_copy(update={"clusters": clusters, "plan": PlanSpec(chosen=f"on {self.gpus}")})
 
 
 class SwitchingPipeline(Pipeline):
     def setup(self) -> None:
+        assert self.config.switches, "its coordinator starts it again"
+        if self.spec.clusters.actor_train.count == 3:
+            raise MemoryError("three are too many")
         self._plan = Told(self.spec)
 
     def step(self, step: int) -> Mapping[str, float]:

@@ -93,15 +93,17 @@ def test_a_coordinator_whose_launcher_died_before_it_said_start_ends(ray_session
 
 
 @pytest.mark.ray
-def test_a_job_goes_on_by_another_plan_from_where_it_is(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_job_goes_on_by_another_plan_or_back_by_its_own_when_that_cannot_be(jobs: Jobs, tmp_path: Path) -> None:
     clusters = {"actor_train": {"gpus": 1}, "actor_infer": {"gpus": 1}}
     spec = small(pipeline="tests.pipeline.switching_pipeline:SwitchingPipeline", name="switching", clusters=clusters)
     (job,) = jobs.start(spec, runs=tmp_path)
     first = job.pipeline_id
     jobs.finish(job)
     metrics = rows(tmp_path / "switching" / "metrics.jsonl")
-    assert [(m["step"], m["devices"]) for m in metrics] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    assert [(m["step"], m["devices"]) for m in metrics] == [(0, 1), (1, 2), (2, 2), (3, 2)]
     said = [e["event"] for e in rows(tmp_path / "switching" / "events.jsonl") if e["type"] == "job"]
-    assert said == ["started", "first_step", "stopped", "started", "first_step", "finished"]
+    left = ["started", "first_step", "stopped"]
+    assert said == [*left * 3, "started", "failed", "started", "first_step", "finished"]
+    assert "switch: never" in (tmp_path / "switching" / "spec.yaml").read_text()
     assert job.pipeline_id != first
     assert leases_left() == ()

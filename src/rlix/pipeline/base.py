@@ -284,7 +284,7 @@ class Pipeline(ABC):
         self._write_lease_events()
         if said := self._plan.step(metrics, end):
             logger.info("%s: %s", self.spec.name, said)
-            self.goes_on = self._plan.anew(self.folder.path, self.devices, self.spec.steps - step - 1)
+            self.goes_on = self._plan.anew(self.folder.path, self.client.devices(), self.spec.steps - step - 1)
         return metrics
 
     def _evaluated(self, done: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
@@ -55,6 +56,8 @@ class JobCoordinator(PipelineCoordinator):
         self._stop_wanted = False
         self._resumes = 0  # because a node had left
         self._other: JobSpec | None = None  # by another plan: what to go on with
+        self._former: JobSpec | None = None  # what to go back to when the other plan does no step
+        self._switched_at = 0  # steps
         self._may_be_a_node = True  # that left, why it failed
         self._nodes: frozenset[str] = frozenset()  # without which the job cannot go on, as far as is known
 
@@ -95,8 +98,12 @@ class JobCoordinator(PipelineCoordinator):
                 final = replace(final, error=f"{final.error}; it was resumed {RESUMES} times, each time {why}")
                 break
             try:
-                pipeline = await self._resume(pipeline, why)
-            except (RlixError, RayError, TimeoutError) as error:
+                await self._leave(pipeline, why)
+                if self._stop_wanted:
+                    final = replace(final, state="stopped", phase="stopped", error=None)
+                    break
+                pipeline = await self._resume(why)
+            except (RlixError, RayError, TimeoutError, ValueError) as error:  # ValueError: there is no orchestrator
                 what = f"{final.error or 'it stopped'}; {why}, and it could not go on: {type(error).__name__}: {error}"
                 final = replace(final, state="failed", phase="failed", error=what)
                 break
@@ -122,6 +129,7 @@ class JobCoordinator(PipelineCoordinator):
             cause = root_cause(error)
             self._may_be_a_node = isinstance(cause, RlixError) and not isinstance(cause, SpecError)
             said = await self._refresh()
+            self._last = replace(self._last, step=max(self._last.step, said.step if said else 0))
             return self._failed((said and said.error) or f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
@@ -133,10 +141,19 @@ class JobCoordinator(PipelineCoordinator):
         if self._stop_wanted:
             return ""
         if self._other is not None:
+            self._former, self._switched_at = self._config.spec, final.step
             return f"goes on by another plan, {self._other.plan and self._other.plan.chosen}"
         left = await self._node_that_left(final) if final.state == "failed" else ""
         self._resumes += bool(left)
+        if not left and final.state == "failed" and self._former is not None and final.step <= self._switched_at:
+            return self._go_back(final.error or "it failed")
         return left
+
+    def _go_back(self, error: str) -> str:
+        """To the plan before, for good. Says why."""
+        assert self._former is not None
+        self._other, self._former = _never_again(self._former), None
+        return f"goes back to its plan, for by the other one it could not go on: {error}"
 
     # -- when a node leaves ------------------------------------------------------------------------------------------
 
@@ -155,23 +172,33 @@ class JobCoordinator(PipelineCoordinator):
             self._last = replace(final, state="running", phase="failed: did a node leave?", error=None)
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def _resume(self, before: Any, why: str) -> Any:
-        """Starts the job anew, on the nodes that are there, by the plan it is to go on by, from its latest checkpoint.
-        Returns its pipeline actor."""
+    async def _leave(self, before: Any, why: str) -> None:
+        """Ends a pipeline actor, whose job is to be started again."""
         logger.warning("%s goes on from its checkpoint: %s", self._last.name, why)
         self._last = replace(
             self._last, state="starting", phase=f"starting again: {why}", resumes=self._resumes, error=None
         )
         ray.kill(before)
         await asyncio.wait_for(self.closed(), _CALL_TIMEOUT_S)  # its run folder is free
+
+    async def _resume(self, why: str) -> Any:
+        """Starts the job anew, on the nodes that are there, by the plan it is to go on by, from its latest checkpoint.
+        Returns its pipeline actor."""
         orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
         with contextlib.suppress(PipelineGoneError):
             ended = orchestrator.unregister_pipeline.remote(self._pipeline_id, why)
             await call(ended, what=f"the end of {self._pipeline_id}", timeout_s=_CALL_TIMEOUT_S)
-        self._config, self._other = replace(self._config, spec=self._other or self._config.spec), None
-        self._pipeline_id = await asyncio.to_thread(register, self._config.spec, orchestrator)
+        spec, self._other = self._other or self._config.spec, None
+        try:
+            self._pipeline_id = await asyncio.to_thread(register, spec, orchestrator)
+        except SpecError as error:
+            if self._former is None:
+                raise
+            why = self._go_back(str(error))
+            spec, self._other = self._other or spec, None
+            self._pipeline_id = await asyncio.to_thread(register, spec, orchestrator)
         self._last = replace(self._last, pipeline_id=self._pipeline_id)
-        self._config = replace(self._config, resume=True, why=why)
+        self._config = replace(self._config, spec=spec, resume=True, why=why)
         self._pipeline, self._closed, self._nodes = None, asyncio.Event(), frozenset()
         return await self.create_pipeline_actor()
 
@@ -195,3 +222,8 @@ class JobCoordinator(PipelineCoordinator):
 
     def _failed(self, error: str) -> JobStatus:
         return replace(self._last, state="failed", phase="failed", error=error)
+
+
+def _never_again(spec: JobSpec) -> JobSpec:
+    """The job by its plan, which it does not leave by itself any more."""
+    return spec.model_copy(update={"plan": (spec.plan or PlanSpec()).model_copy(update={"switch": "never"})})
