@@ -121,6 +121,22 @@ def test_exactly_goes_over_only_who_learns_the_same_then(changes: dict[str, Any]
         assert (found.clusters.actor_infer.count, found.clusters.actor_train.count) == (4, 4)
 
 
+def test_what_parts_beside_each_other_take_does_not_add_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    spec = job(schedule="ahead", declared_speed={**SPEED, "trained_token_ms": 8.0})
+    spec = choose(spec, range(4), tmp_path).spec
+    section = spec.plan and spec.plan.model_copy(update={"switch": "any"})
+    assert section is not None
+    assert section.chosen == "disaggregated: (actor_infer on 1 | actor_train on 2, a step ahead)"
+    assert section.seconds == {"actor_infer": pytest.approx(1.42), "actor_train": pytest.approx(3.72)}
+    run = Run(spec.model_copy(update={"plan": section}), 1)
+    assert "actor_infer 2.71 times" in run.steps(3, 3.85, 3.72, rollout_wait_s=0.3)[2]
+    assert run.watch.anew(tmp_path, DEVICES, 1000, tmp_path) is None
+    assert "none of the parts" in run.steps(3, 12.0, 3.72)[2]  # others had the trainer's devices
+    assert run.watch.anew(tmp_path, DEVICES, 1000, tmp_path) is None
+    assert "another plan" not in caplog.text
+
+
 def test_a_plan_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
     spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
     spec = choose(spec, range(4), tmp_path, same={"actor_infer": 1, "actor_train": 4}).spec

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class PlanWatch:
         off = {name: ratio for name, ratio in factors.items() if name != STEP and abs(ratio - 1) > LIMIT}
         parts = ", ".join(f"{name} {ratio:.2f} times its time" for name, ratio in off.items())
         said = f"steps take {now[STEP]:.3g} s, planned were {self._planned[STEP]:.3g} s: {parts or 'none of the parts'}"
-        self._ratios = {name: self._ratios.get(name, 1.0) * ratio for name, ratio in factors.items()}
+        self._ratios |= {name: self._ratios.get(name, 1.0) * ratio for name, ratio in factors.items()}
         self._planned, self._drift = now, _drift(now)
         return said
 
@@ -99,21 +99,26 @@ class PlanWatch:
             for name, seconds in plan.seconds.items()
         }
         replace_file(folder / FILE, json.dumps(kept).encode())
-        find = partial(self._better, folder, devices, home or Settings.from_env().home)
-        best = find({})
-        mine = best
-        if plan.switch == "exact" and not _goes_on_exactly(self._spec):
-            mine = None
-        elif plan.switch == "exact":
-            mine = find({name: clusters[name].count or 0 for name in plan.seconds if name != ClusterName.ACTOR_INFER})
-        if mine is not None and self._may_switch and plan.switch != "never":
-            gain_s = (self._present_s - mine.planned.best.seconds) * left
-            if gain_s > PAYS * self._start_s:
-                logger.info("%s: goes on by another plan, %s", self._spec.name, _named(mine))
-                kept["left"].append(plan.chosen)
-                replace_file(folder / FILE, json.dumps(kept).encode())
-                return mine.spec
-        if best is not None:
+        find = partial(self._found, folder, devices, home or Settings.from_env().home)
+        widths = {name: clusters[name].count or 0 for name in plan.seconds}
+        trained = {name: width for name, width in widths.items() if name != ClusterName.ACTOR_INFER}
+        try:
+            now = find(plan.chosen.partition(":")[0], widths).planned.best.seconds
+            best = find(plan.mode, {})
+            mine = find(plan.mode, trained) if plan.switch == "exact" else best
+        except SpecError as error:
+            logger.info("%s: is not planned anew: %s", self._spec.name, error)
+            return None
+        present_s = min(self._planned[STEP], now)  # without what waiting for other jobs takes
+        others = [found for found in (mine, best) if self._is_better(found, present_s, kept["left"])]
+        may = plan.switch == "any" or (plan.switch == "exact" and _goes_on_exactly(self._spec))
+        gain_s = (present_s - mine.planned.best.seconds) * left
+        if mine in others and may and self._may_switch and gain_s > PAYS * self._start_s:
+            logger.info("%s: goes on by another plan, %s", self._spec.name, _named(mine))
+            kept["left"].append(plan.chosen)
+            replace_file(folder / FILE, json.dumps(kept).encode())
+            return mine.spec
+        if best in others:
             how = "stop the job and go on with `rlix run --resume` to have it"
             logger.info("%s: by these times another plan would be %s; %s", self._spec.name, _named(best), how)
         return None
@@ -132,32 +137,22 @@ class PlanWatch:
         had = sum(more * (end - max(time, start)) for time, more in self._changes if time < end)
         return seconds if had >= OWN * planned * seconds else 0.0
 
-    @property
-    def _present_s(self) -> float:
-        """A step by the present plan and the times as they are, without what waiting for other jobs takes."""
-        plan = self._spec.plan
+    def _is_better(self, found: Chosen, present_s: float, left: Collection[str]) -> bool:
+        """Whether a plan is worth a word. One that was left is not: what was measured at one width may say too much of
+        another, to and fro for ever."""
+        plan, other = self._spec.plan, found.spec.plan
         assert plan is not None
-        more = sum(seconds * (self._ratios.get(name, 1.0) - 1) for name, seconds in plan.seconds.items())
-        return min(self._planned[STEP], plan.step_s + more)
+        assert other is not None
+        return other.step_s <= present_s * (1 - WORTH) and other.chosen not in (plan.chosen, *left)
 
-    def _better(
-        self, folder: Path, devices: Mapping[int, Device], home: Path, same: Mapping[str, int]
-    ) -> Chosen | None:
-        """The fastest plan by the times as they are, with some clusters as wide as `same` says, if it is worth it.
-
-        A plan that was left is none: what was measured at one width may say too much of another, to and fro for ever.
-        """
-        plan = self._spec.plan
-        assert plan is not None
-        try:
-            memory = smallest_memory(devices.values())
-            found = choose(unplanned(self._spec), sorted(devices), home, memory, folder, same=same)
-        except SpecError as error:
-            logger.info("%s: is not planned anew: %s", self._spec.name, error)
-            return None
-        best = found.planned.best
-        slow = best.seconds > self._present_s * (1 - WORTH)
-        return None if slow or f"{best.mode}: {best.shape}" in (plan.chosen, *measured_in(folder)["left"]) else found
+    def _found(
+        self, folder: Path, devices: Mapping[int, Device], home: Path, mode: str, same: Mapping[str, int]
+    ) -> Chosen:
+        """The fastest plan of a mode by the times as they are, with some clusters as wide as `same` says."""
+        job = unplanned(self._spec)
+        assert job.plan is not None
+        job = job.model_copy(update={"plan": job.plan.model_copy(update={"mode": mode})})
+        return choose(job, sorted(devices), home, smallest_memory(devices.values()), folder, same=same)
 
 
 def _goes_on_exactly(spec: JobSpec) -> bool:
