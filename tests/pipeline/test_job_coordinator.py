@@ -1,0 +1,56 @@
+"""How the coordinator of a job sees it to its end, without Ray; with it: `test_jobs.py`, `test_node_loss.py`."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from rlix.pipeline.jobs import job_coordinator
+from rlix.pipeline.jobs.job_coordinator import JobCoordinator
+from rlix.pipeline.jobs.status import JobConfig, JobStatus
+from tests.pipeline.training_jobs import small
+
+
+class Coordinator(JobCoordinator):
+    """Its pipeline is to go on by another plan; a `stop` may come while it leaves."""
+
+    stops = False
+
+    async def _run(self, pipeline: Any) -> JobStatus:
+        self._other = self._config.spec
+        self._closed.set()
+        return JobStatus("job", "ft_1", "stopped", 2, 4, "stopped")
+
+    async def _leave(self, before: Any, why: str) -> None:
+        await super()._leave(before, why)
+        self._stop_wanted = self.stops
+
+
+def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, *, stops: bool) -> tuple[JobStatus, MagicMock]:
+    ray = MagicMock()
+    ray.get_actor.side_effect = ValueError("no actor of that name")
+    monkeypatch.setattr(job_coordinator, "ray", ray)
+    monkeypatch.setattr(job_coordinator, "REMEMBERED_S", 0.0)
+
+    async def run() -> JobStatus:
+        coordinator = Coordinator("ft_1", JobConfig(small(), folder))
+        coordinator._unstarted.cancel()
+        coordinator.stops = stops
+        await coordinator._see_to_the_end(None)
+        return await coordinator.ended()
+
+    return asyncio.run(asyncio.wait_for(run(), 60)), ray
+
+
+def test_a_stop_while_it_changes_over_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final, ray = ended(tmp_path, monkeypatch, stops=True)
+    assert (final.state, final.step, final.error) == ("stopped", 2, None)
+    assert not ray.get_actor.called
+
+
+def test_it_ends_though_there_is_no_orchestrator_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final, _ = ended(tmp_path, monkeypatch, stops=False)
+    assert final.state == "failed"
+    assert "it could not go on: ValueError: no actor of that name" in (final.error or "")
