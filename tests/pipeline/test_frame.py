@@ -74,6 +74,15 @@ def test_a_job_that_is_stopped_does_not_go_on_by_another_plan(tmp_path: Path) ->
     assert (last["event"], last["detail"]) == ("stopped", None)
 
 
+def test_a_job_plans_anew_on_the_devices_there_are_then(tmp_path: Path) -> None:
+    pipeline = toy(tmp_path / "job", steps=1)
+    pipeline.client.devices.return_value = {7: None}  # type: ignore[attr-defined]
+    pipeline._plan = MagicMock()
+    pipeline._plan.anew.return_value = None
+    assert pipeline.run().state == "finished"
+    assert pipeline._plan.anew.call_args.args[1] == {7: None}
+
+
 @pytest.mark.parametrize("breaks_in", [("teardown",), ("step", "teardown")])
 def test_a_teardown_that_fails_keeps_nothing_and_is_told(tmp_path: Path, breaks_in: tuple[str, ...]) -> None:
     pipeline = toy(tmp_path / "job")
