@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
@@ -86,7 +87,7 @@ def _declared(
     data |= {"name": name, "seed": seed, "steps": steps, "declared_speed": SPEED.model_dump()} | changes
     data["rollout"] |= rollout
     data["model"]["context"] = 96
-    data["warmup"]["steps"] = 20
+    data["warmup"] |= {"steps": 10, "batch_size": 32}
     data["clusters"] = {"actor_train": {"gpus": GANG}, "actor_infer": {"gpus": GPUS}}
     return JobSpec.model_validate_json(json.dumps(data))
 
@@ -94,8 +95,9 @@ def _declared(
 WORKLOADS = {"reasoning": reasoning, "agentic": agentic}
 
 
-def steps_per_hour(mode: str, specs: Sequence[JobSpec], seconds: float) -> tuple[float, list[RunRecord]]:
-    """Of all jobs that run at once, by `rlix run` as a user would type it."""
+def measured(mode: str, specs: Sequence[JobSpec], seconds: float) -> list[RunRecord]:
+    """The steps that all jobs of a mode took in `seconds` from when each had taken one, by `rlix run` as a user would
+    type it."""
     jobs = specs[: {"queued": GPUS // GANG, "alone": 1}.get(mode, len(specs))]
     with tempfile.TemporaryDirectory() as folder:
         files = []
@@ -112,7 +114,7 @@ def steps_per_hour(mode: str, specs: Sequence[JobSpec], seconds: float) -> tuple
             finally:
                 running.send_signal(signal.SIGINT)
         records = [load_run(Path(folder, spec.name)) for spec in jobs]
-    return sum(begin < row["time"] <= begin + seconds for r in records for row in r.metrics) * 3600 / seconds, records
+    return [replace(r, metrics=tuple(m for m in r.metrics if begin < m["time"] <= begin + seconds)) for r in records]
 
 
 def first_step(folder: Path, running: "subprocess.Popen[bytes]") -> float:
@@ -183,7 +185,8 @@ def median_of(mean: float, sigma: float, cap: float) -> float:
 
 def lateness(records: Sequence[RunRecord]) -> float:
     rows = [row for record in records for row in record.metrics]
-    late_s = sum(row["late_s"] for row in rows) + sum(record.metrics[-1]["decode_late_s"] for record in records)
+    decode_late_s = sum(row["decode_late_s"] for record in records for row in record.metrics[-1:])
+    late_s = sum(row["late_s"] for row in rows) + decode_late_s
     return late_s / sum(row["step_s"] for row in rows)
 
 
@@ -213,9 +216,9 @@ def main() -> None:
         specs = [WORKLOADS[name](number, STEPS) for number in range(args.jobs)]
         rows = results[name] = {}
         for mode in args.only or MODES:
-            measured, records = steps_per_hour(mode, specs, args.seconds)
+            records = measured(mode, specs, args.seconds)
             rows[mode] = {
-                "measured": measured,
+                "measured": sum(len(record.metrics) for record in records) * 3600 / args.seconds,
                 "simulated": predicted(mode, specs, records),
                 "late": lateness(records),
             }

@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "flow": {"control", "node", "protocol"},
     "nn": {"flow", "protocol"},
     "engine": {"nn", "flow", "control", "node", "protocol"},
-    "pipeline": {"nn", "engine", "flow", "control", "node", "protocol", "monitor"},
+    "pipeline": {"nn", "engine", "flow", "control", "node", "scheduler", "protocol", "monitor"},
     "monitor": {"protocol"},
     "sim": {"control", "scheduler", "protocol"},
     "integrations": {"pipeline", "nn", "engine", "flow", "control", "node", "protocol"},

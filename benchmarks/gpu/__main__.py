@@ -25,6 +25,7 @@ SECTIONS = {
     "weight_sync": "publishing weights and pulling them into a replica",
     "fsdp": "one rank of FSDP2 against the plain module",
     "generation": "the transformers executor against model.generate",
+    "engines": "both engines on one GPU through Ray, vLLM, and two jobs",
 }
 
 

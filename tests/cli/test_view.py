@@ -116,6 +116,8 @@ def test_job_line_says_what_is_known_and_nothing_else() -> None:
         state="failed", phase="failed", error="Traceback\n  somewhere\n\x1b[36mValueError\x1b[39m: no\n"
     )
     assert job_line(failed, (), 3600.0) == "1:00:00 sort: failed, step 3/10, ValueError: no"
+    attached = job_status("script", step=0, steps=0, phase="actor_training")
+    assert job_line(attached, (2,), 7.2) == "0:00:07 script: running, actor training, devices 2"
 
 
 def in_trouble() -> ControlStatus:

@@ -330,3 +330,11 @@ def test_counters_tell_what_was_decoded_and_what_waits() -> None:
     assert (after.running, after.waiting) == (0, 0)
     assert [len(piece.token_ids) for piece in pieces] == [8] * 5, "within the hour only what ends is told"
     small.close()
+
+
+def test_samples_of_one_prompt_draw_in_the_step_that_computes_it() -> None:
+    executor = make()
+    prompt = prompts(4)[3]
+    executor.submit([GenerationRequest(f"s{i}", prompt, 6, seed=i) for i in range(8)]).result(timeout=WAIT_S)
+    assert (executor.counters.steps, executor.counters.tokens) == (6, 48)
+    executor.close()

@@ -12,12 +12,14 @@ import rlix
 from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.inference.prompts import PromptReader
 from rlix.engine.inference.replica import ReplicaReport
+from rlix.engine.inference.requests import SamplingParams
 from rlix.engine.life_cycle import Life, Part, Residency, WeightsId
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import publish
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Device, DeviceKind
 from tests.engine.models import qwen
 
 SERVING = Life().brought(*Part).filled(WeightsId(1))
@@ -172,3 +174,31 @@ def test_so_does_one_that_was_not_answered_in_time(engine: InferenceEngine) -> N
         engine.generate([[3]], request_ids=["late"])
     replicas: Any = engine.replicas
     assert replicas.aborted == ["late"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 0}, "max_model_len=0: at least 1"),
+        ({"max_num_seqs": -1}, "max_num_seqs=-1: at least 1"),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes=0: at least 1"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90: a share above 0, at most 1"),
+        ({"dtype": "float33"}, "unknown dtype 'float33'"),
+        ({"executor": "vllm", "gradual_moves": True}, "executor 'vllm' leaves and comes as a whole"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:
+    here = Device(0, "node", "127.0.0.1", 0, DeviceKind.CPU)
+    unbuilt = InferenceEngine(qwen(), settings.pop("executor", "transformers"))
+    with pytest.raises(ValueError, match=message):
+        unbuilt.build(devices=[here], **settings)
+    assert not unbuilt.devices
+
+
+def test_mistakes_in_calls_say_what_is_wanted(engine: InferenceEngine) -> None:
+    with pytest.raises(ValueError, match="cannot move an engine to disk; known: cuda, cpu, meta"):
+        engine.to("disk")
+    for params in (5, "temperature"):
+        with pytest.raises(TypeError, match="sampling_params are a dictionary for all prompts, or a list of them"):
+            engine.generate([[3]], params)  # type: ignore[arg-type]
+    assert SamplingParams.of({"stop_token_ids": 5}).stop_token_ids == (5,)

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from rlix.engine.life_cycle import Phase, Residency
-from rlix.engine.movers import HostBuffer, Mover, SwapMover, VirtualMover
+from rlix.engine.movers import HostBuffer, Mover, SwapMover, VirtualMover, mover_for
 from rlix.engine.residency import ResidentSet, local_tensor, module_tensors
 from rlix.protocol.errors import NotResidentError
 
@@ -128,7 +129,7 @@ class Broken(SwapMover):
         super().__init__(CPU)
         self.at = at
 
-    def _wait(self) -> None:
+    def _wait(self, arrived: Any) -> None:
         self.at -= 1
         if self.at == 0:
             raise MemoryError("no room")
@@ -216,11 +217,12 @@ def test_training_goes_on_to_the_bit_after_moves_of_sharded_weights_gradients_an
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_gives_its_memory_back_and_gets_every_bit_again() -> None:
+@pytest.mark.parametrize("gradual", [False, True])
+def test_a_gpu_gives_its_memory_back_and_gets_every_bit_again(gradual: bool) -> None:
     device = torch.device("cuda", 0)
     tensors = [torch.randn(2**20, device=device), torch.randn(333, 7, device=device).bfloat16()]
     before = [bits(tensor.cpu()) for tensor in tensors]
-    subject = ResidentSet("a model", lambda: tensors, device)
+    subject = ResidentSet("a model", lambda: tensors, device, mover=mover_for(device, gradual=gradual))
     held = torch.cuda.memory_allocated(device)
     report = subject.to_host()
     assert held - torch.cuda.memory_allocated(device) >= report.bytes == sum(t.numel() * t.itemsize for t in tensors)

@@ -1,15 +1,18 @@
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlix import InferenceEngine
+from rlix.engine.life_cycle import WeightsId
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import sync
+from rlix.engine.weights.buckets import Manifest, WeightEntry
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.shards import everything
@@ -214,3 +217,41 @@ def test_on_gpus_auto_is_the_plain_way() -> None:
 def test_a_transport_that_cannot_reach_a_receiver_says_why(transport: Any, receivers: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(transport, [device(0)], receivers)
+
+
+def test_a_wrong_name_costs_no_channel_and_a_new_one_knows_what_the_last_one_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[Any] = []
+
+    class Fake(sync.Channel):
+        manifest = Manifest((WeightEntry("w", "float32", (1,), 0, 0),))
+
+        def __init__(self, trainer: Any, *_: Any) -> None:
+            self._trainer, self.synced = trainer, None
+            opened.append(self)
+
+        def leads_to(self, engine: Any) -> bool:
+            return True
+
+        def transfer(self, version: int, only: Any, epoch: int | None) -> int:
+            self.synced = WeightsId(version)
+            return 0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(sync, "Channel", Fake)
+    channels, engine = sync.Channels(SimpleNamespace(name="trainer")), SimpleNamespace(name="infer")  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"way": None, "timeout_s": 1.0, "epoch": None}
+    channels.transfer(engine, 1, transport="direct", only=None, **asked)  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError, match="trainer has no weights of these names: v"):
+        channels.transfer(engine, 2, transport="direct", only=["v"], **asked)  # type: ignore[arg-type]
+    assert len(opened) == 1
+    with pytest.raises(WeightSyncError, match="of these names: v"):  # opened anew, because it is another way
+        channels.transfer(engine, 3, transport="p2p", only=["v"], **asked)  # type: ignore[arg-type]
+    assert [channel.synced for channel in opened] == [WeightsId(1)] * 2
+
+
+def test_names_are_no_text() -> None:
+    with pytest.raises(TypeError, match=r"names are several.*'lm_head'"):
+        TrainEngine(policy()).p2p_weight_sync(None, names="lm_head")  # type: ignore[arg-type]

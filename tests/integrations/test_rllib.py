@@ -8,9 +8,10 @@ import ray
 
 import rlix
 from rlix.monitor.records import load_run
-from rlix.protocol.errors import SpecError
 
 pytest.importorskip("gymnasium")
+appo = pytest.importorskip("ray.rllib.algorithms.appo")
+impala = pytest.importorskip("ray.rllib.algorithms.impala")
 ppo = pytest.importorskip("ray.rllib.algorithms.ppo")
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -68,10 +69,29 @@ def test_runners_come_and_go_and_batches_stay_whole(
     algorithm.stop()
 
 
-def test_what_cannot_be_leased_is_refused() -> None:
-    from ray.rllib.algorithms.impala import IMPALAConfig
+def overlapping(made: Any) -> Any:
+    return (
+        made.environment("CartPole-v1")
+        .env_runners(num_env_runners=0, rollout_fragment_length=50)
+        .learners(num_learners=0)
+        .training(train_batch_size_per_learner=100, lr=1e-3)
+        .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=BATCH)
+        .debugging(seed=1, log_level="ERROR")
+    )
 
-    with pytest.raises(SpecError, match="updates in a thread beside sampling"):
-        rlix.rllib(IMPALAConfig())
-    with pytest.raises(SpecError, match="num_gpus_per_learner would take Ray's GPUs"):
-        rlix.rllib(config(0).learners(num_gpus_per_learner=1))
+
+def test_learners_with_a_thread_of_their_own_learn_under_leases(
+    ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IMPALA's learns the same to the bit; APPO's draws batches from its buffer by chance."""
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    expected, plain = trained(overlapping(impala.IMPALAConfig()), 2)
+    plain.stop()
+    for made in (impala.IMPALAConfig(), appo.APPOConfig()):
+        found, algorithm = trained(rlix.rllib(overlapping(made), type(made).__name__, runs_dir=str(tmp_path)), 2)
+        assert found == expected or isinstance(made, appo.APPOConfig)
+        job = algorithm._rlix
+        assert (job.stages.stage, job.learners.device_bytes()) == (None, 0)
+        algorithm.stop()
+        record = load_run(tmp_path / type(made).__name__)
+        assert {lease.phase for lease in record.leases} == {"initialization", "actor_training"}

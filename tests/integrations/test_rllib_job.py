@@ -1,7 +1,9 @@
 """An algorithm's job and its sampler without Ray: what is given back when, and what never starts."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,8 @@ from ray.tune.result import TRIAL_INFO
 
 from rlix.control.rollout_lease import Granted, Taken
 from rlix.integrations.rllib import sampling
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.integrations.rllib.learner_thread import ThreadGate
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 
 pytest.importorskip("gymnasium")
 algorithms = pytest.importorskip("rlix.integrations.rllib.algorithm")
@@ -50,7 +53,7 @@ def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(monkeypatch: pyte
         log.append(name)
         return Program(log)
 
-    record = SimpleNamespace(did=lambda *_: None, close=log.append)
+    record = SimpleNamespace(did=lambda *_: None, close=lambda error, stopped: log.append(error))
     monkeypatch.setattr(algorithms, "attach", attach)
     monkeypatch.setattr(algorithms, "RunRecord", lambda *_: record)
     settings = algorithms.Settings("job", 1, False, tmp_path)
@@ -58,6 +61,23 @@ def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(monkeypatch: pyte
     with pytest.raises(ValueError, match="no such environment"):
         leased({TRIAL_INFO: SimpleNamespace(trial_id="a1")})
     assert log == ["job-a1", "granted", "given back", "ValueError: no such environment", "left the pool"]
+
+
+def test_how_an_algorithm_that_nobody_stopped_ended_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    ended: list[tuple[str | None, bool]] = []
+    record = SimpleNamespace(
+        did=lambda *_: None, step=lambda *_: None, close=lambda error, stopped: ended.append((error, stopped))
+    )
+    monkeypatch.setattr(algorithms, "attach", lambda name, **_: Program([]))
+    monkeypatch.setattr(algorithms, "RunRecord", lambda *_: record)
+    for broken in ((), (KeyboardInterrupt(),), (ValueError("no"),), (ValueError("no"), None)):
+        job = algorithms.Job(algorithms.Settings("job", 1, False, tmp_path), None)
+        job.start()
+        for error in broken:
+            job.broken(error) if error else job.stepped({})
+        job.close()  # at exit
+        job.close()
+    assert ended == [(None, False), (None, True), ("ValueError: no", False), (None, False)]
 
 
 class Rollout:
@@ -146,10 +166,64 @@ def test_whole_episodes_are_not_sampled_elastically() -> None:
         sampling.make_elastic(algorithm, sampler(Rollout()))
 
 
-def test_what_is_no_configuration_or_a_jobs_already_is_refused() -> None:
+def test_what_cannot_be_leased_is_refused() -> None:
     from ray.rllib.algorithms.ppo import PPOConfig
 
+    with pytest.raises(SpecError, match="num_gpus_per_learner would take Ray's GPUs"):
+        algorithms.rllib(PPOConfig().learners(num_gpus_per_learner=1))
+    with pytest.raises(SpecError, match="RLlib's old API"):
+        algorithms.rllib(PPOConfig().api_stack(False, False))
     with pytest.raises(SpecError, match="such as PPOConfig"):
         algorithms.rllib({"lr": 1e-3})
     with pytest.raises(SpecError, match="a job's already"):
         algorithms.rllib(algorithms.rllib(PPOConfig()))
+
+
+class LearnerThread(threading.Thread):
+    """As RLlib's: it waits at the queue before the gate is there, and ends with what an update raises."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._in_queue: Any = Queue()
+        self._learner_thread = self
+        self._submitted_updates = 0
+        self.stopped = False
+        self.on_device = True
+        self.learnt: list[tuple[int, bool]] = []
+
+    def update(self, *batches: int) -> None:
+        for batch in batches:
+            self._submitted_updates += 1
+            self._in_queue.put(batch)
+
+    def run(self) -> None:
+        while (batch := self._in_queue.get()) is not None and batch >= 0:
+            self.learnt += [(batch, self.on_device), (batch, self.on_device)]
+
+
+def test_a_learners_thread_learns_all_it_was_given_before_the_bytes_leave_and_nothing_after() -> None:
+    thread = LearnerThread()
+    thread.start()
+    gate = ThreadGate(thread)
+    gate.close()
+    for first in (1, 4):
+        thread.on_device = True
+        gate.open()
+        thread.update(first, first + 1, first + 2)
+        gate.close()
+        thread.on_device = False
+    assert thread.learnt == [(batch, True) for batch in range(1, 7) for _ in range(2)]
+    thread.update(7)
+    thread.stopped = True
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(thread.learnt) == 12
+
+
+def test_a_learners_thread_that_died_is_not_waited_for() -> None:
+    thread = LearnerThread()
+    thread.start()
+    gate = ThreadGate(thread)
+    thread.update(-1, 1)
+    with pytest.raises(RlixError, match="learner thread failed, and ended it"):
+        gate.close()

@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from rlix.control.program import attach as attach_program
 from rlix.engine.movers import SwapMover
 from rlix.integrations.leases import ProgramGate, Stages
 from rlix.integrations.rollouts import Rollouts
+from rlix.integrations.trl import install as install_module
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
-from rlix.integrations.trl.install import install, main, once
+from rlix.integrations.trl.install import Session, install, main, once
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration
 from rlix.pipeline.jobs.run_folder import RunFolder
@@ -126,8 +128,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[Phase]]] = {
         {"beta": 0.04, "gradient_checkpointing": True, "adapter": True, "eval_strategy": "steps", "eval_steps": 2},
         [INIT, *[GENERATE, LOGPS, TRAIN] * 2, GENERATE, LOGPS, LOGPS],
     ),
-    "RLOO": ("RLOO", {}, [INIT, *[GENERATE, LOGPS, REF, TRAIN] * 2]),
-    "online DPO": ("online DPO", {"gradient_accumulation_steps": 2}, [INIT, *[GENERATE, TRAIN] * 4]),
+    "RLOO": ("RLOO", {"max_steps": 1}, [INIT, GENERATE, LOGPS, REF, TRAIN]),
+    "online DPO": ("online DPO", {"gradient_accumulation_steps": 2, "max_steps": 1}, [INIT, *[GENERATE, TRAIN] * 2]),
 }  # fmt: skip
 
 
@@ -154,11 +156,11 @@ def test_a_checkpoint_is_whole_and_resumes_to_the_same_end(model: Path, tmp_path
     again = make("GRPO", model, tmp_path / "again", **options)
     log, weights = run(again, attach(again)[1], resume_from_checkpoint=str(tmp_path / "attached" / "checkpoint-1"))
     assert_equal((log[:-1], weights), (plain[0][:-1], plain[1]))  # the last line is a mean over this session's steps
+    refuses_to_be_touched(trainer, tmp_path)
 
 
-def test_who_touches_what_is_away_is_told_its_name(model: Path, tmp_path: Path) -> None:
-    _, attachment = attach(trainer := make("GRPO", model, tmp_path, max_steps=1))
-    run(trainer, attachment)
+def refuses_to_be_touched(trainer: Any, tmp_path: Path) -> None:
+    """Its bytes are away: whoever touches them is told their name."""
     where = "of the policy of a job was touched"
     with pytest.raises(NotResidentError, match=rf"parameter 'model.embed_tokens.weight' {where} \(embedding\)"):
         trainer.model(torch.ones(1, 2, dtype=torch.long))
@@ -176,7 +178,10 @@ def test_what_leases_cannot_surround_is_refused(model: Path, tmp_path: Path) -> 
         refuse_kind(type("AsyncGRPOTrainer", (), {}))
     trainer = make("GRPO", model, tmp_path)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(SpecError, match="FSDP is not supported"):
+    with pytest.raises(SpecError, match="FSDP is not supported in GRPOTrainer"):
+        attach(trainer)
+    trainer.is_fsdp_enabled, trainer.use_vllm = False, True  # a vLLM of TRL's own, as online DPO has
+    with pytest.raises(SpecError, match="use_vllm is not supported in GRPOTrainer"):
         attach(trainer)
 
 
@@ -186,6 +191,69 @@ def test_what_is_missing_is_said_before_there_is_a_job(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SpecError, match="TRL is not installed"):
         install("nobody")
+
+
+class Ended:
+    """A run record, or how its session ended."""
+
+    folder = SimpleNamespace(path=Path("runs/job"))
+
+    def close(self, error: str | None, *, stopped: bool) -> None:
+        self.how = (error, stopped)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "how"),
+    [
+        ("", None, (None, False)),
+        ("raise SystemExit(0)", 0, (None, False)),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--no-such'])", 2, ("exit code 2", False)),
+        ("raise SystemExit('no data')", "no data", ("no data", False)),
+        ("raise ValueError('no data')", None, ("ValueError: no data", True)),
+        ("raise KeyboardInterrupt", None, (None, True)),
+    ],
+)
+def test_how_a_script_ended_is_recorded(
+    script: str,
+    code: Any,
+    how: tuple[str | None, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended: Any = Ended()
+    session = Session("job", Stages(Watched()), ended)
+    monkeypatch.setattr(install_module, "install", lambda: session)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text(script)
+    try:
+        main([str(tmp_path / "train.py")])
+    except SystemExit as end:
+        assert end.code == code
+    except (ValueError, KeyboardInterrupt) as error:  # as the interpreter does
+        install_module._note_failure(session, lambda *_: None, type(error), error, None)
+    session.close()
+    assert "rlix: job is a job of the pool; run folder: runs/job\n" in capsys.readouterr().err
+    assert ("ended without building a trainer" in caplog.text) == (how == (None, False))
+    said, stopped = ended.how
+    assert (said == how[0] or (said is not None and how[0] is not None and how[0] in said), stopped) == (True, how[1])
+
+
+def test_what_forbids_a_job_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise SpecError("the pool is too small")
+
+    monkeypatch.setattr(install_module, "install", refuse)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "train.py")])
+    assert (end.value.code, capsys.readouterr().err.splitlines()[1:]) == (2, ["rlix: the pool is too small"])
 
 
 def test_a_second_served_trainer_of_a_script_is_refused() -> None:

@@ -18,7 +18,7 @@ from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
-from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, rows, small
+from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, leases_left, rows, small
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_pipeline.py"
 
@@ -90,3 +90,18 @@ def test_a_coordinator_whose_launcher_died_before_it_said_start_ends(ray_session
     coordinator = ray.remote(JobCoordinator).options(**options).remote("ft_unstarted", config, start_within_s=0.1)
     with pytest.raises(RayActorError):
         ray.get(coordinator.ended.remote(), timeout=60)
+
+
+@pytest.mark.ray
+def test_a_job_goes_on_by_another_plan_from_where_it_is(jobs: Jobs, tmp_path: Path) -> None:
+    clusters = {"actor_train": {"gpus": 1}, "actor_infer": {"gpus": 1}}
+    spec = small(pipeline="tests.pipeline.switching_pipeline:SwitchingPipeline", name="switching", clusters=clusters)
+    (job,) = jobs.start(spec, runs=tmp_path)
+    first = job.pipeline_id
+    jobs.finish(job)
+    metrics = rows(tmp_path / "switching" / "metrics.jsonl")
+    assert [(m["step"], m["devices"]) for m in metrics] == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    said = [e["event"] for e in rows(tmp_path / "switching" / "events.jsonl") if e["type"] == "job"]
+    assert said == ["started", "first_step", "stopped", "started", "first_step", "finished"]
+    assert job.pipeline_id != first
+    assert leases_left() == ()

@@ -182,3 +182,16 @@ def test_a_replica_without_memory_is_given_less_and_then_more_again() -> None:
     assert [len(requests) for _, requests in router.dispatch()] == [1], "three run, and two may wait"
     router.take(0, collected(counters=DecodingCounters(running=5)))
     assert [len(requests) for _, requests in router.dispatch()] == [2], "none waits: there is room for more"
+
+
+def test_what_a_loading_replica_could_begin_is_not_piled_up_on_another() -> None:
+    router = Router(replicas=2, slots=8, spare=2)
+    router.loading(0)
+    router.loading(1)
+    router.submit(trajectory(str(i), 3) for i in range(16))
+    router.ready(0)
+    assert [len(requests) for _, requests in router.dispatch()] == [8]
+    router.ready(1)
+    assert [(bundle, len(requests)) for bundle, requests in router.dispatch()] == [(1, 8)]
+    router.submit(trajectory(str(i), 3) for i in range(16, 20))
+    assert sorted((bundle, len(requests)) for bundle, requests in router.dispatch()) == [(0, 2), (1, 2)]

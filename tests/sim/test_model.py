@@ -91,3 +91,11 @@ def test_progress_does_not_depend_on_how_often_it_is_looked_at(
         left_alone.advance(seconds)
         assert looked_at.depth == pytest.approx(left_alone.depth, rel=1e-6, abs=1e-6)
     assert looked_at.unused_gpu_s == pytest.approx(left_alone.unused_gpu_s, rel=1e-6, abs=1e-6)
+
+
+def test_who_finds_no_room_waits_until_another_has_ended() -> None:
+    narrow = Decoder(gpus=1, weights_s=0.01, compute_s=0.001, kv_s=0.0, max_batch=2, prefill_s=0.0)
+    curve = Curve(np.array([100.0, 300.0, 200.0, 300.0]), narrow)  # end at 100, 300, 300 and 600 on two slots
+    assert curve.seconds(1)[-1] == pytest.approx(6.0)
+    assert curve.seconds(2)[-1] == pytest.approx(3.0)  # room for all four
+    assert curve.tight_gpu_s[-1] == pytest.approx(4.5)  # 900 tokens, two at a time

@@ -1,6 +1,5 @@
 """`rlix check`: what is wrong with jobs, and how much memory they will take."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,16 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from rlix.cli.view import make_console
-from rlix.node.devices import device_keys, gpu_memory
+from rlix.node.devices import machine_memory
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
 from rlix.pipeline.spec.runs import target_problems
-from rlix.protocol.errors import RlixError, SpecError
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
     from rlix.pipeline.memory.job import JobMemory
 
-logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -67,20 +64,3 @@ def print_memory(spec: JobSpec, found: "JobMemory", memory: int | None, console:
         return
     text = f"a replica decodes {found.fitting} of max_num_seqs {found.sequences} trajectories at a time"
     console.print(f"{text}, if each has the greatest length, {found.longest} tokens", highlight=False)
-
-
-def machine_memory() -> int | None:
-    """Bytes of the smallest GPU of this machine; None where there is none."""
-    try:
-        keys = device_keys()
-        return min(total for _, total in gpu_memory(keys)) if keys else None
-    except RlixError as error:
-        logger.info("the machine's GPUs are not known: %s", error)
-        return None
-
-
-def smallest_memory(devices: Sequence[Device]) -> int | None:
-    """Bytes of the smallest GPU among a pool's devices, as far as they are this machine's."""
-    if any(device.kind is not DeviceKind.CUDA for device in devices):
-        return None
-    return machine_memory()

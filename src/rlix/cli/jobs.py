@@ -160,7 +160,8 @@ def _stop(jobs: Sequence[LocalJob], console: Console, *, now: bool) -> bool:
             if status.state in FINAL_STATES:
                 running.remove(job)
                 after = clock(time.monotonic() - start)
-                _say(console, f"{after} {job.name} ({job.pipeline_id}): {status.state} at step {status.step}")
+                at = f" at step {status.step}" if status.progress else ""
+                _say(console, f"{after} {job.name} ({job.pipeline_id}): {status.state}{at}")
         return not running
 
     if _wait(ended, STOP_TIMEOUT_S):

@@ -7,13 +7,13 @@ from tempfile import TemporaryDirectory
 import typer
 from rich.console import Console
 
-from rlix.cli.check import machine_memory
 from rlix.cli.pool import shared_pool
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
 from rlix.flow.profiler.profile import halves, machine
 from rlix.monitor.records import RunRecord, load_run
+from rlix.node.devices import machine_memory
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.planning.choose import choose, explain, profile_path, unplanned
 from rlix.pipeline.planning.profiling import Trial, measured, trials

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
-from rlix.cli.check import smallest_memory
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.plans import planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
@@ -22,6 +21,7 @@ from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, wat
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.monitor.report import Report
+from rlix.node.devices import smallest_memory
 from rlix.pipeline.jobs.launch import JobHandle, find_jobs, launch, split_devices
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
 from rlix.protocol.errors import SpecError

@@ -61,7 +61,9 @@ def holdings(control: ControlStatus) -> dict[str, tuple[int, ...]]:
 
 def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> str:
     """One line of log about one job."""
-    parts = [f"{clock(elapsed_s)} {job.name}: {job.state}, step {job.step}/{job.steps}"]
+    parts = [f"{clock(elapsed_s)} {job.name}: {job.state}"]
+    if job.progress:
+        parts.append(f"step {job.progress}")
     if job.phase and job.phase != job.state:
         parts.append(words(job.phase))
     if job.reward is not None:
@@ -74,7 +76,7 @@ def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> st
         parts.append(f"{job.tokens_per_s:,.0f} tokens/s")
     for run in job.runs:
         ended = f" {run.phase}" if run.phase in RUN_STYLES else ""
-        parts.append(f"{run.name} {run.step}/{run.steps}{ended}")
+        parts.append(f"{run.name} {run.progress}{ended}")
     if devices:
         parts.append(f"devices {device_list(devices)}")
     if job.error:
@@ -157,7 +159,7 @@ def _job_table(snapshot: Snapshot) -> Table:
             share = (one.share.to_come, one.share.in_flight) if one.share else (None, None)
             table.add_row(
                 Text(name, style=_style(index)),
-                f"{one.step}/{one.steps}",
+                one.progress,
                 *(() if many else (ProgressBar(total=max(1, one.steps), completed=one.step, width=16),)),
                 doing,
                 _number(one.reward, ".3f"),

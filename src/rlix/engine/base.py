@@ -3,7 +3,7 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -19,6 +19,8 @@ class Engine(ABC):
     """`name` is that of the workers, in logs and errors; a unique end is added."""
 
     devices: tuple[Device, ...] = ()
+    gradual_moves = False
+    """Whether its bytes leave and come part by part."""
 
     def __init__(self, name: str) -> None:
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -59,9 +61,14 @@ class Engine(ABC):
             return torch.device(self.devices[0].kind.value)
         return torch.device("cpu" if self.residency is Residency.HOST else "meta")
 
+    @property
+    def leased(self) -> bool:
+        """Whether it is on its devices under a job's lease, not on the program's own account."""
+        return self.life.epoch > 0
+
     @abstractmethod
-    def cuda(self) -> MoveReport:
-        """Bring the bytes on the devices (virtual ones too)."""
+    def cuda(self, what: Literal["weights"] | None = None) -> MoveReport:
+        """Bring the bytes, or only the weights, on the devices (virtual ones too)."""
 
     @abstractmethod
     def cpu(self) -> MoveReport:
@@ -73,11 +80,11 @@ class Engine(ABC):
 
     def to(self, where: str | torch.device) -> MoveReport:
         """`cuda`, `cpu` or `meta`, as in PyTorch."""
-        kind = torch.device(where).type
         moves: dict[str, Callable[[], MoveReport]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
-        if kind not in moves:
+        move = moves.get(str(where).split(":")[0])
+        if move is None:
             raise ValueError(f"cannot move an engine to {where!s}; known: {', '.join(moves)}")
-        return moves[kind]()
+        return move()
 
     def close(self) -> None:
         """End the workers. Calling it twice is fine; the engine can be built again."""
@@ -123,6 +130,14 @@ def plainly(error: WorkerError) -> RlixError:
     """The error a worker raised, where it is one of ours: with its own type, and a message that names the worker."""
     cause = getattr(error.__cause__, "cause", None)
     return type(cause)(str(error)) if isinstance(cause, RlixError) else error
+
+
+def named_dtype(dtype: str | torch.dtype) -> str:
+    """As torch spells it, without the module. Raises ValueError for what is none."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"unknown dtype {dtype!r}; use for instance 'float32' or 'bfloat16'")  # noqa: TRY004
+    return name
 
 
 def merged(reports: Iterable[MoveReport]) -> MoveReport:

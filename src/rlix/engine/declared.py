@@ -5,10 +5,8 @@ takes longer than declared is not hurried: what it took too long is counted, so 
 be believed.
 """
 
-import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,18 +38,6 @@ class DeclaredSpeed:
         """One decoding step of so many sequences, in which the context of new ones is computed too."""
         step_ms = max(1.0, sequences / self.knee) * self.token_ms
         return step_ms / 1e3 + (sequences * self.kv_us + context_tokens * self.prefill_us) / 1e6
-
-    def rollout_s(self, lengths: Sequence[float], prompt_tokens: float, replicas: int, slots: int) -> float:
-        """Of trajectories that generate so many tokens each, on replicas that decode at most `slots` at a time: until
-        the last has ended, with those that go on spread evenly over the replicas."""
-        alive, depth = len(lengths), 0.0
-        seconds = math.ceil(alive / replicas) * prompt_tokens * self.prefill_us / 1e6
-        for length, ended in sorted(Counter(lengths).items()):
-            sequences = math.ceil(alive / replicas)
-            held = min(sequences, slots)
-            seconds += (length - depth) * self.decode_s(held, 0) * sequences / held
-            alive, depth = alive - ended, length
-        return seconds
 
 
 AS_IT_IS = DeclaredSpeed()

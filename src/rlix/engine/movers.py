@@ -1,6 +1,9 @@
 """How the bytes of storages leave a device and come back: in earnest, or on a virtual GPU in the books only."""
 
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +15,13 @@ from rlix.protocol.errors import RlixError
 PINNED_SHARE = 0.5
 """Of the machine's memory: most that one process pins for its moves; what does not fit waits in ordinary memory."""
 _ALIGNMENT = 512  # bytes; where each storage begins in host memory, as on a device
+PART_BYTES = 256 * 2**20
+"""About how much of a move that goes part by part travels at a time."""
+ROOM_TIMEOUT_S = 30.0
+"""For more room on a device: how long what comes waits while nobody leaves."""
+_ROOM_POLL_S = 0.002
+
+_Pairs = list[tuple[torch.UntypedStorage, torch.Tensor]]
 
 
 class Mover(Protocol):
@@ -99,39 +109,94 @@ class HostBuffer:
         self._memory, self._pinned = np.empty(0, dtype=np.uint8), False
 
 
-class SwapMover:
-    """Copies storages to host memory and back; on CUDA pinned memory, kept for the next move, and a side stream."""
+class Room:
+    """Of a device that others are leaving: what does not fit yet waits until it does.
 
-    def __init__(self, device: torch.device, host: HostBuffer | None = None) -> None:
+    Args:
+        free: bytes of the device that nobody has.
+        part_bytes: about how much comes, or leaves, at a time.
+    """
+
+    def __init__(
+        self,
+        free: Callable[[], int],
+        part_bytes: int = PART_BYTES,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.part_bytes = part_bytes
+        self._free, self._clock, self._sleep = free, clock, sleep
+
+    def take(self, grow: Callable[[], object], size: int) -> None:
+        """Have so many bytes by `grow`, which says by an OutOfMemoryError that they do not fit yet.
+
+        Raises RlixError when there is too little, and no more came for `ROOM_TIMEOUT_S`.
+        """
+        most, deadline = -1, 0.0
+        while True:
+            try:
+                grow()
+                return
+            except torch.OutOfMemoryError as error:
+                free, now = self._free(), self._clock()
+                if free > most:
+                    most, deadline = free, now + ROOM_TIMEOUT_S
+                elif now >= deadline:
+                    raise RlixError(
+                        f"no room on the device for {size:,} bytes: {free:,} are free, and for {ROOM_TIMEOUT_S:g} s "
+                        "nobody there made more"
+                    ) from error
+            self._sleep(_ROOM_POLL_S)
+
+
+class SwapMover:
+    """Copies storages to host memory and back; on CUDA pinned memory, kept for the next move, and a side stream.
+
+    With `room` it does so part by part: what has left is free for others at once, and what comes waits until it fits.
+    So one engine can come while another leaves, each in processes of its own. **Not run on a GPU yet.**
+    """
+
+    def __init__(self, device: torch.device, host: HostBuffer | None = None, room: Room | None = None) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         pinning = (_cuda_pin, _cuda_unpin) if self._cuda else (lambda *_: False, lambda _: None)
         self._host = host or HostBuffer(*pinning)
+        self._room = room
 
     def evict(self, storages: list[torch.UntypedStorage]) -> list[torch.Tensor | None]:
-        copies = self._host.lend([storage.nbytes() for storage in storages])
-        with self._side_stream():
-            for storage, copy in zip(storages, copies, strict=True):
-                copy.copy_(_as_bytes(storage), non_blocking=True)
-        self._wait()
-        for storage in storages:  # not before every byte has arrived
-            storage.resize_(0)
-        return [*copies]
+        copies: list[torch.Tensor | None] = [*self._host.lend([storage.nbytes() for storage in storages])]
+        travelling: deque[tuple[_Pairs, torch.cuda.Event | None]] = deque()
+        gone: _Pairs = []
+        if self._room is not None:
+            self.trim()  # what the engine has freed by now is somebody else's as well
+        try:
+            for part in self._parts(storages, copies):
+                travelling.append((part, self._start((copy, _as_bytes(storage)) for storage, copy in part)))
+                if len(travelling) > 1:  # while one travels, the one before it is given back
+                    gone += self._let_go(*travelling.popleft())
+            while travelling:
+                gone += self._let_go(*travelling.popleft())
+        except BaseException:  # re-raised; whatever had left comes back
+            self._settle()
+            self.restore([storage for storage, _ in gone], [copy for _, copy in gone])
+            raise
+        return copies
 
     def restore(self, storages: list[torch.UntypedStorage], copies: list[torch.Tensor | None]) -> None:
         try:
-            for storage, copy in zip(storages, copies, strict=True):
-                assert copy is not None
-                storage.resize_(copy.numel())  # on the current stream: its memory returns to the pool of that stream
-            with self._side_stream():
-                for storage, copy in zip(storages, copies, strict=True):
-                    assert copy is not None
-                    _as_bytes(storage).copy_(copy, non_blocking=True)
-            self._wait()
+            arrived = None
+            for part in self._parts(storages, copies):
+                for storage, copy in part:  # on the current stream: its memory returns to the pool of that stream
+                    self._grow(storage, copy.numel())
+                arrived = self._start((_as_bytes(storage), copy) for storage, copy in part)
+            self._wait(arrived)
         except BaseException:  # re-raised: the copies are whole, and the device has no room for half of them
+            self._settle()
             for storage in storages:
-                storage.resize_(0)
+                self._resize(storage, 0)
+            self.trim()
             raise
 
     def discard(self) -> None:
@@ -147,19 +212,61 @@ class SwapMover:
         reserved = torch.cuda.memory_reserved(self._device)
         return 1.0 - torch.cuda.memory_allocated(self._device) / reserved if reserved else 0.0
 
-    def _side_stream(self) -> torch.cuda.StreamContext:
-        # A stream of None makes the context do nothing, which is what the CPU needs.
+    def _parts(self, storages: list[torch.UntypedStorage], copies: list[torch.Tensor | None]) -> Iterator[_Pairs]:
+        part: _Pairs = []
+        size = 0
+        for storage, copy in zip(storages, copies, strict=True):
+            assert copy is not None
+            if part and self._room is not None and size + copy.numel() > self._room.part_bytes:
+                yield part
+                part, size = [], 0
+            part.append((storage, copy))
+            size += copy.numel()
+        if part:
+            yield part
+
+    def _grow(self, storage: torch.UntypedStorage, size: int) -> None:
+        if self._room is None:
+            self._resize(storage, size)
+        else:
+            self._room.take(lambda: self._resize(storage, size), size)
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        storage.resize_(size)
+
+    def _start(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+        """Begin to copy, each second to the first; what `_wait` is given."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+        with torch.cuda.stream(self._stream):  # a stream of None makes the context do nothing, as the CPU needs
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        return None if self._stream is None else self._stream.record_event()
 
-    def _wait(self) -> None:
+    def _wait(self, arrived: torch.cuda.Event | None) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+
+    def _let_go(self, part: _Pairs, arrived: torch.cuda.Event | None) -> _Pairs:
+        self._wait(arrived)
+        for storage, _ in part:  # not before every byte has arrived
+            self._resize(storage, 0)
+        self.trim()
+        return part
+
+    def _settle(self) -> None:
+        """Until nothing travels any more: what is freed then is nobody's target."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _cuda_pin(address: int, size: int) -> bool:
-    return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+    pinned = int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+    if not pinned:
+        # CUDA keeps the error, and torch would blame it on the next kernel that is started: let that be this one.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return pinned
 
 
 def _cuda_unpin(address: int) -> None:
@@ -167,9 +274,11 @@ def _cuda_unpin(address: int) -> None:
         raise RlixError(f"host memory at {address:#x} could not be unpinned: is the device lost?")
 
 
-def mover_for(device: torch.device) -> Mover:
-    """The mover of a device: real copies for a GPU, accounting only for a virtual one."""
-    return SwapMover(device) if device.type == "cuda" else VirtualMover()
+def mover_for(device: torch.device, *, gradual: bool = False) -> Mover:
+    """The mover of a device: real copies for a GPU, part by part if wanted; accounting only for a virtual one."""
+    if device.type != "cuda":
+        return VirtualMover()
+    return SwapMover(device, room=Room(lambda: int(torch.cuda.mem_get_info(device)[0])) if gradual else None)
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from rlix.nn import Reduction
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,14 @@ def split_sizes(length: int, parts: int) -> tuple[int, ...]:
     """As even as possible, larger parts first: 9 over 4 is 3, 2, 2, 2."""
     small, extra = divmod(length, parts)
     return tuple(small + (rank < extra) for rank in range(parts))
+
+
+def dealt(items: Sequence[T], parts: int) -> tuple[list[int], list[list[T]]]:
+    """The numbers of the parts that get any of the items, and what each gets: neighbours stay together."""
+    sizes = split_sizes(len(items), parts)
+    shares = [list(items[sum(sizes[:part]) :][:size]) for part, size in enumerate(sizes)]
+    numbers = [part for part, share in enumerate(shares) if share]
+    return numbers, [shares[part] for part in numbers]
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Scattered:

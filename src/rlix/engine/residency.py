@@ -5,7 +5,8 @@ back when it returns, so every view of it (a parameter, the flat shard FSDP keep
 weights) keeps its identity and needs no patching. FSDP frees its all-gathered parameters the same way.
 
 Two movers have the same life cycle, accounting and errors. `SwapMover` (CUDA) copies through pinned host memory on a
-side stream. `VirtualMover` (a virtual GPU) counts the bytes and leaves them: its device memory *is* host memory.
+side stream, at once or part by part. `VirtualMover` (a virtual GPU) counts the bytes and leaves them: its device memory
+*is* host memory.
 """
 
 import time

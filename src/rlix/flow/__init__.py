@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from rlix.flow.channels.channel import Channel
     from rlix.flow.planner import Mode, make_plan
     from rlix.flow.profiler.measure import Grid, profile
-    from rlix.flow.programs.flow import Flow, Part
+    from rlix.flow.programs.flow import Circle, Flow, Part
     from rlix.flow.programs.running import Running
     from rlix.flow.workers.flow_worker import FlowWorker
     from rlix.flow.workers.launch import launch
 
 _LAZY = {
     "Channel": "rlix.flow.channels.channel",
+    "Circle": "rlix.flow.programs.flow",
     "Flow": "rlix.flow.programs.flow",
     "FlowWorker": "rlix.flow.workers.flow_worker",
     "Grid": "rlix.flow.profiler.measure",
@@ -30,6 +31,7 @@ _LAZY = {
 
 __all__ = [
     "Channel",
+    "Circle",
     "Flow",
     "FlowWorker",
     "Grid",

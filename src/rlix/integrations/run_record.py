@@ -14,7 +14,7 @@ import yaml
 from rlix.control.program import Program
 from rlix.integrations.leases import Stage
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, SpecError
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,21 @@ class Kind:
 class RunRecord:
     """Writes `runs/<name>/` of an attached program, as the pipelines that ship do. Thread-safe.
 
-    Raises SpecError when another process writes into the folder.
+    Raises SpecError when another process writes into the folder, or it cannot be written.
     """
 
     def __init__(self, program: Program, kind: Kind, runs_dir: Path, cluster: str) -> None:
         self._program = program
         self._kind = kind
         self._cluster = cluster
-        self._folder, _ = RunFolder.open(runs_dir.absolute() / program.name)
+        path = runs_dir.absolute() / program.name
+        try:
+            self._folder, _ = RunFolder.open(path)
+        except OSError as error:
+            raise SpecError(
+                f"{program.name}: its run folder {path} cannot be made ({error.strerror}); choose another folder with "
+                "RLIX_RUNS_DIR, --runs-dir or runs_dir="
+            ) from error
         self._lock = threading.Lock()
         self._leases_written = 0
         self._step = 0

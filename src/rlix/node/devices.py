@@ -1,12 +1,16 @@
 """What the devices of this machine are called: GPUs by their UUIDs, as `CUDA_VISIBLE_DEVICES` leaves them."""
 
+import logging
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import Device, DeviceKind
+
+logger = logging.getLogger(__name__)
 
 VIRTUAL_KEYS = "virtual-"
 _TOOL_TIMEOUT_S = 20.0
@@ -65,6 +69,21 @@ def gpu_memory(keys: Sequence[str]) -> tuple[tuple[int, int], ...]:
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise RlixError(f"nvidia-smi does not say how much memory is free: {error}") from None
     return memory_in(answer.stdout, keys)
+
+
+def machine_memory() -> int | None:
+    """Bytes of the smallest GPU of this machine; None where there is none."""
+    try:
+        keys = device_keys()
+        return min(total for _, total in gpu_memory(keys)) if keys else None
+    except RlixError as error:
+        logger.info("the machine's GPUs are not known: %s", error)
+        return None
+
+
+def smallest_memory(devices: Iterable[Device]) -> int | None:
+    """Bytes of the smallest GPU among a pool's devices, as far as they are this machine's."""
+    return None if any(device.kind is not DeviceKind.CUDA for device in devices) else machine_memory()
 
 
 def memory_in(answer: str, keys: Sequence[str]) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlix.control.client import JobClient
-from rlix.control.settings import Settings
 from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
@@ -21,6 +20,7 @@ from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.planning.watch import PlanWatch
+from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options, where_raised
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
@@ -73,7 +73,8 @@ class Pipeline(ABC):
         self._lease_records = 0
         self._usage = Usage(time.time())
         self._moves = Deadlines()
-        self._plan = PlanWatch(self.spec)
+        self._plan = PlanWatch(self.spec, time.time(), may_switch=config.switches)
+        self.goes_on: JobSpec | None = None  # by another plan: then `run` returns, and somebody starts it again
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class Pipeline(ABC):
         self._write_lease_events()
         spent_gpu_s = self._usage.gpu_s(time.time())  # on what is not done again at every step
         for step in range(first, self.spec.steps):
-            if self.stop_requested.is_set():
+            if self.stop_requested.is_set() or self.goes_on is not None:
                 break
             self._update(state="running", step=step)
             if step == first:
@@ -263,9 +264,6 @@ class Pipeline(ABC):
             if best is not None or done % every == 0:
                 self.checkpoints.begin(done, self.save, best)
                 self._saved = done
-                if self._plan.drifted:
-                    home = Settings.from_env().home
-                    self._log_plan(self._plan.at_checkpoint(self.folder.path, sorted(self.devices), home))
         if self._done > self._saved:
             self.checkpoints.begin(self._done, self.save)
         self.checkpoints.settle()
@@ -284,12 +282,10 @@ class Pipeline(ABC):
         shown = {name: metrics.get(name) for name in ("reward", "exact", "tokens_per_s", "staleness")}
         self._update(step=step + 1, **shown)
         self._write_lease_events()
-        self._log_plan(self._plan.step(metrics))
-        return metrics
-
-    def _log_plan(self, said: str) -> None:
-        if said:
+        if said := self._plan.step(metrics, end):
             logger.info("%s: %s", self.spec.name, said)
+            self.goes_on = self._plan.anew(self.folder.path, self.devices, self.spec.steps - step - 1)
+        return metrics
 
     def _evaluated(self, done: int) -> dict[str, float]:
         """Metrics of the evaluation that is due after `done` steps. Whoever stops the job does not wait for it."""
@@ -313,8 +309,9 @@ class Pipeline(ABC):
         try:
             self.teardown()
             if state != "failed":
-                self._event("job", event=state, detail=None)
-                self._update(state=state, phase=state)
+                self._event("job", event=state, detail=None if self.goes_on is None else "goes on by another plan")
+                if self.goes_on is None:
+                    self._update(state=state, phase=state)
         except BaseException as error:  # noted, and raised again
             if state != "failed":  # else what went wrong first is what counts
                 self._failed(error)
@@ -356,6 +353,7 @@ class Pipeline(ABC):
                 self._usage.granted(lease.epoch, len(lease.devices), record.time)
             elif record.event == "released":
                 self._usage.released(lease.epoch, record.time)
+            self._plan.lease(record)
             self.folder.lease(record)
 
     def _said(self, error: BaseException) -> str:

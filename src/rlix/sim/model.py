@@ -2,10 +2,11 @@
 
 Decoding follows the roofline: one step of a bundle streams the weights once, whatever the batch, until the batch
 reaches the knee where arithmetic takes over; reading each sequence's key-value cache adds to both (Williams et al.,
-"Roofline", CACM 2009; Pope et al., "Efficiently scaling transformer inference", 2022). All trajectories of a rollout
-are decoded at the same pace (processor sharing, balanced over its bundles), so a rollout's state is one number: the
-depth, in tokens, that every trajectory which is still alive has reached. Times at any depth and width come from one
-vector operation.
+"Roofline", CACM 2009; Pope et al., "Efficiently scaling transformer inference", 2022). Trajectories are balanced over
+a rollout's bundles, and those that find no room wait until another has ended (where they wait for environments
+anyway, they take turns). A rollout's state is one number: the depth, in tokens, that every trajectory still alive
+would have reached if all had been decoded at one pace; with room for all of them, they are. Times at any depth and
+width come from a few vector operations: on narrow rollouts, where some wait, from when as many tokens are there.
 """
 
 from bisect import bisect_right
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from rlix.scheduler.queueing import ends_in_turn
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,19 +65,30 @@ class Curve:
     """One step's trajectories, sorted by length: time, tokens and GPU-seconds as functions of depth and width."""
 
     def __init__(self, lengths: Floats, decoder: Decoder) -> None:
-        """`lengths`: tokens of each trajectory, shape [trajectories], any order."""
-        ordered = np.sort(lengths)
-        depth, first = np.unique(ordered, return_index=True)
+        """`lengths`: tokens of each trajectory, shape [trajectories], in the order in which they are begun."""
         self.decoder = decoder
-        self.trajectories = len(ordered)
-        self.depth: Floats = np.concatenate(([0.0], depth))
-        self._span = np.diff(self.depth)
-        self._alive = (len(ordered) - first).astype(np.float64)
-        self.tokens = _cumulative(self._span * self._alive)
+        self.trajectories = len(lengths)
+        self._lengths: list[float] = lengths.tolist()
+        self.depth, self._alive = _ending(np.sort(lengths))
+        span = np.diff(self.depth)
+        self.tokens = _cumulative(span * self._alive)
         self._widths: dict[int, tuple[Floats, Floats]] = {}
-        self.tight_gpu_s = self.seconds(1) * decoder.gpus
+        self.tight_gpu_s = self._least_s() * decoder.gpus
         self.alone_s = float(decoder.token_s(np.ones(1))[0])  # per token of one trajectory alone
         self._edges: list[float] = self.depth.tolist()
+
+    def _least_s(self) -> Floats:
+        """Bundle-seconds to reach each of `self.depth` that no order and no width can save."""
+        decoder = self.decoder
+        if not self._waits(1):
+            return self.seconds(1)
+        # The longest takes its steps, and their weights are streamed however well the others fill the batch.
+        longest = self.depth * decoder.weights_s + self.tokens * decoder.kv_s
+        return np.maximum(longest, self.tokens * decoder.reference_gpu_s / decoder.gpus)
+
+    def _waits(self, bundles: int) -> bool:
+        """Whether some have to wait until another has ended; those that wait for environments take turns instead."""
+        return self.decoder.wait_s == 0.0 and self.trajectories > bundles * self.decoder.max_batch
 
     def alive(self, depth: float) -> int:
         """Trajectories longer than `depth`."""
@@ -100,10 +114,24 @@ class Curve:
     def _width(self, bundles: int) -> tuple[Floats, Floats]:
         known = self._widths.get(bundles)
         if known is None:
-            seconds = self._span * self.decoder.token_s(self._alive / bundles)
-            unused = seconds * np.maximum(bundles - self._alive, 0.0) * self.decoder.gpus
-            known = self._widths[bundles] = (_cumulative(seconds), _cumulative(unused))
+            depth, alive = self.depth, self._alive
+            if self._waits(bundles):
+                slots = bundles * self.decoder.max_batch
+                depth, alive = _ending(np.array(ends_in_turn(self._lengths, slots)))
+                alive = np.minimum(alive, slots)
+            span = np.diff(depth)
+            seconds = span * self.decoder.token_s(alive / bundles)
+            unused = seconds * np.maximum(bundles - alive, 0.0) * self.decoder.gpus
+            tokens = _cumulative(span * alive)
+            at_depth = (np.interp(self.tokens, tokens, _cumulative(values)) for values in (seconds, unused))
+            known = self._widths[bundles] = (next(at_depth), next(at_depth))
         return known
+
+
+def _ending(ends: Floats) -> tuple[Floats, Floats]:
+    """Zero and the different ones of these sorted ends; and how many are alive before each of them."""
+    different, first = np.unique(ends, return_index=True)
+    return np.concatenate(([0.0], different)), (len(ends) - first).astype(np.float64)
 
 
 def _cumulative(values: Floats) -> Floats:

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlix.flow.profiler import measure as measure_module
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs import running as running_module
 from rlix.flow.programs.drift import WINDOW
-from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
@@ -48,6 +49,9 @@ class Adds(FlowWorker):
 
 
 class Joins(FlowWorker):
+    def pairs(self, pairs: list[Any]) -> list[Any]:
+        return pairs
+
     def join(self, pairs: list[tuple[int, int]]) -> list[int]:
         return [1000 * first + second for first, second in pairs]
 
@@ -185,6 +189,24 @@ def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
+def test_parts_that_died_go_on_from_what_was_kept() -> None:
+    with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        running.step([0] * ITEMS)
+        running.keep()
+        kept = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        running.step([0] * ITEMS)
+        groups = dict(running.groups)
+        running.restart("tens")
+        assert running.groups["tens"] is not groups["tens"]
+        assert running.groups["ones"] is groups["ones"]
+        calls = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        assert calls == {name: 2 * count if name != "tens" else count for name, count in kept.items()}
+        running.restart()
+        calls = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        assert calls == kept
+        assert running.step([0] * ITEMS) == [111] * ITEMS
+
+
 def test_a_part_that_loses_items_is_an_error() -> None:
     parts = [Part("ones", Adds, "short", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 1})]
     known = profile(ones=0.1, tens=0.1)
@@ -286,3 +308,53 @@ def test_what_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(WorkerError, match="no room"):
         Running(flow(), POOL, profile=profile(ones=0.1, tens=0.1, more=0.1))
     assert closed == ["sums/ones", "sums/tens"]
+
+
+class Walks(FlowWorker):
+    """A policy that adds, or a world that doubles; what happened is in the item."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def go(self, items: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        return [(n + 1 if self.kind == "a" else 2 * n, said + self.kind) for n, said in items]
+
+    def short(self, items: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        return items[len(items) // 2 :]
+
+
+def circular(**more: Any) -> Flow:
+    parts = [
+        Part("begin", Joins, "pairs"),
+        Part("act", Walks, "go", ("begin",), kwargs={"kind": "a"}),
+        Part("world", Walks, "go", ("act",), kwargs={"kind": "w"}, **more),
+        Part("both", Joins, "pairs", ("begin", "world")),
+    ]
+    return Flow("walk", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
+
+
+@pytest.mark.parametrize("cpu_ranks", [0, 2])
+def test_a_circle_goes_round_as_often_as_it_says(cpu_ranks: int) -> None:
+    known = profile(begin=0.1, act=0.2, world=0.2, both=0.1)
+    with Running(circular(cpu_ranks=cpu_ranks), POOL, plan="auto", profile=known) as running:
+        (loop,) = [loop for segment in running.plan.segments for stage in segment.stages for loop in stage.loops]
+        assert (loop.parts, loop.rounds, loop.slices > 1) == (("act", "world"), 3, cpu_ranks > 0)
+        begin = [(n, "") for n in range(ITEMS)]
+        expected = [((n, ""), (8 * n + 14, "awawaw")) for n in range(ITEMS)]
+        for chunk in (None, 5, 1):  # fives are not cut in slices
+            for segment in range(len(running.plan.segments)):
+                if chunk is not None:
+                    running.set_chunk(chunk, segment)
+            assert running.step(begin) == expected
+
+
+def test_what_goes_wrong_in_a_circle_is_what_a_step_raises() -> None:
+    flow = circular(cpu_ranks=2)
+    parts = [replace(part, method="short") if part.name == "world" else part for part in flow.parts]
+    wrong = Flow("walk", parts, ITEMS, circles=flow.circles)
+    known = profile(begin=0.1, act=0.2, world=0.2, both=0.1)
+    with (
+        Running(wrong, POOL, plan="auto", profile=known) as running,
+        pytest.raises(WorkerError, match="world made 4 items of 8"),
+    ):
+        running.step([(n, "") for n in range(ITEMS)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlix.flow.planner import Component, Edge, Graph, Mode, Point, Table, make_plan
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.drift import WINDOW, Drift, rescaled
-from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
@@ -97,3 +97,7 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         Flow("f", [Part("b", Nothing, "run", ("c",))], 4)
     with pytest.raises(SpecError, match="Nothing has no method 'walk'"):
         Flow("f", [Part("a", Nothing, "walk")], 4)
+    a, b = Part("a", Nothing, "run"), Part("b", Nothing, "run", ("a",))
+    for names, rounds in ((("a",), 2), (("b", "a"), 2), (("a", "b"), 0), (("a", "c"), 2)):
+        with pytest.raises(SpecError, match="is no circle"):
+            Flow("f", [a, b], 4, circles=[Circle(names, rounds)])

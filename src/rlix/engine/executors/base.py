@@ -45,6 +45,7 @@ class ExecutorOptions:
         adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
             room for so many when it starts. The transformers executor needs neither.
         declared: on a virtual GPU, how long decoding and moves last at least.
+        gradual_moves: bytes leave and come part by part (see `rlix.engine.swap`), of backends that can.
         more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
@@ -59,7 +60,16 @@ class ExecutorOptions:
     adapters: int = 0
     adapter_rank: int = 0
     declared: DeclaredSpeed = AS_IT_IS
+    gradual_moves: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "kv_cache_bytes", "tile_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: a share above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlix.engine import lora
-from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Drawn, Ints
+from rlix.engine.executors.decoder import STEP_TOKENS, Bools, Decoder, DecoderLimits, Drawn, Ints
 from rlix.engine.executors.paged_cache import BLOCK, SCRATCH, PagedCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 
@@ -49,25 +49,8 @@ class ExactDecoder(Decoder):
 
     @torch.inference_mode()
     def step(self, version: int) -> dict[int, GenerationResult]:
-        rows = self._rows
-        fed_rows, counts = self._plan()
-        token_rows = np.repeat(fed_rows, counts)
-        offsets = np.arange(len(token_rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = rows.fed[token_rows] + offsets
-        windows = _windows(positions)
-        drawn: list[Drawn] = []
-        # Ascending windows: a token's keys are in the cache before a later token of its trajectory attends to them.
-        # A tile is one adapter's: what is computed beside a token has no part in it, whatever the others' adapters are.
-        adapters = rows.adapter[token_rows]
-        for window, adapter in sorted(set(zip(windows.tolist(), adapters.tolist(), strict=True))):
-            (chosen,) = np.nonzero((windows == window) & (adapters == adapter))
-            self._use(adapter)
-            size = self._tile_size(window)
-            for first in range(0, len(chosen), size):
-                tile = chosen[first : first + size]
-                drawn += self._tile(token_rows[tile], positions[tile], window)
-        rows.fed[fed_rows] += counts
-        self._share_prompts()
+        drawn = self._feed(self._leader < 0)
+        drawn += self._feed(self._share_prompts())  # they draw in the same step as who computed their prompt
         return self._append(drawn, version)
 
     def forget_prompts(self) -> None:
@@ -79,14 +62,36 @@ class ExactDecoder(Decoder):
         none = np.zeros(0, dtype=np.int64)
         self._tile(none, none, BLOCK)
 
+    def _feed(self, chosen: Bools) -> list[Drawn]:
+        """Feed rows what they were not fed; what those draw that were fed all."""
+        rows = self._rows
+        fed_rows, counts = self._plan(chosen)
+        token_rows = np.repeat(fed_rows, counts)
+        offsets = np.arange(len(token_rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = rows.fed[token_rows] + offsets
+        windows = _windows(positions)
+        drawn: list[Drawn] = []
+        # Ascending windows: a token's keys are in the cache before a later token of its trajectory attends to them.
+        # A tile is one adapter's: what is computed beside a token has no part in it, whatever the others' adapters are.
+        adapters = rows.adapter[token_rows]
+        for window, adapter in sorted(set(zip(windows.tolist(), adapters.tolist(), strict=True))):
+            (tokens,) = np.nonzero((windows == window) & (adapters == adapter))
+            self._use(adapter)
+            size = self._tile_size(window)
+            for first in range(0, len(tokens), size):
+                tile = tokens[first : first + size]
+                drawn += self._tile(token_rows[tile], positions[tile], window)
+        rows.fed[fed_rows] += counts
+        return drawn
+
     def _use(self, adapter: str) -> None:
         if self.adapter_versions:
             lora.use(self._model, adapter or None)
 
-    def _plan(self) -> tuple[Ints, Ints]:
-        """Which rows are fed how many tokens: those with one to feed first, then prompts, up to a bound per step."""
+    def _plan(self, chosen: Bools) -> tuple[Ints, Ints]:
+        """Which of these rows are fed how many tokens: those with one to feed first, then prompts, up to a bound."""
         rows = self._rows
-        (ready,) = np.nonzero(rows.active & (self._leader < 0))
+        (ready,) = np.nonzero(rows.active & chosen)
         counts = rows.length[ready] - rows.fed[ready]
         order = np.argsort(counts, kind="stable")
         budget = max(STEP_TOKENS, 2 * self._limits.max_rows)
@@ -121,8 +126,11 @@ class ExactDecoder(Decoder):
         (last,) = np.nonzero(positions == rows.length[token_rows] - 1)
         return [self._sample(token_rows[last], logits[self._put(last), 0])] if len(last) else []
 
-    def _share_prompts(self) -> None:
-        """Copy computed prompts to the rows that wait for them; all but the last token, whose logits each row needs."""
+    def _share_prompts(self) -> Bools:
+        """Copy computed prompts to the rows that wait for them, all but the last token, whose logits each row needs.
+
+        Returns which rows these are.
+        """
         rows = self._rows
         (waiting,) = np.nonzero(rows.active & (self._leader >= 0))
         waiting = waiting[rows.fed[self._leader[waiting]] >= rows.prompt[waiting] - 1]
@@ -132,6 +140,8 @@ class ExactDecoder(Decoder):
             self._cache.copy(self._put(source.ravel()), self._put(target.ravel()))
         rows.fed[waiting] = rows.prompt[waiting] - 1
         self._leader[waiting] = -1
+        got: Bools = np.isin(np.arange(len(rows.active)), waiting)
+        return got
 
     # ---- the cache -------------------------------------------------------------------------------------------
 

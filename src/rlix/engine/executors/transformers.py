@@ -15,6 +15,7 @@ from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
+from rlix.engine.movers import mover_for
 from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
 from rlix.engine.weights.layout import Layout
@@ -191,7 +192,12 @@ class TransformersExecutor(LoopExecutor):
         model = self._source.build(self._dtype(), weights=weights).to(self._device)
         self._model = model
         # Persistent tensors only: what is computed from the configuration (rotary frequencies) is small and stays.
-        self._resident = ResidentSet("inference model", lambda: model.state_dict(keep_vars=True).values(), self._device)
+        self._resident = ResidentSet(
+            "inference model",
+            lambda: model.state_dict(keep_vars=True).values(),
+            self._device,
+            mover=mover_for(self._device, gradual=self._options.gradual_moves),
+        )
 
     def _new_decoder(self) -> Decoder:
         assert self._model is not None

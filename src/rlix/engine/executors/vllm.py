@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlix.engine import lora
 from rlix.engine.executors import vllm_abi, vllm_worker
-from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
+from rlix.engine.executors.base import ExecutorOptions, Site
 from rlix.engine.executors.loop import LoopExecutor
+from rlix.engine.executors.vllm_arguments import engine_arguments
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
@@ -28,15 +28,10 @@ from rlix.engine.weights.channel import Ticket, TransferError
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.flow.scratch import Scratch
-from rlix.node.devices import gpu_memory
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
-_MIN_VIRTUAL_KV_BYTES = 64 * 2**20
-_VIRTUAL_KV_SEQUENCES = 8  # of the greatest length; the default size of a virtual GPU's KV cache
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _NONE = 1  # number of the adapter that changes nothing, for requests without one
-_WORKER = "rlix.engine.executors.vllm_worker.ReplicaWorker"
 
 
 @dataclass(slots=True)
@@ -370,61 +365,13 @@ class VllmExecutor(LoopExecutor):
             path = self._folder.name
             self._config.architectures = self._config.architectures or [_architecture(self._config)]
             self._config.save_pretrained(path)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**self._arguments(path, dummy)))
+        arguments = engine_arguments(
+            self._options, self._config, self._site, path, dummy=dummy, max_length=self._max_length
+        )
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         sizes: list[tuple[int, int]] = self._rpc("rlix_bytes")
         self._sizes = {Part.WEIGHTS: sum(s[0] for s in sizes), Part.KV_CACHE: sum(s[1] for s in sizes)}
         self.change(lambda life: life.brought(*Part))  # vLLM allocates its KV cache with the weights
-
-    def _arguments(self, path: str, dummy: bool) -> dict[str, Any]:
-        """Of `EngineArgs`: the defaults that a user may change, and what RLix depends on."""
-        options, parallel = self._options, self._options.tensor_parallel_size
-        return {
-            "skip_tokenizer_init": True,
-            "enforce_eager": self._virtual,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            **options.more,
-            "model": str(Path(path)),
-            "load_format": "dummy" if dummy else options.more.get("load_format", "auto"),
-            "dtype": "float32" if self._virtual and options.dtype == "auto" else options.dtype,
-            "tensor_parallel_size": parallel,
-            "distributed_executor_backend": "mp" if parallel > 1 else "uni",
-            "max_model_len": self._max_length,
-            "max_num_seqs": options.max_num_seqs,
-            "gpu_memory_utilization": self._utilization(),
-            "kv_cache_memory_bytes": self._kv_bytes(),
-            "enable_sleep_mode": not self._virtual,
-            "logprobs_mode": "raw_logprobs",
-            # A step in flight while weights change would label its tokens with the wrong version.
-            "async_scheduling": False,
-            "worker_extension_cls": _WORKER,
-            **self._adapter_arguments(),
-        }
-
-    def _adapter_arguments(self) -> dict[str, Any]:
-        room = self._options.adapters
-        if not room:
-            return {}
-        rank = next((rank for rank in _RANKS if rank >= self._options.adapter_rank), _RANKS[-1])
-        # One that is dropped for want of room could not be found again: it was never in a folder.
-        return {"enable_lora": True, "max_loras": room + 1, "max_cpu_loras": room + 2, "max_lora_rank": rank}
-
-    def _utilization(self) -> float:
-        """vLLM takes a share of all memory, and starts only where that much is free."""
-        if self._options.gpu_memory_utilization is not None:
-            return self._options.gpu_memory_utilization
-        if self._virtual:
-            return DEFAULT_SHARE
-        return DEFAULT_SHARE * min(free / total for free, total in gpu_memory(self._site.keys))
-
-    def _kv_bytes(self) -> int | None:
-        if self._options.kv_cache_bytes is not None or not self._virtual:
-            return self._options.kv_cache_bytes
-        config = self._config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * heads * head_dim * torch.float32.itemsize
-        return max(_MIN_VIRTUAL_KV_BYTES, _VIRTUAL_KV_SEQUENCES * self._max_length * per_token)
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._engine.collective_rpc(method, args=args)

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from ray.exceptions import RayError
 from transformers import PretrainedConfig
 
 from rlix.engine import placement
-from rlix.engine.base import Engine, merged, plainly
+from rlix.engine.base import Engine, merged, named_dtype, plainly
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
 from rlix.engine.executors.registry import backend
@@ -23,14 +24,14 @@ from rlix.engine.inference.requests import GenerationRequest, GenerationResult, 
 from rlix.engine.inference.turns import OnTurn, all_or_first_error, converse, run_here
 from rlix.engine.life_cycle import Life, Part, Phase, joint
 from rlix.engine.model_source import ModelSource
-from rlix.engine.parallel import split_sizes
+from rlix.engine.parallel import dealt
 from rlix.engine.residency import MoveReport
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import Device, DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,9 @@ class InferenceEngine(Engine):
         max_num_seqs: int = 256,
         gpu_memory_utilization: float | None = None,
         kv_cache_bytes: int | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         exact: bool | None = None,
+        gradual_moves: bool | None = None,
         adapters: int = 0,
         adapter_rank: int = 0,
         declared: DeclaredSpeed = AS_IT_IS,
@@ -97,6 +99,8 @@ class InferenceEngine(Engine):
         Args:
             data_parallel_size: replicas; default: as many as `devices` allow, else 1.
             devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
+            gradual_moves: its weights leave and come part by part, so that `rlix.swap` can have another engine come or
+                leave meanwhile; default: on virtual GPUs, not on GPUs, where it has not been measured. Not with vLLM.
             declared: how long work lasts on virtual GPUs (see `rlix.engine.declared`).
             executor_options: further options of the executor's own; for vLLM those of its `EngineArgs`.
             seed: key of the random streams of prompts that bring none.
@@ -121,6 +125,10 @@ class InferenceEngine(Engine):
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
         )
+        if gradual_moves and not self._backend.gradual:
+            raise ValueError(f"gradual_moves: executor {self.executor!r} leaves and comes as a whole")
+        virtual = chosen[0].kind is DeviceKind.CPU
+        self.gradual_moves = self._backend.gradual and (virtual if gradual_moves is None else gradual_moves)
         size = tensor_parallel_size
         options = ExecutorOptions(
             tensor_parallel_size=size,
@@ -128,11 +136,12 @@ class InferenceEngine(Engine):
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
-            dtype=dtype,
+            dtype=dtype if dtype == "auto" else named_dtype(dtype),
             exact=exact,
             adapters=adapters,
             adapter_rank=adapter_rank,
             declared=declared,
+            gradual_moves=self.gradual_moves,
             more=dict(executor_options or {}),
         )
         self._timeout_s = call_timeout_s
@@ -223,7 +232,7 @@ class InferenceEngine(Engine):
         if on_turn is not None:
             return run_here(self.generate_async(prompts, sampling_params, request_ids=request_ids, on_turn=on_turn))
         requests = self._read(prompts, sampling_params, request_ids)
-        ranks, shares = _deal(requests, self.replicas.world_size)
+        ranks, shares = dealt(requests, self.replicas.world_size)
         with self._aborted_unless_complete(requests):
             results = self.replicas.run("generate", PerRank(shares), ranks=ranks, timeout_s=self._timeout_s)
         return self._answers(requests, results)
@@ -238,7 +247,7 @@ class InferenceEngine(Engine):
     ) -> list[RequestOutput]:
         """`generate` for async code; concurrent calls are decoded together."""
         requests = self._read(prompts, sampling_params, request_ids)
-        ranks, shares = _deal(requests, self.replicas.world_size)
+        ranks, shares = dealt(requests, self.replicas.world_size)
         if on_turn is not None:
             return await self._take_turns(list(zip(ranks, shares, strict=True)), on_turn)
         with self._aborted_unless_complete(requests):
@@ -392,14 +401,3 @@ class InferenceEngine(Engine):
     def _release(self, *, keep_host: bool) -> MoveReport:
         reports = self._call("offload", None, keep_host)
         return merged(MoveReport(report.bytes, report.seconds) for report in reports)
-
-
-def _deal(requests: Sequence[GenerationRequest], replicas: int) -> tuple[list[int], list[list[GenerationRequest]]]:
-    """Neighbours stay together: samples of one prompt are listed side by side and share its computation."""
-    shares: list[list[GenerationRequest]] = []
-    first = 0
-    for size in split_sizes(len(requests), replicas):
-        shares.append(list(requests[first : first + size]))
-        first += size
-    ranks = [rank for rank, share in enumerate(shares) if share]
-    return ranks, [shares[rank] for rank in ranks]

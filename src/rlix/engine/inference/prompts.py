@@ -138,7 +138,10 @@ def _plain(value: Any) -> Any:
 def _as_params(params: Params | Sequence[Params], count: int) -> list[Params]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [params] * count
-    each = list(params)
+    given: Any = params
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"sampling_params are a dictionary for all prompts, or a list of them, not {given!r}")
+    each = list(given)
     if len(each) != count:
         raise ValueError(f"{len(each)} sampling_params for {count} prompts: give one for all, or one for each")
     return each

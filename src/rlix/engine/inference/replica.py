@@ -97,7 +97,12 @@ class Replica(Worker):
             except BaseException:  # re-raised; nothing was moved
                 self._executor.change(lambda life: replace(life, epoch=before.epoch))
                 raise
-            return await self._move(lambda: self._executor.load(weights, parts), self._declared.expand_s)
+            try:
+                return await self._move(lambda: self._executor.load(weights, parts), self._declared.expand_s)
+            except BaseException:  # re-raised; where nothing came, nothing is held
+                if self._executor.life.phase in (Phase.OFF, Phase.HOST):
+                    await asyncio.to_thread(self._let_go)
+                raise
 
     async def update(self, weights: PublishedWeights) -> ReplicaReport:
         """Replace the weights in place; requests in flight go on with the new ones."""
@@ -249,9 +254,13 @@ class Replica(Worker):
 
     def _offload(self, keep_host: bool) -> int:
         released = self._executor.offload(keep_host=keep_host)
+        self._let_go()
+        return released
+
+    def _let_go(self) -> None:
+        """After the last byte has gone."""
         self._executor.share_locks(self._locks.keys, None)
         self._locks.release()
-        return released
 
     def close(self) -> None:
         """The devices stay locked until the process, and any it started, has ended: the bytes do too."""

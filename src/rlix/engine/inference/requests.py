@@ -48,7 +48,8 @@ class SamplingParams:
             raise ValueError(f"sampling_params has unknown keys {unknown}; known: {sorted(known | {'max_tokens'})}")
         if values.get("top_k") == -1:
             values["top_k"] = 0
-        values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+        stops = values.get("stop_token_ids") or ()
+        values["stop_token_ids"] = (stops,) if isinstance(stops, Integral) else tuple(stops)
         return cls(**values)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 
 from rlix.engine import placement
-from rlix.engine.base import merged
+from rlix.engine.base import merged, named_dtype
 from rlix.engine.life_cycle import Life, Residency, joint
 from rlix.engine.parallel import combine, scatter
 from rlix.engine.residency import MoveReport
@@ -25,7 +25,7 @@ from rlix.engine.train.worker import TrainStatus
 from rlix.flow.workers.group import PerRank
 from rlix.nn import BaseTrainModule, is_configuring, reduction_of, undone_by
 from rlix.protocol.errors import WorkerError
-from rlix.protocol.messages import Device, Fence, Process
+from rlix.protocol.messages import Device, DeviceKind, Fence, Process
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class TrainEngine(StateCalls):
         name_holders: Callable[[Mapping[int, Process]], object] | None = None,
         dtype: str | torch.dtype = "float32",
         compute_dtype: str | torch.dtype | None = None,
+        gradual_moves: bool | None = None,
         namespace: str | None = None,
         start: Literal["fork", "spawn"] = "fork",
         build_timeout_s: float = 300.0,
@@ -94,6 +95,8 @@ class TrainEngine(StateCalls):
             lease: under which the devices are used, as if `acquire`d at once; default: this program's own.
             name_holders: given the workers' processes by rank before they use a device, also when others take their
                 place; in a job `lambda processes: client.name_holders("actor_train", processes)`.
+            gradual_moves: its bytes leave and come part by part, so that `rlix.swap` can have another engine come or
+                leave meanwhile; default: on virtual GPUs, not on GPUs, where it has not been measured.
             dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
@@ -131,12 +134,14 @@ class TrainEngine(StateCalls):
             kwargs=self._kwargs,
             seed=seed or 0,
             weights_path=folder,
-            dtype=_dtype_name(dtype),
-            compute_dtype=None if compute_dtype is None else _dtype_name(compute_dtype),
+            dtype=named_dtype(dtype),
+            compute_dtype=None if compute_dtype is None else named_dtype(compute_dtype),
         )
         self._timeout_s = call_timeout_s
+        gradual = chosen[0].kind is DeviceKind.CPU if gradual_moves is None else gradual_moves
+        self.gradual_moves = gradual and self._executor.mover is TrainExecutor.mover  # not with one of its own
         self._started_as = StartedAs(
-            self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s, name_holders
+            self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s, name_holders, gradual
         )
         self._configured = []
         self._adopt(self._start(chosen, layout, spec, lease), chosen, layout, lease)
@@ -306,13 +311,6 @@ def _say_items(error: WorkerError, sizes: tuple[int, ...] | None, of_rank: Seque
     first = sum(sizes[:part])
     error.items = range(first, first + sizes[part])  # type: ignore[attr-defined]
     error.args = (f"{error} (items {first} to {first + sizes[part] - 1} of the split batch)",)
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}; use for instance 'float32' or 'bfloat16'")  # noqa: TRY004
-    return name
 
 
 def _public(cls: type) -> list[str]:

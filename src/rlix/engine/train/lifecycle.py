@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ray.exceptions import RayActorError
+
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
 from rlix.engine.life_cycle import Residency, training
@@ -37,6 +39,7 @@ class StartedAs:
     build_timeout_s: float
     collective_timeout_s: float
     name_holders: Callable[[Mapping[int, Process]], object] | None
+    gradual_moves: bool
 
 
 class TrainWorkers(Engine):
@@ -53,6 +56,10 @@ class TrainWorkers(Engine):
         self._calls = 0  # of these workers
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
         self._configured: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
+
+    @property
+    def leased(self) -> bool:
+        return self._lease is not None
 
     def _hold(self, lease: Fence | int | None) -> None:
         self._lease = lease
@@ -81,7 +88,7 @@ class TrainWorkers(Engine):
         )
         try:
             self._name_holders(group)
-            settings = (how.executor, layout, spec, how.collective_timeout_s, lease)
+            settings = (how.executor, layout, spec, how.collective_timeout_s, lease, how.gradual_moves)
             group.run("setup", *settings, timeout_s=how.build_timeout_s)
         except WorkerError as error:
             group.close(graceful=False)
@@ -148,14 +155,17 @@ class TrainWorkers(Engine):
 
     def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         group = self._workers()
-        with self._dispatch:
-            self._calls += 1
-            refs = group.call("do", self._calls, method, *args)
         name = f"{args[0]}" if method == "call" else method
+        try:
+            refs = self._send(group, method, *args)
+        except BaseException as error:  # re-raised; an argument cannot be sent, and some ranks may have got theirs
+            if lost := self._recover(group, name):
+                error.add_note(lost)
+            raise
         try:
             return group.results(name, refs, timeout_s=timeout_s)
         except WorkerError as error:
-            lost = self._recover(group, name)
+            lost = self._recover(group, name, dead=isinstance(error.__cause__, RayActorError))
             own = plainly(error)
             if lost:
                 own.args = (f"{own}; {lost}",)
@@ -165,11 +175,24 @@ class TrainWorkers(Engine):
                 error.args = (f"{error}; {lost}",)
             raise
 
-    def _recover(self, group: WorkerGroup, method: str) -> str:
+    def _send(self, group: WorkerGroup, method: str, *args: Any) -> list[Any]:
+        """Call all ranks, as they are numbered."""
+        with self._dispatch:
+            self._calls += 1
+            try:
+                return group.call("do", self._calls, method, *args)
+            except BaseException:  # re-raised; what some ranks did not get is no call that they missed
+                group.call("skip", self._calls)
+                raise
+
+    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False) -> str:
         """After a call that did not end well: make sure that the next one meets no collective of this one.
 
-        Returns what is lost, if anything.
+        Returns what is lost, if anything. `dead`: a rank has ended.
         """
+        if dead and group is self._group and group.world_size == 1:
+            self._end(graceful=False)
+            return "its only worker has ended, and its state is lost; build() the engine and load a state"
         if group is not self._group or group.world_size == 1 or settled(group, GRACE_S):
             return ""
         logger.warning("%s: ranks wait for one that failed in %s(): starting its workers anew", self.name, method)

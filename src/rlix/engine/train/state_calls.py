@@ -71,6 +71,8 @@ class StateCalls(TrainWorkers):
             WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
                 part may hold undefined weights: they refuse to generate until they are loaded again (`cuda`).
         """
+        if isinstance(names, str):
+            raise TypeError(f"names are several, in a list for instance, not the text {names!r}")
         self._check_readable()
         start = time.perf_counter()
         way = choose(transport, self.devices, inference_engine.receivers)
@@ -134,6 +136,8 @@ class StateCalls(TrainWorkers):
             WeightSyncError: lists every missing, unknown and mis-shaped name; nothing was changed.
             NotResidentError: the engine's bytes wait in host memory: bring them back with `cuda()` first.
         """
+        if wrong := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+            raise TypeError(f"no tensors in the state given: {', '.join(wrong)}")
         self._check_fillable()
         first = tied_names(dict(state))
         given = publish(((name, state[name]) for name in first), self.version, aliases=first)

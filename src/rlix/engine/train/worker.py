@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rlix.engine.life_cycle import Life, Residency
+from rlix.engine.movers import mover_for
 from rlix.engine.parallel import like
 from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
@@ -73,6 +74,7 @@ class TrainWorker(Worker):
         spec: ModuleSpec,
         collective_timeout_s: float,
         lease: Fence | int | None = None,
+        gradual_moves: bool = False,
     ) -> TrainStatus:
         """Join the process group, build the module, fill and cut it, under `lease` if there is one.
 
@@ -98,7 +100,7 @@ class TrainWorker(Worker):
             f"rank {self.ctx.rank} of {self.ctx.group}",
             lambda: self._executor.resident(module),
             device,
-            mover=self._executor.mover(),
+            mover=self._executor.mover() or mover_for(device, gradual=gradual_moves),
         )
         self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
@@ -115,6 +117,10 @@ class TrainWorker(Worker):
         self._versions = self._written()
         return getattr(self, method)(*args)
 
+    def skip(self, number: int) -> None:
+        """What the `number`th call sends could not be sent to every rank: the next one follows all the same."""
+        self._calls = number
+
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int | None, only_first: bool
     ) -> Any:
@@ -129,6 +135,8 @@ class TrainWorker(Worker):
                 result = list(result)
             result = None if result is self._module else _to_host(result)
             return None if only_first and self.ctx.rank else result
+        except SystemExit as error:  # it would end this process, and with it weights and optimizer state
+            raise RuntimeError(f"{method}() was left by SystemExit({error.code!r})") from error
         finally:
             self._executor.settle(self._module)
 
@@ -199,7 +207,11 @@ class TrainWorker(Worker):
     def _bring(self, fence: Fence) -> MoveReport:
         if self._resident.state is not Residency.META:  # which has no bytes to bring
             self._locks.acquire(fence, LOCK_TIMEOUT_S)
-        return self._resident.to_device()
+        try:
+            return self._resident.to_device()
+        finally:
+            if self._resident.state is not Residency.DEVICE:  # there is no room, and what came has gone again
+                self._locks.release()
 
     def to_host(self) -> MoveReport:
         self._executor.settle(self._module)

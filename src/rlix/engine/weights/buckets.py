@@ -100,15 +100,14 @@ class _Layout:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         self._bucket_bytes, self._aliases = bucket_bytes, aliases or {}
         self._bucket, self._end = 0, -1  # the bucket being filled, and where its last tensor ends; -1: it is empty
-        self.full, self.gap = False, 0  # of the last tensor placed: whether it ends its bucket, the padding before it
+        self.full = False  # whether the last tensor placed ends its bucket
 
     def place(self, key: "str | WeightSlice", tensor: torch.Tensor) -> WeightEntry:
         size = tensor.nbytes
         alone = size * 2 >= self._bucket_bytes
-        self.gap = -max(self._end, 0) % ALIGNMENT
-        offset = max(self._end, 0) + self.gap
+        offset = max(self._end, 0) + -max(self._end, 0) % ALIGNMENT
         if self.full or (self._end >= 0 and (alone or offset + size > self._bucket_bytes)):
-            self._bucket, offset, self.gap = self._bucket + 1, 0, 0
+            self._bucket, offset = self._bucket + 1, 0
         self.full, self._end = alone, offset + size
         piece = key if isinstance(key, WeightSlice) else WeightSlice(key, tuple(tensor.shape), None)
         dtype, more = dtype_name(tensor.dtype), self._aliases.get(piece.name, ())
@@ -135,41 +134,41 @@ def pack_stream(
     pinned = device.type == "cpu" and torch.cuda.is_initialized()
     buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     entries: list[WeightEntry] = []
-    pieces: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def filled() -> Bucket:
-        bucket = Bucket(_joined(pieces, buffer), tuple(entries))
+        bucket = Bucket(_packed(entries, tensors, buffer), tuple(entries))
         entries.clear()
-        pieces.clear()
+        tensors.clear()
         return bucket
 
     for name, tensor in named:
         entry = places.place(name, tensor)
         if entries and entry.bucket != entries[0].bucket:
             yield filled()
-        data = to_bytes(tensor)
-        if places.gap:
-            pieces.append(_padding(data.device)[: places.gap])
         entries.append(entry)
-        pieces.append(data)
+        tensors.append(tensor)
         if places.full:
             yield filled()
     if entries:
         yield filled()
 
 
-def _joined(pieces: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
-    """One after the other where `buffer` is: in it, or, of a single piece, the piece itself."""
-    if len(pieces) == 1:
-        return pieces[0].to(buffer.device)
-    target = buffer[: sum(piece.numel() for piece in pieces)]
-    devices = {piece.device for piece in pieces}
+@torch.no_grad()
+def _packed(entries: Sequence[WeightEntry], tensors: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    """Tensors at their places in `buffer`, or, of a single one, its own bytes where `buffer` is."""
+    if len(tensors) == 1:
+        return to_bytes(tensors[0]).to(buffer.device)
+    target = buffer[: entries[-1].offset + entries[-1].nbytes]
+    devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        torch.cat([piece.to(buffer.device) for piece in pieces], out=target)
+        fill(target, entries, [tensor.to(buffer.device) for tensor in tensors])
     elif devices == {buffer.device}:
-        torch.cat(pieces, out=target)
-    else:
-        target.copy_(torch.cat(pieces))  # one transfer between devices instead of one for each tensor
+        fill(target, entries, tensors)
+    else:  # one transfer between devices instead of one for each tensor
+        staged = torch.empty_like(target, device=tensors[0].device)
+        fill(staged, entries, tensors)
+        target.copy_(staged)
     return target
 
 
@@ -257,11 +256,6 @@ def part_of(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) ->
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes, flat and where they are: a view when it is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-@cache
-def _padding(device: torch.device) -> torch.Tensor:
-    return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
 
 
 @cache

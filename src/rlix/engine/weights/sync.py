@@ -155,7 +155,7 @@ class Channel:
         self.name = f"{trainer.name} to {engine.name}#{next(_numbers)}"
         self._processes = engine.processes
         self._transfers = itertools.count(1)
-        self._synced: WeightsId | None = None  # the weights that receivers have whole
+        self.synced: WeightsId | None = None  # the weights that receivers have whole
         layouts, self.manifest = trainer.layouts()
         held = [_on(layout, device) for layout, device in zip(layouts, trainer.devices, strict=True)]
         needed = [
@@ -198,24 +198,24 @@ class Channel:
             WeightSyncError: unknown names, or receivers do not have the rest from this trainer; nothing was changed.
             Whatever the side that failed first raised; members that were still waiting are told why.
         """
-        names = None if only is None else self._known(only)
-        if names is not None and self._synced is None:
+        names = None if only is None else self.known(only)
+        if names is not None and self.synced is None:
             raise WeightSyncError(
                 f"{self._engine.name} has no weights of {self._trainer.name} yet, or lost them: sync all names first"
             )
-        delivery = Delivery(self.name, next(self._transfers), names, self._firsts, self._synced if names else None)
+        delivery = Delivery(self.name, next(self._transfers), names, self._firsts, self.synced if names else None)
         coming = PublishedWeights(version, self.manifest, delivery=delivery)
-        self._synced = None
+        self.synced = None
         self._both(
             delivery.number,
             lambda: self._trainer.send_weights(delivery, epoch),
             lambda: self._engine.update_weights(coming),
         )
-        self._synced = coming.id
+        self.synced = coming.id
         return sum(self._bytes.values()) if names is None else sum(self._bytes[name] for name in names)
 
-    def _known(self, only: Collection[str]) -> frozenset[str]:
-        """The first names of these tensors."""
+    def known(self, only: Collection[str]) -> frozenset[str]:
+        """The first names of these tensors. Raises WeightSyncError for unknown ones."""
         first = {name: entry.name for entry in self.manifest.entries for name in entry.names}
         if unknown := sorted(name for name in only if name not in first):
             raise WeightSyncError(f"{self._trainer.name} has no weights of these names: {', '.join(unknown)}")
@@ -293,9 +293,13 @@ class Channels:
         settings = transport, timeout_s
         known, channel = self._open.get(engine.name, (None, None))
         if channel is None or known != settings or not channel.leads_to(engine):
+            synced = channel.synced if channel is not None and channel.leads_to(engine) else None
             self._drop(engine.name)
             channel = Channel(self._trainer, engine, way, timeout_s, CHANNEL_BUCKET_BYTES)
+            channel.synced = synced
             self._open[engine.name] = settings, channel
+        if only is not None:
+            channel.known(only)  # a wrong name costs no channel
         try:
             return channel, channel.transfer(version, only, epoch)
         except BaseException:  # re-raised; members have left

@@ -24,13 +24,15 @@ INLINE_BYTES = 64 << 10  # a message of this size is as fast as a file
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One tensor's place in a block of memory; `kind` is "torch" or "numpy"."""
+    """One tensor's place in a block of memory; `kind` is "torch" or "numpy". `onto`: the reader's device, not its host
+    memory."""
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    onto: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ def decode(skeleton: bytes, leaves: Sequence[Leaf]) -> Any:
     return _Unpickler(skeleton, leaves).load()
 
 
-def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
+def pack(value: object, folder: Path | None = None, name: str = "", *, onto: bool = False) -> Parcel:
     """Copy an object's bytes once: into a new file of `folder` where there is one and it pays, else into the parcel.
 
-    Tensors on a device are brought to host memory, and stay there.
+    Tensors on a device are brought to host memory, and stay there, or go `onto` the reader's device.
 
     Raises:
         OSError: the folder has no room; no file is left.
@@ -96,20 +98,18 @@ def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
         offset = -(-end // _ALIGN) * _ALIGN
         end = offset + block.nbytes
         kind, dtype = ("numpy", leaf.dtype.str) if isinstance(leaf, np.ndarray) else ("torch", str(leaf.dtype)[6:])
-        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes))
+        again = onto and isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes, again))
     nbytes = end + len(skeleton)
     if folder is None or end < INLINE_BYTES:
         data = bytearray(end)
         _fill(np.frombuffer(data, np.uint8) if end else np.empty(0, np.uint8), layouts, blocks)
         return Parcel(skeleton, tuple(layouts), nbytes, data=bytes(data))
     path = folder / name
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, end)  # where memory is short, an error here and not a SIGBUS while it is written
-        with mmap.mmap(fd, end) as memory:
-            target = np.frombuffer(memory, np.uint8)
-            _fill(target, layouts, blocks)
-            del target  # or the map could not be closed
+        for layout, block in zip(layouts, blocks, strict=True):
+            _write(fd, block, layout.offset)
     except BaseException:  # raised again
         path.unlink()
         raise
@@ -118,8 +118,10 @@ def pack(value: object, folder: Path | None = None, name: str = "") -> Parcel:
     return Parcel(skeleton, tuple(layouts), nbytes, path=str(path))
 
 
-def unpack(parcel: Parcel) -> Any:
+def unpack(parcel: Parcel, device: str = "cpu") -> Any:
     """The object; what lay in shared memory is not copied, and what the reader writes is its own.
+
+    `device`: the reader's, for what is to go onto it.
 
     Raises:
         FileNotFoundError: the file is gone.
@@ -131,7 +133,12 @@ def unpack(parcel: Parcel) -> Any:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-    return decode(parcel.skeleton, [_leaf(layout, memory) for layout in parcel.layouts])
+    leaves = [_leaf(layout, memory) for layout in parcel.layouts]
+    moved = [
+        leaf.to(device) if layout.onto and isinstance(leaf, torch.Tensor) else leaf
+        for layout, leaf in zip(parcel.layouts, leaves, strict=True)
+    ]
+    return decode(parcel.skeleton, moved)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -147,6 +154,15 @@ def _bytes(leaf: Leaf) -> "np.ndarray[Any, Any]":
         return np.empty(0, np.uint8)
     block: np.ndarray[Any, Any] = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return block
+
+
+def _write(fd: int, block: "np.ndarray[Any, Any]", offset: int) -> None:
+    """Twice as fast as to fill a map of the file: the kernel need not clear pages first. Where memory is short it is an
+    error here, and not a SIGBUS later."""
+    left = block.data
+    while left.nbytes:
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def _fill(target: "np.ndarray[Any, Any]", layouts: Sequence[Layout], blocks: Sequence[Any]) -> None:

@@ -111,7 +111,7 @@ class Costs:
                 parts += cost.at(share, offset)[0]
                 offset += 0 if loop.shared else share
             names = tuple(part.name for part in node.parts)
-            return tuple(parts), LoopPlan(names, node.rounds, loop.slices, loop.shared)
+            return tuple(parts), LoopPlan(names, node.rounds, loop.slices, loop.shared, loop.together)
 
         values = np.array([(loop.seconds, loop.resident, loop.peak) for loop in found])[below]
         switch_s = sum(part.switch_s for part in node.parts)
@@ -124,7 +124,8 @@ class Costs:
         resident = [float(cost.resident[devices]) for cost in costs]
         work = [float(cost.peak[devices]) - held for cost, held in zip(costs, resident, strict=True)]
         held = sum(resident) if together else max(resident)
-        best = _Loop(node.rounds * float(seconds[devices]), 1, True, (devices,) * len(costs), held, held + max(work))
+        turns_s = node.rounds * float(seconds[devices])
+        best = _Loop(turns_s, 1, True, (devices,) * len(costs), held, held + max(work), together)
         for slices in SLICES:
             if items % slices == 0 and all((items // slices) % part.chunk == 0 for part in node.parts):
                 best = min(best, self._apart(node, items // slices, slices, devices), key=lambda loop: loop.seconds)
@@ -160,3 +161,4 @@ class _Loop:
     shares: tuple[int, ...]
     resident: float
     peak: float
+    together: bool = True

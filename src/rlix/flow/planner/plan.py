@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+AHEAD = "a step ahead"
+
 
 class Mode(StrEnum):
     """Everything in turn on the same devices, every part on devices of its own, or some of both."""
@@ -26,12 +28,16 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """A circle of parts: how often items go round, in how many slices, on the same devices or beside each other."""
+    """A circle of parts: how often items go round, in how many slices, on the same devices or beside each other.
+
+    `together`: no state goes for another's sake.
+    """
 
     parts: tuple[str, ...]
     rounds: int
     slices: int
     shared: bool
+    together: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class Plan:
         for segment in self.segments:
             chunks = self.items // segment.chunk
             slowest = max(segment.stages, key=lambda stage: stage.seconds)
-            many = f"{chunks} chunks of {segment.chunk}: " if chunks > 1 else "a step ahead: " if segment.ahead else ""
+            many = f"{chunks} chunks of {segment.chunk}: " if chunks > 1 else f"{AHEAD}: " if segment.ahead else ""
             lines.append(f"  {segment.seconds:.3f} s  {many}{_stages(segment)}")
             if chunks > 1 or segment.ahead:
                 lines.append(f"           the slowest is {_names(slowest)}: {slowest.seconds * chunks:.3f} s of work")
@@ -140,12 +146,13 @@ def _segment(segment: SegmentPlan, items: int) -> str:
     stages = " | ".join(f"{_names(stage)} on {stage.used or 'the CPU'}" for stage in segment.stages)
     if len(segment.stages) == 1:
         return stages
-    how = f"by {segment.chunk} of {items}" if segment.chunk < items else "a step ahead" if segment.ahead else "in turn"
+    how = f"by {segment.chunk} of {items}" if segment.chunk < items else AHEAD if segment.ahead else "in turn"
     return f"({stages}, {how})"
 
 
 def _names(stage: StagePlan) -> str:
-    return "+".join(part.name for part in stage.parts)
+    circles = {name: "⟲".join(loop.parts) for loop in stage.loops for name in loop.parts}
+    return "+".join(dict.fromkeys(circles.get(part.name, part.name) for part in stage.parts))
 
 
 def _stages(segment: SegmentPlan) -> str:
@@ -155,4 +162,5 @@ def _stages(segment: SegmentPlan) -> str:
 def _stage(stage: StagePlan) -> str:
     switching = f" ({stage.switch_s:.3f} s of it switching)" if stage.switch_s else ""
     where = f"devices {stage.first}–{stage.first + stage.used - 1}" if stage.devices else "the CPU"
-    return f"{_names(stage)} {stage.seconds:.3f} s on {where}{switching}"
+    rounds = "".join(f", {loop.rounds} rounds in {loop.slices} slice(s)" for loop in stage.loops)
+    return f"{_names(stage)} {stage.seconds:.3f} s on {where}{rounds}{switching}"

@@ -26,7 +26,7 @@ class Drift:
     def of(cls, plan: Plan) -> Self:
         return cls(
             {
-                part.name: (part.seconds, segment.chunk)
+                part.name: (part.seconds, segment.chunk // _slices(stage).get(part.name, 1))
                 for segment in plan.segments
                 for stage in segment.stages
                 for part in stage.parts
@@ -74,7 +74,10 @@ def _segment(
 
 def _stage(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
     parts = tuple(replace(part, seconds=part.seconds * factors.get(part.name, 1.0)) for part in stage.parts)
-    more = sum(new.seconds - old.seconds for new, old in zip(parts, stage.parts, strict=True))
+    times = {name: loop.rounds * loop.slices for loop in stage.loops for name in loop.parts}
+    more = sum(
+        (new.seconds - old.seconds) * times.get(new.name, 1) for new, old in zip(parts, stage.parts, strict=True)
+    )
     return replace(stage, parts=parts, seconds=stage.seconds + more)
 
 
@@ -88,3 +91,8 @@ def _seconds(stages: tuple[StagePlan, ...], chunks: int, after: Mapping[str, Col
             ready = [ended[i] for i in range(n) if names[i] & needs[n]]
             ended[n] = max(ended[n], *ready, 0.0) + stage.seconds
     return max(ended)
+
+
+def _slices(stage: StagePlan) -> dict[str, int]:
+    """Into how many slices a chunk is cut for the parts of a circle."""
+    return {name: loop.slices for loop in stage.loops for name in loop.parts}

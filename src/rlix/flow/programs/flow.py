@@ -12,6 +12,7 @@ empty, so that they may speak to each other.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rlix.flow.planner import Edge, Graph, Mode, Planned, make_plan
@@ -41,17 +42,36 @@ class Part:
     cpu_ranks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """Parts that stand one after the other and feed each other: a batch goes round so many times.
+
+    The first of them gets what it comes `after` in the first round, from then on what the last of them made. Whoever
+    comes after one of them gets what it made in the last round.
+    """
+
+    parts: tuple[str, ...]
+    rounds: int
+
+
 class Flow:
-    """Parts in the order of their data, and the size of a step. `sample(n)` makes n items, for profiling.
+    """Parts in the order of their data, and the size of a step.
+
+    `sample(n)` makes n items, for profiling. `circles`: parts that feed each other.
 
     Raises:
-        SpecError: names are used twice, or a part needs one that does not stand before it.
+        SpecError: names are used twice, a part needs one that does not stand before it, or a circle is none.
     """
 
     def __init__(
-        self, name: str, parts: Sequence[Part], items: int, sample: Callable[[int], Sequence[Any]] | None = None
+        self,
+        name: str,
+        parts: Sequence[Part],
+        items: int,
+        sample: Callable[[int], Sequence[Any]] | None = None,
+        circles: Sequence[Circle] = (),
     ) -> None:
-        self.name, self.parts, self.items = name, tuple(parts), items
+        self.name, self.parts, self.items, self.circles = name, tuple(parts), items, tuple(circles)
         self._sample = sample
         known: set[str] = set()
         for part in parts:
@@ -62,10 +82,27 @@ class Flow:
             if not hasattr(part.worker, part.method):
                 raise SpecError(f"flow {name}: {part.worker.__name__} has no method {part.method!r} for {part.name}")
             known.add(part.name)
+        self._check_circles()
+
+    def _check_circles(self) -> None:
+        names, used = [part.name for part in self.parts], set[str]()
+        for circle in self.circles:
+            at = names.index(circle.parts[0]) if circle.parts and circle.parts[0] in names else len(names)
+            consecutive = tuple(names[at : at + len(circle.parts)]) == circle.parts
+            follow = (
+                all(before in self.part(name).after for before, name in pairwise(circle.parts)) if consecutive else 0
+            )
+            if len(circle.parts) < 2 or circle.rounds < 1 or not follow or used & set(circle.parts):
+                raise SpecError(
+                    f"flow {self.name}: {circle} is no circle: name two or more consecutive parts, each "
+                    "`after` the one before it and in no other circle, and 1 round or more"
+                )
+            used |= set(circle.parts)
 
     @property
     def edges(self) -> list[Edge]:
-        return [Edge(before, part.name) for part in self.parts for before in part.after]
+        back = [Edge(circle.parts[-1], circle.parts[0], rounds=circle.rounds) for circle in self.circles]
+        return [Edge(before, part.name) for part in self.parts for before in part.after] + back
 
     def sample(self, count: int) -> Sequence[Any]:
         if self._sample is None:

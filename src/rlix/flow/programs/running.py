@@ -65,6 +65,7 @@ class Running:
         self.step_s: list[float] = []
         self.replanned = 0
         self._states: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self._lock = DeviceLock()
         self._drift = Drift.of(self.plan)
         self._chunks: dict[int, int] = {}
@@ -132,6 +133,27 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def keep(self) -> None:
+        """Between steps: ask every part for what it saves, for `restart` to go on from."""
+        self._lock.clear()
+        self._kept = {name: group.on(0).call("save").wait(self._timeout_s)[0] for name, group in self.groups.items()}
+
+    def restart(self, *names: str) -> None:
+        """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
+
+        Parts that are not named go on as they are, so name those whose states must agree together.
+        """
+        again = names or tuple(self.groups)
+        for name, group in self.groups.items():
+            if name not in again:
+                group.offload()  # who is on its devices is counted anew
+        self._started = False
+        for name in again:
+            self.groups.pop(name).close()
+            if name in self._kept:
+                self._states[name] = self._kept[name]
+        self._start()
+
     def switch(self, plan: Plan) -> None:
         """Go on by another plan: parts that move are started anew from what they `save`."""
         before = {part.name: _place(part) for part in self.plan.parts}
@@ -148,8 +170,9 @@ class Running:
     def _start(self) -> None:
         names = {part.name: f"{self.flow.name}/{part.name}" for part in self.plan.parts}
         stages = [stage for segment in self.plan.segments for stage in segment.stages]
-        together = [frozenset(names[part.name] for part in stage.parts) for stage in stages if not stage.switch_s]
-        if self.plan.resident and all(not stage.switch_s for stage in stages):
+        stay = [stage for stage in stages if not stage.switch_s and all(loop.together for loop in stage.loops)]
+        together = [frozenset(names[part.name] for part in stage.parts) for stage in stay]
+        if self.plan.resident and len(stay) == len(stages):
             together.append(frozenset(names.values()))
         self._lock = DeviceLock(together)
         for placed in self.plan.parts:

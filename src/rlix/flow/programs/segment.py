@@ -3,15 +3,22 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from math import lcm
+from typing import TypeAlias
 
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import SegmentPlan, StagePlan
-from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.planner.plan import LoopPlan
+from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.workers.launch import Group
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
+
+Bounds: TypeAlias = tuple[int, int]
+"""From which item to which."""
 
 
 class SegmentRun:
@@ -36,21 +43,37 @@ class SegmentRun:
         self.seconds: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._flow, self._groups, self._lock = flow, groups, lock
         self._source, self._before, self._timeout_s = source, before, timeout_s
-        self._mine = {part.name for stage in plan.stages for part in stage.parts}
+        parts = [(stage, placed) for stage in plan.stages for placed in stage.parts]
+        apart = {name for stage in plan.stages for loop in stage.loops if not loop.shared for name in loop.parts}
+        self._devices = {
+            p.name: range(p.first, p.first + p.devices)
+            if p.name in apart
+            else range(stage.first, stage.first + stage.devices)
+            for stage, p in parts
+        }
+        self._mine = set(self._devices)
         self._order = {part.name: i for i, part in enumerate(flow.parts)}
+        self._calling = {name: threading.Lock() for name in self._mine}  # slices of a chunk come one after the other
         self._made: dict[tuple[str, int], Pieces] = {}
-        self._bounds: list[tuple[int, int]] = []
+        self._bounds: list[Bounds] = []
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def stage(self, stage: StagePlan) -> None:
         """Do a stage's part of every chunk, in order. What goes wrong stops all stages, and `check` raises it."""
-        index = 0
+        index, circles = 0, {loop.parts[0]: loop for loop in stage.loops}
+        inside = {name for loop in stage.loops for name in loop.parts[1:]}
+        names = sorted({part.name for part in stage.parts} - inside, key=self._order.__getitem__)
         try:
             self._bring(stage)
             while (bounds := self._chunk(index)) is not None:
-                for placed in sorted(stage.parts, key=lambda part: self._order[part.name]):
-                    self._part(placed.name, stage, index, bounds)
+                for name in names:
+                    if name in circles:
+                        self._circle(circles[name], index, bounds)
+                    else:
+                        self._note(
+                            name, index, self._call(name, (index, self._order[name]), self._inputs(name, index, bounds))
+                        )
                 index += 1
         except BaseException as error:  # noqa: BLE001 (raised again by `check`, in the thread that asked for the step)
             self.fail(error)
@@ -69,7 +92,7 @@ class SegmentRun:
     def outputs(self) -> dict[str, Pieces]:
         return {name: [piece for i in range(len(self._bounds)) for piece in self._made[name, i]] for name in self._mine}
 
-    def _chunk(self, index: int) -> tuple[int, int] | None:
+    def _chunk(self, index: int) -> Bounds | None:
         """From which item to which chunk number `index` goes; the same for all stages, decided when the first asks."""
         with self._changed:
             if self._failure is not None:
@@ -84,30 +107,82 @@ class SegmentRun:
 
     def _bring(self, stage: StagePlan) -> None:
         """Load a stage that stays loaded while it waits for its first chunk, not after."""
-        for placed in stage.parts if not stage.switch_s else ():
-            with self._turn(placed.name, stage, -1):
-                pass
+        if not stage.switch_s and all(loop.together for loop in stage.loops):
+            for placed in stage.parts:
+                with self._turn(placed.name, (-1, self._order[placed.name])):
+                    pass
 
-    def _turn(self, name: str, stage: StagePlan, index: int) -> AbstractContextManager[object]:
-        devices = range(stage.first, stage.first + stage.devices)
-        order = (index, self._order[name])
-        return self._lock.turn(self._groups[name], devices, order, timeout_s=self._timeout_s)
+    def _turn(self, name: str, order: tuple[int, ...]) -> AbstractContextManager[object]:
+        return self._lock.turn(self._groups[name], self._devices[name], order, timeout_s=self._timeout_s)
 
-    def _part(self, name: str, stage: StagePlan, index: int, bounds: tuple[int, int]) -> None:
-        part, group = self._flow.part(name), self._groups[name]
-        inputs = [self._input(before, index, bounds) for before in part.after] or [cut(self._source, *bounds)]
-        with self._turn(name, stage, index):
-            began = time.monotonic()
-            refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
-            counts = call.wait(self._timeout_s)
-            took = time.monotonic() - began
-        self._check_count(part, sum(counts), bounds)
+    def _circle(self, loop: LoopPlan, index: int, bounds: Bounds) -> None:
+        """All rounds of a chunk, its slices beside each other."""
+        begin, end = bounds
+        multiple = lcm(*(self._flow.part(name).chunk for name in loop.parts))
+        slices = loop.slices if (end - begin) % (loop.slices * multiple) == 0 else 1
+        step = (end - begin) // slices
+        cuts = [(begin + i * step, begin + (i + 1) * step) for i in range(slices)]
+        with ThreadPoolExecutor(slices, f"{self._flow.name}:circle") as threads:
+            rounds = [threads.submit(self._rounds, loop, index, bounds, cut) for cut in cuts]
+            try:
+                made = [future.result() for future in rounds]
+            except BaseException as error:  # raised again; the other slices stop at their next call
+                self.fail(error)
+                raise
+        for name in loop.parts:
+            self._note(name, index, [piece for one in made for piece in one[name]])
+
+    def _rounds(self, loop: LoopPlan, index: int, chunk: Bounds, mine: Bounds) -> dict[str, Pieces]:
+        """One slice of a chunk on its way: what each part of the circle made of it in the last round."""
+        first, made = loop.parts[0], dict[str, Pieces]()
+        for n in range(loop.rounds):
+            for name in loop.parts:
+                self.check()
+                inputs = [made[loop.parts[-1]]] if n and name == first else self._inputs(name, index, chunk, mine, made)
+                made[name] = self._call(name, (index, self._order[first], n, self._order[name]), inputs)
+        return made
+
+    def _inputs(
+        self,
+        name: str,
+        index: int,
+        chunk: Bounds,
+        mine: Bounds | None = None,
+        made: Mapping[str, Pieces] | None = None,
+    ) -> list[Pieces]:
+        """What a part gets of a chunk, or of a slice of it; `made`: of this slice already."""
+        begin, end = mine or chunk
+        here = made or {}
+        return [
+            here[before] if before in here else cut(self._input(before, index, chunk), begin - chunk[0], end - chunk[0])
+            for before in self._flow.part(name).after
+        ] or [cut(self._source, begin, end)]
+
+    def _call(self, name: str, order: tuple[int, ...], inputs: Sequence[Pieces]) -> Pieces:
+        part, group, items = self._flow.part(name), self._groups[name], size(inputs[0])
+        calling = self._calling[name]
+        if not calling.acquire(timeout=self._timeout_s):
+            raise WaitTimeoutError(f"{self._flow.name}: waited {self._timeout_s:g} s for {name} to be free")
+        try:
+            with self._turn(name, order):
+                began = time.monotonic()
+                refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
+                counts = call.wait(self._timeout_s)
+                took = time.monotonic() - began
+        finally:
+            calling.release()
+        self._check_count(name, sum(counts), items)
         with self._changed:
-            self.seconds[name].append((bounds[1] - bounds[0], took))
-            self._made[name, index] = [(ref, 0, n) for ref, n in zip(refs, counts, strict=True) if n]
+            self.seconds[name].append((items, took))
+        return [(ref, 0, n) for ref, n in zip(refs, counts, strict=True) if n]
+
+    def _note(self, name: str, index: int, made: Pieces) -> None:
+        with self._changed:
+            self._made[name, index] = made
             self._changed.notify_all()
 
-    def _input(self, name: str, index: int, bounds: tuple[int, int]) -> Pieces:
+    def _input(self, name: str, index: int, bounds: Bounds) -> Pieces:
+        """A whole chunk, of a part that stands before."""
         if name not in self._mine:
             return cut(self._before[name], *bounds)
         with self._changed:
@@ -122,10 +197,11 @@ class SegmentRun:
                 )
             return self._made[name, index]
 
-    def _check_count(self, part: Part, count: int, bounds: tuple[int, int]) -> None:
-        needed = any(part.name in other.after for other in self._flow.parts)
-        if needed and count != bounds[1] - bounds[0]:
+    def _check_count(self, name: str, count: int, items: int) -> None:
+        used = {before for part in self._flow.parts for before in part.after}
+        used |= {inside for circle in self._flow.circles for inside in circle.parts}
+        if name in used and count != items:
             raise WorkerError(
-                f"{self._flow.name}: {part.name} made {count} items of {bounds[1] - bounds[0]}; a part that others "
-                "come after makes one of each"
+                f"{self._flow.name}: {name} made {count} items of {items}; a part that others come after makes one of "
+                "each"
             )

@@ -14,11 +14,12 @@ from typing import Any, Literal, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
-from rlix.flow.scratch import Scratch
+from rlix.flow.messages.peer import MAIL
+from rlix.flow.scratch import Scratch, shared_memory, sweep
 from rlix.flow.workers.actor_class import actor_class
 from rlix.flow.workers.futures import failures, futures_of, read_error
 from rlix.flow.workers.user_errors import worker_error
@@ -80,8 +81,7 @@ class WorkerGroup:
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
         self._kwargs = dict(kwargs or {})
-        control = any(getattr(m, "__ray_concurrency_group__", None) == CONTROL for m in vars(worker_cls).values())
-        remote = ray.remote(concurrency_groups={CONTROL: 1}) if control else ray.remote
+        remote = ray.remote(concurrency_groups={CONTROL: 1, MAIL: 1})
         self._cls: Any = remote(actor_class(worker_cls))
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
@@ -121,6 +121,11 @@ class WorkerGroup:
     def processes(self) -> dict[int, Process]:
         """The process of each rank that was constructed, as it is known on its node."""
         return {rank: replace(process, name=f"{self.name}:{rank}") for rank, process in self._named.items()}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the ranks, as `Worker.send` and its like take them."""
+        return [f"{self.name}:{rank}" for rank in range(self.world_size)]
 
     @property
     def handles(self) -> tuple["ActorHandle[Any]", ...]:
@@ -252,6 +257,7 @@ class WorkerGroup:
             logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
         if left := kill(children, max(0.0, deadline - time.monotonic())):
             logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
+        sweep(shared_memory())  # what came for workers here and was not read
 
     def _create(self, rank: int) -> "ActorHandle[Any]":
         devices = self.placements[rank]
@@ -310,7 +316,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """`failed`: numbers of those that have, in their order; one that fails now may not be among them yet."""
         for i in (*failed, *range(len(futures))):
-            if futures[i].done() and isinstance(error := futures[i].exception(), RayError):
+            if futures[i].done() and (error := futures[i].exception()) is not None:
                 raise self._worker_error(method, ranks[i], error) from error
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
@@ -319,7 +325,7 @@ class WorkerGroup:
             )
         return [future.result() for future in futures]
 
-    def _worker_error(self, method: str, rank: int, error: RayError) -> WorkerError:
+    def _worker_error(self, method: str, rank: int, error: BaseException) -> WorkerError:
         cause = error.cause if isinstance(error, RayTaskError) else error
         message = f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}"
         return worker_error(message, rank, error if cause is None else cause)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.experimental import internal_kv
 
+from rlix.flow.messages.peer import Peer
 from rlix.node import process
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import WaitTimeoutError
@@ -124,7 +125,7 @@ class WorkerContext:
         )
 
 
-class Worker:
+class Worker(Peer):
     """Base class of everything that runs on a device. `WorkerGroup` sets `ctx` before `__init__` runs."""
 
     ctx: WorkerContext

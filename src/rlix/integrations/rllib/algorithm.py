@@ -1,5 +1,6 @@
 """An algorithm whose learners are on the device only under a lease."""
 
+import atexit
 import contextlib
 import functools
 import os
@@ -55,19 +56,16 @@ def rllib(
         runs_dir: where the run folder goes; default: RLIX_RUNS_DIR, else "runs".
 
     Raises:
-        SpecError: `config` is none, or a job's already; the algorithm updates in a thread of its own beside sampling
-            (IMPALA, APPO); or its learners or runners would have Ray's GPUs instead of the pool's.
+        SpecError: `config` is none, a job's already, or of RLlib's old API; or its learners or runners would have Ray's
+            GPUs instead of the pool's.
     """
-    from ray.rllib.algorithms.impala import IMPALAConfig
-
     if not isinstance(config, AlgorithmConfig):
         raise SpecError(f"rlix.rllib: takes a configuration such as PPOConfig(), not {type(config).__name__}")
     if isinstance(config.algo_class, type) and issubclass(config.algo_class, Leased):
         raise SpecError("rlix.rllib: this configuration is a job's already; call it once, or copy() the plain one")
-    if isinstance(config, IMPALAConfig):
-        raise SpecError(
-            f"rlix.rllib: {type(config).__name__}: it updates in a thread beside sampling; not supported yet"
-        )
+    if not config.enable_rl_module_and_learner:
+        raise SpecError("rlix.rllib: this configuration is of RLlib's old API, which has no learners to lease; leave "
+                        "enable_rl_module_and_learner on")  # fmt: skip
     for option in ("num_gpus_per_learner", "num_gpus_per_env_runner"):
         if getattr(config, option):
             raise SpecError(f"rlix.rllib: {option} would take Ray's GPUs beside the pool's: leave it at 0")
@@ -99,7 +97,8 @@ class Leased:
             super().setup(config)  # type: ignore[misc]
             self._rlix.attach(self)
         except BaseException as error:  # raised again
-            self._rlix.close(f"{type(error).__name__}: {error}")
+            self._rlix.broken(error)
+            self._rlix.close()
             raise
 
     def training_step(self) -> Any:
@@ -109,7 +108,11 @@ class Leased:
             self._rlix.stages.end()
 
     def step(self) -> Any:
-        result = super().step()  # type: ignore[misc]
+        try:
+            result = super().step()  # type: ignore[misc]
+        except BaseException as error:  # raised again
+            self._rlix.broken(error)
+            raise
         self._rlix.stepped(result)
         return result
 
@@ -130,13 +133,16 @@ class Job:
         self.program: Program = attach(name, gangs={_TRAIN: settings.gpus}, rollouts=rollouts, stay=True)
         self.sampler: ElasticSampler | None = None
         self._steps = 0
+        self._error: str | None = None
+        self._stopped = False
         self._closing = contextlib.ExitStack()
         self._closing.callback(self.program.close)
+        atexit.register(self.close)  # of a script that does not stop its algorithm
 
     def start(self) -> None:
         """It begins with an initialization's lease."""
         self.record = RunRecord(self.program, _KIND, self._settings.runs_dir, _TRAIN)
-        self._closing.callback(lambda: self.record.close(self._error))
+        self._closing.callback(lambda: self.record.close(self._error, stopped=self._stopped))
         gate = ProgramGate(self.program)
         self._closing.callback(gate.leave)  # also when the bytes cannot be moved: else the holder is ended with the job
         self.stages = Stages(gate, self.record)
@@ -181,10 +187,16 @@ class Job:
         }
         self.record.step(self._steps, {**learners, **values})
         self._steps += 1
+        self._error, self._stopped = None, False
 
-    def close(self, error: str | None = None) -> None:
+    def broken(self, error: BaseException) -> None:
+        """How it ends, unless another step is made."""
+        self._stopped = isinstance(error, KeyboardInterrupt)
+        self._error = None if self._stopped else f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
         """What is held is given back, then it leaves the pool. Calling it again changes nothing."""
-        self._error = error
+        atexit.unregister(self.close)
         self._closing.close()
 
     def _until_synced(self) -> Any:

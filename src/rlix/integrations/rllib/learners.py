@@ -8,10 +8,11 @@ import ray
 import torch
 
 from rlix.engine.guarded import GuardedSet, Named, named_tensors
+from rlix.integrations.rllib.learner_thread import ThreadGate
 from rlix.node.process import this_process
 from rlix.protocol.messages import Process
 
-_ATTRIBUTE = "_rlix"
+_GUARDED, _GATE = "_rlix", "_rlix_gate"
 
 
 class LearnerSet:
@@ -55,10 +56,18 @@ class LearnerSet:
 
 
 def _guarded(learner: Any) -> GuardedSet:
-    if not hasattr(learner, _ATTRIBUTE):
+    if not hasattr(learner, _GUARDED):
         device = torch.device(getattr(learner, "_device", "cpu"))
-        setattr(learner, _ATTRIBUTE, GuardedSet("an RLlib learner", lambda: _named(learner), device))
-    found: GuardedSet = getattr(learner, _ATTRIBUTE)
+        setattr(learner, _GUARDED, GuardedSet("an RLlib learner", lambda: _named(learner), device))
+    found: GuardedSet = getattr(learner, _GUARDED)
+    return found
+
+
+def _gate(learner: Any) -> ThreadGate | None:
+    """Of learners that have a thread."""
+    if not hasattr(learner, _GATE) and hasattr(learner, "_learner_thread"):
+        setattr(learner, _GATE, ThreadGate(learner))
+    found: ThreadGate | None = getattr(learner, _GATE, None)
     return found
 
 
@@ -72,11 +81,15 @@ def _named(learner: Any) -> Named:
 
 
 def _to_host(learner: Any, **_: Any) -> None:
+    if gate := _gate(learner):
+        gate.close()
     _guarded(learner).to_host()
 
 
 def _to_device(learner: Any, **_: Any) -> None:
     _guarded(learner).to_device()
+    if gate := _gate(learner):
+        gate.open()
 
 
 def _device_bytes(learner: Any, **_: Any) -> int:

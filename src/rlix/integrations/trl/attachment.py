@@ -40,15 +40,21 @@ def refuse_kind(kind: type) -> None:
         )
 
 
+def _is_served(trainer: Any) -> bool:
+    return isinstance(getattr(trainer, "vllm_generation", None), ServedGeneration)
+
+
 def _refuse_layout(trainer: Any) -> None:
     """Weights that are elsewhere than in the model's own tensors cannot be moved from outside."""
     found = {
         "FSDP": trainer.is_fsdp_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "a quantized model": getattr(trainer.model, "is_quantized", False),
+        "use_vllm": getattr(trainer, "use_vllm", False) and not _is_served(trainer),
     }
     if wrong := [name for name, used in found.items() if used]:
-        raise SpecError(f"rlix.trl: {' and '.join(wrong)} is not supported: its bytes could not leave the devices")
+        what = f"{' and '.join(wrong)} is not supported in {type(trainer).__name__}"
+        raise SpecError(f"rlix.trl: {what}: its bytes could not leave the devices")
 
 
 class Attachment:
@@ -59,8 +65,7 @@ class Attachment:
         self.trainer = trainer
         self.parts = parts
         self.stages = stages
-        found = getattr(trainer, "vllm_generation", None)
-        self.served = found if isinstance(found, ServedGeneration) else None
+        self.served: ServedGeneration | None = trainer.vllm_generation if _is_served(trainer) else None
         if self.served is not None:
             self.served.seed = trainer.args.seed
         stages.add(*parts.all)

@@ -39,6 +39,7 @@ _CLUSTER = ClusterName.ACTOR_TRAIN.value
 _KIND = Kind("TRL", {"reward": "reward", "tokens_total": "num_tokens", "grad_norm": "grad_norm", "loss": "loss"})
 _RANKS_TIMEOUT_S = 300.0  # for all ranks to have started
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WITH_VLLM = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,17 @@ class Session:
         self._dismiss = dismiss
         self.stages = stages
         self.error: str | None = None
-        self.training = False
+        self.stopped = False  # unless it returns from training: who is ended by a signal does not
+        self._used = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder, which rank 0 writes."""
+        return None if self._record is None else self._record.folder.path
 
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""
+        self._used = True
         if self.stages.stage is None:
             self.stages.begin(INITIALIZATION)
 
@@ -94,7 +102,10 @@ class Session:
 
     def close(self) -> None:
         if self._record is not None:
-            self._record.close(self.error, stopped=self.training)
+            if not (self._used or self.error or self.stopped):
+                logger.warning("%s ended without building a trainer: it has not used the pool", self._name)
+                self._used = True  # said once
+            self._record.close(self.error, stopped=self.stopped)
         if self._dismiss is not None and self.stages.stage is None:
             with contextlib.suppress(RlixError):
                 self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
@@ -119,12 +130,12 @@ def _install(name: str) -> Session:
         raise SpecError("rlix.trl: TRL is not installed: pip install 'rlix[trl]'")
     ranks = Ranks.from_env(os.environ)
     store: Any = dist.FileStore(str(_meeting_place()), ranks.world_size) if ranks.world_size > 1 else None  # type: ignore[attr-defined]
-    session = _first(name, ranks, store) if ranks.rank == 0 else _other(name, ranks, store)
-    hook(session)
+    session, start_rollouts = _first(name, ranks, store) if ranks.rank == 0 else _other(name, ranks, store)
+    hook(session, start_rollouts)
     return session
 
 
-def _first(name: str, ranks: Ranks, store: Any) -> Session:
+def _first(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     program = attach(name, gangs={_CLUSTER: ranks.world_size}, rollouts={CLUSTER: None}, stay=True)
     visible = _visible(program)
     _show(visible)
@@ -140,13 +151,11 @@ def _first(name: str, ranks: Ranks, store: Any) -> Session:
         atexit.register(rollouts.close)  # before the job leaves, which would end the replicas by force
         return rollouts
 
-    _serve(once(start_rollouts))
     mine = dict.fromkeys(range(ranks.world_size), program.client.process)
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
     sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
-    logger.info("%s is a job of the pool; run folder: %s", name, record.folder.path)
-    return session
+    return session, _only_on_one_rank if ranks.world_size > 1 else once(start_rollouts)
 
 
 def once(start: Start) -> Start:
@@ -167,24 +176,22 @@ def once(start: Start) -> Start:
 
 
 def _serve(start_rollouts: Start) -> None:
-    """`use_vllm=True` means the job's own replicas."""
-    from trl.trainer import grpo_trainer, rloo_trainer
-
-    for module in (grpo_trainer, rloo_trainer):
-        module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)
+    """`use_vllm=True` means the job's own replicas, for trainers that are built from now on."""
+    for name in _WITH_VLLM:
+        if module := sys.modules.get(name):
+            module.VLLMGeneration = functools.partial(ServedGeneration, start_rollouts)  # type: ignore[attr-defined]
 
 
 def _only_on_one_rank(model: str, dtype: str) -> Rollouts:
     raise SpecError("rlix.trl: use_vllm on several ranks is not supported yet")
 
 
-def _other(name: str, ranks: Ranks, store: Any) -> Session:
+def _other(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     pid = os.getpid()
     store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
     _await(store, "devices", "rank 0 to join the pool")
     _show(json.loads(store.get("devices").decode()))
-    _serve(_only_on_one_rank)
-    return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None)))
+    return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None))), _only_on_one_rank
 
 
 def _holders(program: Program, ranks: Ranks, store: Any) -> dict[int, Process]:
@@ -232,7 +239,7 @@ def _show(visible: Sequence[str]) -> None:
     os.environ[_VISIBLE] = ",".join(visible)
 
 
-def hook(session: Session) -> None:
+def hook(session: Session, start_rollouts: Start) -> None:
     """From now on trainers take leases of `session`: wraps methods of transformers' `Trainer`, for this process."""
     torch.cuda._lazy_call(session.start)  # when CUDA starts, which is before the first byte
     init, train = Trainer.__init__, Trainer.train
@@ -240,14 +247,15 @@ def hook(session: Session) -> None:
     @functools.wraps(init)
     def leased_init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         refuse_kind(type(self))
+        _serve(start_rollouts)  # TRL, which takes seconds to import, is there by now
         session.start()
         init(self, *args, **kwargs)
 
     @functools.wraps(train)
     def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        session.training = True  # until it returns: who is ended by a signal does not
+        session.stopped = True
         found = session.attached(self).train(functools.partial(train, self), *args, **kwargs)
-        session.training = False
+        session.stopped = False
         return found
 
     Trainer.__init__, Trainer.train = leased_init, leased_train
@@ -273,7 +281,9 @@ def _note_failure(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    session.error = f"{kind.__name__}: {error}"
+    if not issubclass(kind, KeyboardInterrupt):  # which stops it
+        session.error = f"{kind.__name__}: {error}"
+    session.stopped = True
     before(kind, error, trace)
 
 
@@ -285,5 +295,18 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"rlix.trl: no such script: {argv[0]}")
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).resolve().parent)
-    install()
-    runpy.run_path(argv[0], run_name="__main__")
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("rlix: joining the control plane, or starting one ...\n")
+    try:
+        session = install()
+    except RlixError as error:  # nothing of the script has run: a traceback would say nothing of it
+        sys.stderr.write(f"rlix: {error}\n")
+        sys.exit(2 if isinstance(error, SpecError) else 1)
+    if session.folder is not None:
+        sys.stderr.write(f"rlix: {session.folder.name} is a job of the pool; run folder: {session.folder}\n")
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:  # raised again
+        if end.code:
+            session.error = f"it ended with exit code {end.code}" if isinstance(end.code, int) else str(end.code)
+        raise

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ class PipelineActor:
     def run(self) -> JobSummary:
         """Trains to the end, however it comes; then nothing of the job is left but its run folder."""
         try:
-            return self._pipeline.run()
+            summary = self._pipeline.run()
+            again = summary.state == "stopped" and not self._pipeline.stop_requested.is_set()
+            return replace(summary, goes_on=self._pipeline.goes_on if again else None)
         finally:
             self._pipeline.client.unregister("its run ended")
 

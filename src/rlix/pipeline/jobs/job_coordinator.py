@@ -14,6 +14,7 @@ from rlix.control.rpc import call, root_cause
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
+from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
@@ -35,11 +36,12 @@ REMEMBERED_S = 60.0
 class JobCoordinator(PipelineCoordinator):
     """Ray actor; create it with `lifetime="detached"`. It ends itself when the job has ended.
 
-    A job that fails because a node of it has left is registered anew and goes on from its checkpoint, on other devices.
+    A job that fails because a node of it has left, or that found a better plan, is registered anew and goes on from its
+    checkpoint on other devices.
     """
 
     def __init__(self, pipeline_id: str, pipeline_config: JobConfig, *, start_within_s: float = START_WITHIN_S) -> None:
-        super().__init__(pipeline_id, pipeline_config)
+        super().__init__(pipeline_id, replace(pipeline_config, switches=True))
         spec = pipeline_config.spec
         self._last = JobStatus(spec.name, pipeline_id, "starting", 0, spec.steps, "starting")
         self._final: JobStatus | None = None
@@ -51,7 +53,8 @@ class JobCoordinator(PipelineCoordinator):
         self._unstarted.daemon = True
         self._unstarted.start()
         self._stop_wanted = False
-        self._resumes = 0
+        self._resumes = 0  # because a node had left
+        self._other: JobSpec | None = None  # by another plan: what to go on with
         self._may_be_a_node = True  # that left, why it failed
         self._nodes: frozenset[str] = frozenset()  # without which the job cannot go on, as far as is known
 
@@ -87,15 +90,15 @@ class JobCoordinator(PipelineCoordinator):
 
     async def _see_to_the_end(self, pipeline: Any) -> None:
         final = await self._run(pipeline)
-        while final.state == "failed" and not self._stop_wanted and (left := await self._node_that_left(final)):
-            if self._resumes == RESUMES:
-                final = replace(final, error=f"{final.error}; it was resumed {RESUMES} times, each time {left}")
+        while why := await self._why_again(final):
+            if self._resumes > RESUMES:
+                final = replace(final, error=f"{final.error}; it was resumed {RESUMES} times, each time {why}")
                 break
             try:
-                pipeline = await self._resume(pipeline, left)
+                pipeline = await self._resume(pipeline, why)
             except (RlixError, RayError, TimeoutError) as error:
-                text = f"{final.error}; {left}, and it could not go on elsewhere: {type(error).__name__}: {error}"
-                final = replace(final, error=text)
+                what = f"{final.error or 'it stopped'}; {why}, and it could not go on: {type(error).__name__}: {error}"
+                final = replace(final, state="failed", phase="failed", error=what)
                 break
             final = await self._run(pipeline)
         self._final = final
@@ -114,6 +117,7 @@ class JobCoordinator(PipelineCoordinator):
             run = pipeline.run.remote()
             self._nodes = await pipeline.nodes.remote()
             summary = await run
+            self._other = summary.goes_on
         except RayTaskError as error:
             cause = root_cause(error)
             self._may_be_a_node = isinstance(cause, RlixError) and not isinstance(cause, SpecError)
@@ -123,6 +127,16 @@ class JobCoordinator(PipelineCoordinator):
             return self._failed(await self._why_it_died(error))
         await self._refresh()
         return replace(self._last, state=summary.state, phase=summary.state)
+
+    async def _why_again(self, final: JobStatus) -> str:
+        """Why the job is to be started again; "" when it is over."""
+        if self._stop_wanted:
+            return ""
+        if self._other is not None:
+            return f"goes on by another plan, {self._other.plan and self._other.plan.chosen}"
+        left = await self._node_that_left(final) if final.state == "failed" else ""
+        self._resumes += bool(left)
+        return left
 
     # -- when a node leaves ------------------------------------------------------------------------------------------
 
@@ -141,22 +155,23 @@ class JobCoordinator(PipelineCoordinator):
             self._last = replace(final, state="running", phase="failed: did a node leave?", error=None)
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def _resume(self, before: Any, left: str) -> Any:
-        """Starts the job anew, on the nodes that are there, from its latest checkpoint. Returns its pipeline actor."""
-        self._resumes += 1
-        logger.warning("%s goes on from its checkpoint: %s", self._last.name, left)
+    async def _resume(self, before: Any, why: str) -> Any:
+        """Starts the job anew, on the nodes that are there, by the plan it is to go on by, from its latest checkpoint.
+        Returns its pipeline actor."""
+        logger.warning("%s goes on from its checkpoint: %s", self._last.name, why)
         self._last = replace(
-            self._last, state="starting", phase=f"starting again: {left}", resumes=self._resumes, error=None
+            self._last, state="starting", phase=f"starting again: {why}", resumes=self._resumes, error=None
         )
         ray.kill(before)
         await asyncio.wait_for(self.closed(), _CALL_TIMEOUT_S)  # its run folder is free
         orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
         with contextlib.suppress(PipelineGoneError):
-            ended = orchestrator.unregister_pipeline.remote(self._pipeline_id, left)
+            ended = orchestrator.unregister_pipeline.remote(self._pipeline_id, why)
             await call(ended, what=f"the end of {self._pipeline_id}", timeout_s=_CALL_TIMEOUT_S)
+        self._config, self._other = replace(self._config, spec=self._other or self._config.spec), None
         self._pipeline_id = await asyncio.to_thread(register, self._config.spec, orchestrator)
         self._last = replace(self._last, pipeline_id=self._pipeline_id)
-        self._config = replace(self._config, resume=True, why=left)
+        self._config = replace(self._config, resume=True, why=why)
         self._pipeline, self._closed, self._nodes = None, asyncio.Event(), frozenset()
         return await self.create_pipeline_actor()
 

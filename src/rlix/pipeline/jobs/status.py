@@ -16,6 +16,7 @@ class JobConfig:
     run_dir: Path
     resume: bool = False
     why: str = ""  # it is started again, for the job's log
+    switches: bool = False  # somebody starts it again by the plan that its summary goes on by
 
     @staticmethod
     def of(config: "JobConfig | JobSpec") -> "JobConfig":
@@ -45,6 +46,11 @@ class JobStatus:
     runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
 
+    @property
+    def progress(self) -> str:
+        """How far it is; of a program that attached itself nobody knows."""
+        return f"{self.step}/{self.steps}" if self.steps else ""
+
 
 @dataclass(frozen=True, slots=True)
 class JobSummary:
@@ -59,6 +65,7 @@ class JobSummary:
     first_exact: float | None
     last_exact: float | None
     run_dir: str
+    goes_on: JobSpec | None = None  # by another plan, from its checkpoint
 
 
 def as_metrics(found: object, whose: str) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 
 from rlix.flow.planner import Mode, Plan, Planned, make_plan
 from rlix.flow.profiler.profile import Profile, path_of
@@ -50,13 +51,20 @@ class Chosen:
 
 
 def choose(
-    spec: JobSpec, ids: Sequence[int], home: Path, memory: int | None = None, measured: Path | None = None
+    spec: JobSpec,
+    ids: Sequence[int],
+    home: Path,
+    memory: int | None = None,
+    measured: Path | None = None,
+    *,
+    same: Mapping[str, int] = MappingProxyType({}),
 ) -> Chosen:
     """Plan a job on devices with these ids.
 
     Args:
         memory: bytes of each; None: not looked at.
         measured: the job's run folder, if it is to go on: where it kept times that had drifted, the plan is by those.
+        same: clusters that are to have so many devices.
 
     Raises:
         SpecError: the job has no profile and no declared speed, or there is no plan.
@@ -67,7 +75,7 @@ def choose(
         raise SpecError(f"{spec.name}: plan.gpus: asks for {wanted.gpus} devices, and the pool has {len(ids)}")
     ahead = spec.schedule.works_ahead
     profile = _drifted(tables(spec, len(ids), home, ahead=ahead), measured, spec.trajectories_per_step)
-    planned = plan_job(spec, profile, len(ids), memory, ahead=ahead)
+    planned = plan_job(spec, profile, len(ids), memory, ahead=ahead, same=same)
     return Chosen(with_clusters(spec, planned.best, ids, profile), planned, profile)
 
 
@@ -82,9 +90,22 @@ def tables(spec: JobSpec, devices: int, home: Path, *, ahead: bool) -> Profile:
     return Profile.read(profile_path(home, spec))
 
 
-def plan_job(spec: JobSpec, profile: Profile, devices: int, memory: int | None = None, *, ahead: bool) -> Planned:
+def plan_job(
+    spec: JobSpec,
+    profile: Profile,
+    devices: int,
+    memory: int | None = None,
+    *,
+    ahead: bool,
+    same: Mapping[str, int] = MappingProxyType({}),
+) -> Planned:
     """Plans by these tables."""
-    graph = job_graph(spec, profile, devices, memory_of(spec, memory), ahead=ahead)
+    fits = memory_of(spec, memory)
+
+    def allowed(name: str, count: int) -> bool:
+        return same.get(name, count) == count and fits(name, count)
+
+    graph = job_graph(spec, profile, devices, allowed, ahead=ahead)
     mode = None if spec.plan is None or spec.plan.mode == "auto" else Mode(spec.plan.mode)
     return make_plan(graph, spec.trajectories_per_step, devices, device_bytes=DEVICE, mode=mode)
 

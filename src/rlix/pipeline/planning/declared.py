@@ -1,9 +1,12 @@
 """What the parts of a job cost on GPUs whose speed is declared: computed, without a run."""
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil, exp
 from statistics import NormalDist, fmean
 
+from rlix.engine.declared import DeclaredSpeed
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.pipeline.planning.graph import parts_of, widths_of
@@ -11,6 +14,7 @@ from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.types import ClusterName
+from rlix.scheduler.queueing import ends_in_turn
 
 MACHINE = "the declared speed"
 _EVERY = 32  # widths up to here are computed, of larger ones powers of two and the largest
@@ -27,9 +31,11 @@ def _part(spec: JobSpec, name: str, devices: int, off_policy: bool) -> PartProfi
     lengths, prompt = answer_lengths(spec), prompt_tokens(spec)
     widths = [n for n in widths_of(spec, name, devices) if n <= _EVERY or n & (n - 1) == 0 or n == devices]
     if name == ClusterName.ACTOR_INFER:  # new weights come into replicas that stay, all weights into those that return
-        seconds = [speed.rollout_s(lengths, prompt, n, spec.rollout.max_num_seqs) + speed.sync_s for n in widths]
+        # Nothing waits for new weights while the trainer, which published them, leaves its devices.
+        sync_s = speed.sync_s if off_policy else max(0.0, speed.sync_s - speed.move_s)
+        seconds = [rollout_s(speed, lengths, prompt, n, spec.rollout.max_num_seqs) + sync_s for n in widths]
         leaves = _leaves(spec, off_policy)
-        load_s, offload_s = max(0.0, leaves * speed.expand_s - speed.sync_s), leaves * speed.shrink_s
+        load_s, offload_s = max(0.0, leaves * speed.expand_s - sync_s), leaves * speed.shrink_s
     else:  # an engine comes and goes with every phase, whoever else uses its devices
         unit, (scored, trained) = spec.clusters_in_use[name].tensor_parallel, passes(spec, name, off_policy)
         token_s = (scored * speed.scored_token_ms + trained * speed.trained_token_ms) / 1e3
@@ -39,6 +45,17 @@ def _part(spec: JobSpec, name: str, devices: int, off_policy: bool) -> PartProfi
         load_s = offload_s = 0.0
     points = tuple(Point(n, total, max(s, 1e-6)) for n, s in zip(widths, seconds, strict=True))
     return PartProfile(points, load_s, offload_s)
+
+
+def rollout_s(speed: DeclaredSpeed, lengths: Sequence[float], prompt_tokens: float, replicas: int, slots: int) -> float:
+    """Of trajectories that generate so many tokens each, begun in this order, on replicas that decode at most `slots`
+    at a time: until the last has ended, with those in work spread evenly over the replicas."""
+    alive, now = len(lengths), 0.0
+    seconds = ceil(alive / replicas) * prompt_tokens * speed.prefill_us / 1e6
+    for end, ended in Counter(ends_in_turn(lengths, replicas * slots)).items():
+        seconds += (end - now) * speed.decode_s(min(slots, ceil(alive / replicas)), 0)
+        alive, now = alive - ended, end
+    return seconds
 
 
 def _leaves(spec: JobSpec, off_policy: bool) -> int:
@@ -67,7 +84,7 @@ def prompt_tokens(spec: JobSpec) -> float:
 
 
 def answer_lengths(spec: JobSpec) -> Sequence[float]:
-    """Of each trajectory of a step: quantiles of the distribution that the plan says."""
+    """Of each trajectory of a step: quantiles of the distribution that the plan says, in no order."""
     plan, most, total = spec.plan or PlanSpec(), spec.rollout.max_new_tokens, spec.trajectories_per_step
     turns = spec.source.environment is not None or spec.source.openai is not None
     median, longest = plan.answer_tokens or float(most), float("inf") if turns else float(most)
@@ -75,4 +92,5 @@ def answer_lengths(spec: JobSpec) -> Sequence[float]:
         return [min(median, longest)] * total
     normal = NormalDist()
     drawn = [median * exp(plan.answer_spread * normal.inv_cdf((i + 0.5) / total)) for i in range(total)]
+    random.Random(0).shuffle(drawn)
     return [min(longest, max(1.0, round(length))) for length in drawn]

@@ -2,14 +2,19 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+from rlix.control.settings import Settings
+from rlix.flow.planner.plan import AHEAD
 from rlix.flow.programs.drift import LIMIT, Drift
+from rlix.node.devices import smallest_memory
 from rlix.pipeline.jobs.run_folder import replace_file
-from rlix.pipeline.planning.choose import FILE, choose, unplanned
+from rlix.pipeline.planning.choose import FILE, Chosen, choose, unplanned
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Device, LeaseRecord
 from rlix.protocol.types import ClusterName
 
 logger = logging.getLogger(__name__)
@@ -17,13 +22,23 @@ logger = logging.getLogger(__name__)
 STEP = "step"
 WORTH = 0.05
 """Another plan must be so much faster than the steps as they are to be worth a word."""
+PAYS = 2.0
+"""To go over to it, what it saves until the last step must be so many times what starting again takes."""
+WAITED = 0.05
+"""Of a step: who waits so long for samples waits for generation, and not for a message."""
+OWN = 0.9
+"""Of the device time that a rollout was planned with, the least with which its time says anything about the plan."""
 
 
 class PlanWatch:
-    """Of a job that was planned; of another it sees nothing. One thread."""
+    """Of a job that was planned; of another it sees nothing. One thread.
 
-    def __init__(self, spec: JobSpec) -> None:
-        self._spec = spec
+    `started`: when the job was. `may_switch`: whether somebody is there to start it again by another plan.
+    """
+
+    def __init__(self, spec: JobSpec, started: float = 0.0, *, may_switch: bool = False) -> None:
+        self._spec, self._started, self._may_switch = spec, started, may_switch
+        self._start_s = -1.0  # until the first step
         plan = spec.plan if spec.plan is not None and not spec.plan.open else None
         self._planned = {} if plan is None else {STEP: plan.step_s, **plan.seconds}
         if plan is not None and ClusterName.ACTOR_INFER in self._planned:
@@ -31,20 +46,32 @@ class PlanWatch:
         self._drift = _drift(self._planned)
         self._phases: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
-        self._named = ""  # the plan that was said to be better
+        self._leases: dict[int, int] = {}  # devices of those that rollouts have, by epoch
+        self._changes: list[tuple[float, int]] = []  # of their number, and when; the first one: all before this step
 
     def phase(self, cluster: str, seconds: float) -> None:
         """A cluster had its devices for so long, its engine's coming and going included."""
         self._phases[cluster] = self._phases.get(cluster, 0.0) + seconds
 
-    def step(self, metrics: Mapping[str, float]) -> str:
-        """A step has ended: says by how much times have drifted, when they have for some steps in a row."""
+    def lease(self, record: LeaseRecord) -> None:
+        """A lease of the job's has begun, or ended."""
+        lease = record.lease
+        if lease.cluster == ClusterName.ACTOR_INFER and record.event != "shrinking":
+            held, now = self._leases.pop(lease.epoch, 0), len(lease.devices) if record.event == "granted" else 0
+            self._leases |= {lease.epoch: now} if now else {}
+            self._changes.append((record.time, now - held))
+
+    def step(self, metrics: Mapping[str, float], end: float) -> str:
+        """A step has ended, at this time: says by how much times have drifted, when they have for some in a row."""
         if not self._planned:
             return ""
         seen = {**self._phases, STEP: metrics["step_s"]}
         self._phases = {}
-        if not self._spec.schedule.works_ahead and "rollout_s" in metrics:  # ahead, it ends when somebody asks
-            seen[ClusterName.ACTOR_INFER] = metrics["rollout_s"]
+        start = end - metrics["step_s"]
+        self._start_s = start - self._started if self._start_s < 0 else self._start_s
+        if rollout_s := self._rollout_s(metrics, start):
+            seen[ClusterName.ACTOR_INFER] = rollout_s
+        self._changes = [(end, sum(self._leases.values()))]
         self._drift.saw({name: [(1, seconds)] for name, seconds in seen.items() if name in self._planned})
         if not (factors := self._drift.factors()):
             return ""
@@ -56,12 +83,14 @@ class PlanWatch:
         self._planned, self._drift = now, _drift(now)
         return said
 
-    @property
-    def drifted(self) -> bool:
-        return bool(self._ratios)
+    def anew(self, folder: Path, devices: Mapping[int, Device], left: int, home: Path | None = None) -> JobSpec | None:
+        """Once times have drifted: keeps them for plans to come, plans by them, and says in the log what came of it.
 
-    def at_checkpoint(self, folder: Path, ids: Sequence[int], home: Path) -> str:
-        """Once times have drifted: keeps them for a plan to come, and says what it would be if that is worth it."""
+        Args:
+            devices: of the pool, by id. left: steps to do. home: where profiles are.
+
+        Returns the job by another plan, if it is to go on by that: it may, and that by far repays starting it again.
+        """
         plan, clusters = self._spec.plan, self._spec.clusters_in_use
         assert plan is not None
         kept = {
@@ -69,19 +98,65 @@ class PlanWatch:
             for name, seconds in plan.seconds.items()
         }
         replace_file(folder / FILE, json.dumps(kept).encode())
+        find = partial(self._better, folder, devices, home or Settings.from_env().home)
+        best = find({})
+        mine = best
+        if plan.switch == "exact" and self._spec.schedule.works_ahead:
+            mine = None  # samples that are under way would be made anew, by newer weights
+        elif plan.switch == "exact":
+            mine = find({name: clusters[name].count or 0 for name in plan.seconds if name != ClusterName.ACTOR_INFER})
+        if mine is not None and self._may_switch and plan.switch != "never":
+            gain_s = (self._present_s - mine.planned.best.seconds) * left
+            if gain_s > PAYS * self._start_s:
+                logger.info("%s: goes on by another plan, %s", self._spec.name, _named(mine))
+                return mine.spec
+        if best is not None:
+            how = "stop the job and go on with `rlix run --resume` to have it"
+            logger.info("%s: by these times another plan would be %s; %s", self._spec.name, _named(best), how)
+        return None
+
+    def _rollout_s(self, metrics: Mapping[str, float], start: float) -> float:
+        """What it took to make a step's samples; 0 where that is not known, or says nothing about the plan.
+
+        A step ahead, what somebody had to wait for took the whole time since the step before. With fewer devices than
+        planned, because others had them, it would be slower by any plan.
+        """
+        step_s, plan = metrics["step_s"], self._spec.plan
+        seconds = 0.0 if self._spec.schedule.works_ahead else metrics.get("rollout_s", 0.0)
+        if plan is not None and AHEAD in plan.chosen and metrics.get("rollout_wait_s", 0.0) > WAITED * step_s:
+            seconds = step_s
+        end, planned = start + seconds, self._spec.clusters_in_use[ClusterName.ACTOR_INFER].count or 0
+        had = sum(more * (end - max(time, start)) for time, more in self._changes if time < end)
+        return seconds if had >= OWN * planned * seconds else 0.0
+
+    @property
+    def _present_s(self) -> float:
+        """A step by the present plan and the times as they are, without what waiting for other jobs takes."""
+        plan = self._spec.plan
+        assert plan is not None
+        more = sum(seconds * (self._ratios.get(name, 1.0) - 1) for name, seconds in plan.seconds.items())
+        return min(self._planned[STEP], plan.step_s + more)
+
+    def _better(
+        self, folder: Path, devices: Mapping[int, Device], home: Path, same: Mapping[str, int]
+    ) -> Chosen | None:
+        """The fastest plan by the times as they are, with some clusters as wide as `same` says, if it is worth it."""
+        plan = self._spec.plan
+        assert plan is not None
         try:
-            other = choose(unplanned(self._spec), ids, home, measured=folder).planned.best
+            memory = smallest_memory(devices.values())
+            found = choose(unplanned(self._spec), sorted(devices), home, memory, folder, same=same)
         except SpecError as error:
             logger.info("%s: is not planned anew: %s", self._spec.name, error)
-            return ""
-        shape, present = f"{other.mode}: {other.shape}", self._planned[STEP]
-        if shape in (plan.chosen, self._named) or other.seconds > present * (1 - WORTH):
-            return ""
-        self._named = shape
-        return (
-            f"by these times another plan would take {other.seconds:.3g} s a step: {shape}; stop "
-            "the job and go on with `rlix run --resume` to have it"
-        )
+            return None
+        best = found.planned.best
+        slow = best.seconds > self._present_s * (1 - WORTH)
+        return None if slow or f"{best.mode}: {best.shape}" == plan.chosen else found
+
+
+def _named(chosen: Chosen) -> str:
+    best = chosen.planned.best
+    return f"{best.mode}: {best.shape}, {best.seconds:.3g} s a step"
 
 
 def _drift(planned: Mapping[str, float]) -> Drift:

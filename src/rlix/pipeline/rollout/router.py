@@ -231,9 +231,11 @@ class Router:
         """Hand queued trajectories to ready replicas, as far as they may have more in flight.
 
         Each goes to the least loaded one, or to a busier one that has its prefix cached when `prefers_cached` says so.
+        While others load they are given no more than they decode at a time: the rest would wait in the wrong place.
         """
         loads = [(len(r.in_flight), i) for i, r in enumerate(self._replicas) if r.state is ReplicaState.READY]
         heapq.heapify(loads)
+        most = self._slots + (0 if self.bundles(ReplicaState.LOADING) else self._spare)
         given: dict[int, list[GenerationRequest]] = {}
         flying = self.flying_by_adapter()
         while self._queue and loads:
@@ -241,7 +243,7 @@ class Router:
             if load != len(self._replicas[least].in_flight):  # it was given one
                 heapq.heapreplace(loads, (len(self._replicas[least].in_flight), least))
                 continue
-            if load >= self._replicas[least].limit:
+            if load >= min(most, self._replicas[least].limit):
                 heapq.heappop(loads)
                 continue
             trajectory = self._open[self._queue.popleft(flying)]

@@ -1,0 +1,74 @@
+"""What vLLM is started with: `EngineArgs` from a replica's options. Imports nothing of vLLM."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
+from rlix.node.devices import gpu_memory
+from rlix.protocol.messages import DeviceKind
+
+WORKER = "rlix.engine.executors.vllm_worker.ReplicaWorker"
+
+_MIN_VIRTUAL_KV_BYTES = 64 * 2**20
+_VIRTUAL_KV_SEQUENCES = 8  # of the greatest length; the default size of a virtual GPU's KV cache
+_FLOAT32_BYTES = 4
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+
+
+def engine_arguments(
+    options: ExecutorOptions, config: Any, site: Site, path: str, *, dummy: bool, max_length: int
+) -> dict[str, Any]:
+    """Of `EngineArgs`: the defaults that a user may change, and what RLix depends on.
+
+    Args:
+        path: the model's folder. dummy: its weights come later.
+    """
+    virtual, parallel = site.kind is DeviceKind.CPU, options.tensor_parallel_size
+    return {
+        "skip_tokenizer_init": True,
+        "enforce_eager": virtual,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **options.more,
+        "model": str(Path(path)),
+        "load_format": "dummy" if dummy else options.more.get("load_format", "auto"),
+        "dtype": "float32" if virtual and options.dtype == "auto" else options.dtype,
+        "tensor_parallel_size": parallel,
+        "distributed_executor_backend": "mp" if parallel > 1 else "uni",
+        "max_model_len": max_length,
+        "max_num_seqs": options.max_num_seqs,
+        "gpu_memory_utilization": _utilization(options.gpu_memory_utilization, None if virtual else site.keys),
+        "kv_cache_memory_bytes": _virtual_kv_bytes(options, config, max_length) if virtual else options.kv_cache_bytes,
+        "enable_sleep_mode": not virtual,
+        "logprobs_mode": "raw_logprobs",
+        # A step in flight while weights change would label its tokens with the wrong version.
+        "async_scheduling": False,
+        "worker_extension_cls": WORKER,
+        **_adapter_arguments(options),
+    }
+
+
+def _adapter_arguments(options: ExecutorOptions) -> Mapping[str, Any]:
+    if not options.adapters:
+        return {}
+    rank = next((rank for rank in _RANKS if rank >= options.adapter_rank), _RANKS[-1])
+    # One that is dropped for want of room could not be found again: it was never in a folder.
+    room = options.adapters
+    return {"enable_lora": True, "max_loras": room + 1, "max_cpu_loras": room + 2, "max_lora_rank": rank}
+
+
+def _utilization(wanted: float | None, gpus: Sequence[str] | None) -> float:
+    """vLLM takes a share of all memory, and starts only where that much is free."""
+    if wanted is not None or gpus is None:
+        return DEFAULT_SHARE if wanted is None else wanted
+    return DEFAULT_SHARE * min(free / total for free, total in gpu_memory(gpus))
+
+
+def _virtual_kv_bytes(options: ExecutorOptions, config: Any, max_length: int) -> int:
+    if options.kv_cache_bytes is not None:
+        return options.kv_cache_bytes
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * _FLOAT32_BYTES
+    return int(max(_MIN_VIRTUAL_KV_BYTES, _VIRTUAL_KV_SEQUENCES * max_length * per_token))

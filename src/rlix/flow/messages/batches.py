@@ -1,0 +1,51 @@
+"""Batches: lists, tensors, arrays, and dicts of them, all with as many rows; how to cut and join them."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rows(batch: Any) -> int:
+    """Raises ValueError: it is no batch, or its members have not all as many rows."""
+    if isinstance(batch, dict):
+        counts = {name: rows(member) for name, member in batch.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"the members of a batch must have as many rows each, not {counts}")
+        return next(iter(counts.values()))
+    if isinstance(batch, list):
+        return len(batch)
+    if isinstance(batch, torch.Tensor | np.ndarray) and batch.ndim:
+        return int(batch.shape[0])
+    raise ValueError(f"a batch is a list, a tensor, an array, or a dict of them, not {type(batch).__name__}")
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Rows `start` to `stop`, as views where that can be."""
+    if isinstance(batch, dict):
+        return {name: cut(member, start, stop) for name, member in batch.items()}
+    return batch[start:stop]
+
+
+def join(batches: Sequence[Any]) -> Any:
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, dict):
+        return {name: join([batch[name] for batch in batches]) for name in first}
+    if isinstance(first, list):
+        return [row for batch in batches for row in batch]
+    return torch.cat(list(batches)) if isinstance(first, torch.Tensor) else np.concatenate(batches)
+
+
+def spans(counts: Sequence[int], rank: int, targets: int) -> list[tuple[int, int]]:
+    """Of the rows of number `rank`, from which to which each of the targets gets; `counts`: how many each rank has.
+
+    All rows together keep their order; the shares are as even as can be, the fuller ones first.
+    """
+    total, begin = sum(counts), sum(counts[:rank])
+    bounds = [n * (total // targets) + min(n, total % targets) - begin for n in range(targets + 1)]
+    inside = [min(max(bound, 0), counts[rank]) for bound in bounds]
+    return list(pairwise(inside))

@@ -1,0 +1,200 @@
+"""A worker's mailbox: what has come for it and was not read yet, and how it reaches those of others.
+
+A message is put straight into its reader's process: its tensors' bytes as a file in shared memory of the reader's, or
+from another node through Ray's object store. It is sent when it is there, whether it is read or not, so two that send
+to each other first do not wait for each other.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from rlix.flow.channels.codec import Parcel, pack, unpack
+from rlix.flow.messages.peer import Peer
+from rlix.flow.messages.routes import Carrier, Place, route
+from rlix.flow.scratch import Scratch, shared_memory
+from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.messages import DeviceKind
+
+_LOOK_S = 1.0  # how often who waits for a message looks whether its sender is alive
+_ANSWER_S = 10.0  # for a sender to say that it is
+_making = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a mailbox is, and the folder for what is written into it."""
+
+    place: Place
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    name: str
+    handle: "ActorHandle[Any]"
+    home: Home
+    sending: threading.Lock = field(default_factory=threading.Lock)  # until it is there, or the order would be open
+
+
+class Mailbox:
+    """`me`: the worker's name, `group:rank`. Thread-safe."""
+
+    def __init__(self, me: str, kind: DeviceKind) -> None:
+        self.me = me
+        self._scratch = Scratch("mail", shared_memory())
+        self.home = Home(Place(ray.get_runtime_context().get_node_id(), kind), self._scratch.name)
+        self._came: dict[tuple[str, str], deque[Parcel]] = defaultdict(deque)
+        self._peers: dict[str, _Peer] = {}
+        self._met: set[str] = set()
+        self._changed = threading.Condition()
+
+    def deliver(self, sender: str, tag: str, parcel: Parcel) -> None:
+        with self._changed:
+            self._met.add(sender)
+            self._came[sender, tag].append(parcel)
+            self._changed.notify_all()
+
+    def send(self, value: object, to: Sequence[str], tag: str, timeout_s: float) -> None:
+        """Into the mailbox of each of `to`; what lies in shared memory is written once for all of a node.
+
+        Raises:
+            WorkerError: one of them has died.
+            WaitTimeoutError: one of them is not there, or did not take it, within `timeout_s`; it is not known then
+                whether it still will.
+        """
+        deadline = time.monotonic() + timeout_s
+        peers = [self._peer(name, deadline) for name in sorted(set(to))]
+        with self._in_order(peers, deadline):
+            sent = []
+            for peer, parcel in zip(peers, self._packed(value, peers), strict=True):
+                sent.append((peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel)))
+            for peer, parcel, answer in sent:
+                try:
+                    ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+                except GetTimeoutError as error:
+                    raise WaitTimeoutError(f"{self.me}: {peer.name} took no message within {timeout_s:g} s") from error
+                except RayActorError as error:
+                    if isinstance(parcel, Parcel) and parcel.path:
+                        Path(parcel.path).unlink(missing_ok=True)
+                    raise self._dead(peer.name) from error
+
+    def receive(self, sender: str, tag: str, timeout_s: float) -> Any:
+        """The oldest message of this sender and tag.
+
+        Raises:
+            WorkerError: the sender died, and what it had sent has been read.
+            WaitTimeoutError: none came within `timeout_s`.
+        """
+        deadline, gone = time.monotonic() + timeout_s, False
+        while (parcel := self._next(sender, tag, 0.0 if gone else min(_LOOK_S, deadline - time.monotonic()))) is None:
+            if gone:
+                raise self._dead(sender)
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(f"{self.me} waited {timeout_s:g} s for a message of {sender}")
+            gone = self._gone(sender)
+        try:
+            return unpack(parcel, "cuda" if self.home.place.kind is DeviceKind.CUDA else "cpu")
+        finally:
+            if parcel.path:  # what is mapped stays
+                Path(parcel.path).unlink(missing_ok=True)
+
+    def _next(self, sender: str, tag: str, limit: float) -> Parcel | None:
+        with self._changed:
+            came = self._came[sender, tag]
+            return came.popleft() if self._changed.wait_for(lambda: bool(came), max(0.0, limit)) else None
+
+    def _gone(self, sender: str) -> bool:
+        """Whether it was there and is not any more. One that was started again under the same name is there."""
+        try:
+            ray.get(ray.get_actor(sender)._rlix_home.remote(), timeout=_ANSWER_S)
+        except GetTimeoutError:  # busy or stopped
+            return False
+        except ValueError:  # nobody has this name, yet or any more
+            return sender in self._met
+        except RayActorError:
+            return True
+        self._met.add(sender)
+        return False
+
+    def _peer(self, name: str, deadline: float) -> _Peer:
+        """Waits for it to be started."""
+        while name not in self._peers:
+            left = deadline - time.monotonic()
+            try:
+                handle = ray.get_actor(name)
+                home = ray.get(handle._rlix_home.remote(), timeout=max(0.0, left))
+                self._peers.setdefault(name, _Peer(name, handle, home))
+            except GetTimeoutError as error:
+                raise WaitTimeoutError(f"{self.me}: {name} did not answer in time to be sent a message") from error
+            except RayActorError as error:
+                raise self._dead(name) from error
+            except ValueError:
+                if left <= 0:
+                    raise WaitTimeoutError(
+                        f"{self.me}: there is no worker {name} to send to: names are `group:rank`, of groups that the "
+                        "same program started"
+                    ) from None
+                time.sleep(0.05)
+        return self._peers[name]
+
+    def _dead(self, name: str) -> WorkerError:
+        self._peers.pop(name, None)
+        return WorkerError(f"{self.me}: {name}, at the other end of a message, has died")
+
+    @contextlib.contextmanager
+    def _in_order(self, peers: Sequence[_Peer], deadline: float) -> Iterator[None]:
+        """`peers` by name: two threads that send to several never hold what the other waits for."""
+        with contextlib.ExitStack() as held:
+            for peer in peers:
+                if not peer.sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    raise WaitTimeoutError(f"{self.me}: an earlier message to {peer.name} is still under way")
+                held.callback(peer.sending.release)
+            yield
+
+    def _packed(self, value: object, peers: Sequence[_Peer]) -> list[Any]:
+        """For each of them, by its route: a parcel whose file is its own, or a reference to one without a file."""
+        packed: dict[tuple[str, bool], Any] = {}
+        found = []
+        for peer in peers:
+            way = route(Place(self.home.place.node, DeviceKind.CUDA), peer.home.place)  # of tensors of a device
+            key = peer.home.place.node if way.carrier is Carrier.SHARED_MEMORY else "", way.onto
+            name = uuid.uuid4().hex
+            try:
+                if key in packed:
+                    found.append(_linked(packed[key], Path(peer.home.folder) / name))
+                elif way.carrier is Carrier.SHARED_MEMORY:
+                    found.append(pack(value, Path(peer.home.folder), name, onto=way.onto))
+                else:
+                    found.append(ray.put(pack(value, onto=way.onto)))
+            except FileNotFoundError as error:  # its folder went with it
+                raise self._dead(peer.name) from error
+            packed[key] = found[-1]
+        return found
+
+
+def _linked(packed: Any, path: Path) -> Any:
+    """The same bytes under another reader's name, who removes them without taking them from anybody."""
+    if not isinstance(packed, Parcel) or not packed.path:
+        return packed
+    os.link(packed.path, path)
+    return replace(packed, path=str(path))
+
+
+def mailbox_of(worker: Peer) -> Mailbox:
+    """A worker's own, made when it is first needed."""
+    with _making:
+        if worker._mailbox is None:
+            worker._mailbox = Mailbox(f"{worker.ctx.group}:{worker.ctx.rank}", worker.ctx.kind)
+        return worker._mailbox

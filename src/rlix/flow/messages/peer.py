@@ -1,0 +1,86 @@
+"""What workers can say to each other: the messages half of `Worker`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from rlix.flow.channels.codec import Parcel
+    from rlix.flow.messages.mailbox import Home, Mailbox
+    from rlix.flow.workers.worker import WorkerContext
+
+MAIL = "mail"
+"""Concurrency group of what brings messages: it is answered whatever the worker does."""
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class Peer:
+    """Messages go to workers by name, `group:rank`, of any group that the same program started.
+
+    Of one sender, reader and tag they arrive in order and once. What a worker had not read goes with its process. These
+    methods block: a coroutine calls them in a thread.
+    """
+
+    ctx: "WorkerContext"
+    _mailbox: "Mailbox | None" = None
+
+    def send(self, value: object, to: str, *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Put any object, tensors and arrays in it however deep, into a worker's mailbox. Does not wait for its reader.
+
+        Raises:
+            WorkerError: the worker has died.
+            WaitTimeoutError: it is not there, or did not take it, within `timeout_s`.
+            OSError: shared memory is full.
+        """
+        self._rlix_mail().send(value, [to], tag, timeout_s)
+
+    def broadcast(
+        self, value: object, to: Sequence[str], *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """`send` to several; bytes in shared memory are written once for all workers of a node."""
+        self._rlix_mail().send(value, to, tag, timeout_s)
+
+    def recv(self, sender: str, *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """The oldest message of a worker that was not read yet. Tensors are this worker's own, and may be written to.
+
+        Raises:
+            WorkerError: the sender died, and what it had sent has been read.
+            WaitTimeoutError: nothing came within `timeout_s`.
+        """
+        return self._rlix_mail().receive(sender, tag, timeout_s)
+
+    def send_batch(self, batch: Any, to: Sequence[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Called by every rank of this group with its rows: all of them together, in order, are shared out to `to`.
+
+        A batch is a list, a tensor, an array, or a dict of them. Raises what `send` and `recv` raise, and ValueError.
+        """
+        from rlix.flow.messages.batches import cut, rows, spans
+
+        tag = f"rows for {', '.join(to)}"
+        others = [f"{self.ctx.group}:{rank}" for rank in range(self.ctx.world_size) if rank != self.ctx.rank]
+        counts = {self.ctx.rank: rows(batch)}
+        self.broadcast(counts[self.ctx.rank], others, tag=tag, timeout_s=timeout_s)
+        counts |= {int(other.rpartition(":")[2]): self.recv(other, tag=tag, timeout_s=timeout_s) for other in others}
+        shares = spans([counts[rank] for rank in range(self.ctx.world_size)], self.ctx.rank, len(to))
+        for reader, (start, stop) in zip(to, shares, strict=True):
+            self.send(cut(batch, start, stop), reader, tag="batch", timeout_s=timeout_s)
+
+    def recv_batch(self, senders: Sequence[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """Its share of what `senders`, all ranks of a group in order, share out. Raises what `recv` raises."""
+        from rlix.flow.messages.batches import join
+
+        return join([self.recv(sender, tag="batch", timeout_s=timeout_s) for sender in senders])
+
+    @ray.method(concurrency_group=MAIL)
+    def _rlix_deliver(self, sender: str, tag: str, parcel: "Parcel") -> None:
+        self._rlix_mail().deliver(sender, tag, parcel)
+
+    @ray.method(concurrency_group=MAIL)
+    def _rlix_home(self) -> "Home":
+        return self._rlix_mail().home
+
+    def _rlix_mail(self) -> "Mailbox":
+        from rlix.flow.messages.mailbox import mailbox_of
+
+        return mailbox_of(self)

@@ -1,0 +1,103 @@
+"""Calls of a training engine that do not reach every rank, or that end in an odd way; without ranks."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import ActorDiedError
+
+from rlix.engine.train import lifecycle
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.train.worker import TrainWorker
+from rlix.flow.workers.group import WorkerGroup
+from rlix.protocol.errors import WorkerError
+from tests.engine.training_models import policy
+
+
+class Ranks:
+    """Two ranks as `TrainWorker` counts their calls; what is not a number cannot be sent to the second one."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.workers = [object.__new__(TrainWorker) for _ in range(2)]
+        for rank, worker in enumerate(self.workers):
+            worker._calls, worker.ctx = 0, SimpleNamespace(group="ranks", rank=rank)  # type: ignore[assignment]
+            worker._written = lambda: 0  # type: ignore[method-assign]
+            worker.ping = lambda *given: given  # type: ignore[assignment, method-assign]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        answers = []
+        for rank, worker in enumerate(self.workers):
+            if rank and not all(isinstance(given, int | str) for given in args):
+                raise TypeError("could not serialize the argument")
+            answers.append(getattr(worker, method)(*args))
+        return answers
+
+    def results(self, _: str, called: list[Any], **__: Any) -> list[Any]:
+        return called
+
+
+def test_an_argument_that_cannot_be_sent_costs_its_own_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    recovered: list[str] = []
+    monkeypatch.setattr(lifecycle, "settled", lambda *_: recovered.append("asked") or True)
+    engine = TrainEngine(policy())
+    engine._group = Ranks()  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="could not serialize"):
+        engine._run("ping", object(), timeout_s=1.0)
+    assert recovered == ["asked"]  # whether the rank that was called waits for the other
+    assert engine._run("ping", 3, timeout_s=1.0) == [(3,), (3,)]
+
+
+def test_a_method_that_leaves_the_program_leaves_its_rank_alive() -> None:
+    def leave(*_: Any) -> None:
+        raise SystemExit(3)
+
+    worker = object.__new__(TrainWorker)
+    worker._guard = lambda _: None  # type: ignore[method-assign]
+    worker._module = object()  # type: ignore[assignment]
+    worker._executor = SimpleNamespace(run=leave, settle=lambda _: None)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"train_step\(\) was left by SystemExit\(3\)"):
+        worker.call("train_step", (), {}, None, only_first=False)
+
+
+def test_whatever_a_rank_fails_with_is_its_error() -> None:
+    """Ray makes a RuntimeError that is none of its own out of a StopIteration."""
+    group = object.__new__(WorkerGroup)
+    group.name = "ranks"
+    failed, good = Future[Any](), Future[Any]()
+    failed.set_exception(RuntimeError("generator raised StopIteration"))
+    good.set_result(1)
+    with pytest.raises(
+        WorkerError, match=r"ranks: rank 1 failed in step\(\): RuntimeError: generator raised"
+    ) as caught:
+        group._collect("step", [0, 1], [good, failed], [1], timeout_s=3600.0)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_state_of_something_else_than_tensors_is_refused() -> None:
+    with pytest.raises(TypeError, match="no tensors in the state given: a, c"):
+        TrainEngine(policy()).load_state_dict({"a": 3, "b": torch.zeros(1), "c": "x"})  # type: ignore[dict-item]
+
+
+def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
+    class Dead:
+        world_size, name = 1, "train"
+        closed = False
+
+        def call(self, *_: Any) -> list[Any]:
+            return []
+
+        def results(self, *_: Any, **__: Any) -> list[Any]:
+            raise WorkerError("rank 0 failed in ping()") from ActorDiedError()
+
+        def close(self, **_: Any) -> None:
+            self.closed = True
+
+    engine, group = TrainEngine(policy()), Dead()
+    engine._group = group  # type: ignore[assignment]
+    with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost; build\(\)"):
+        engine._run("ping", timeout_s=1.0)
+    assert group.closed

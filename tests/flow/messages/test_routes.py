@@ -1,0 +1,79 @@
+"""By which way tensors go, and how batches are cut and joined: pure."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlix.flow.channels.codec import pack, unpack
+from rlix.flow.messages.batches import cut, join, rows, spans
+from rlix.flow.messages.routes import BUILT, Carrier, Place, Route, route
+from rlix.protocol.messages import DeviceKind
+
+ALL = frozenset(Carrier)
+CPU, CUDA = DeviceKind.CPU, DeviceKind.CUDA
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "near", "best", "today"),
+    [
+        (CPU, CPU, True, Route(Carrier.SHARED_MEMORY), Route(Carrier.SHARED_MEMORY)),
+        (CPU, CPU, False, Route(Carrier.GLOO), Route(Carrier.OBJECT_STORE)),
+        (CPU, CUDA, True, Route(Carrier.SHARED_MEMORY), Route(Carrier.SHARED_MEMORY)),
+        (CUDA, CPU, True, Route(Carrier.SHARED_MEMORY, off=True), Route(Carrier.SHARED_MEMORY, off=True)),
+        (CUDA, CPU, False, Route(Carrier.GLOO, off=True), Route(Carrier.OBJECT_STORE, off=True)),
+        (CUDA, CUDA, True, Route(Carrier.CUDA_IPC), Route(Carrier.SHARED_MEMORY, off=True, onto=True)),
+        (CUDA, CUDA, False, Route(Carrier.NCCL), Route(Carrier.OBJECT_STORE, off=True, onto=True)),
+    ],
+)
+def test_the_way_of_a_tensor(source: DeviceKind, target: DeviceKind, near: bool, best: Route, today: Route) -> None:
+    ends = Place("a", source), Place("a" if near else "b", target)
+    assert route(*ends, built=ALL) == best
+    assert route(*ends) == today
+    assert today.carrier in BUILT
+
+
+def test_only_what_came_from_a_device_goes_onto_the_readers() -> None:
+    on_device, on_host = torch.empty(3, device="meta"), torch.ones(3)
+    assert [layout.onto for layout in pack([on_host], onto=True).layouts] == [False]
+    with pytest.raises(NotImplementedError):  # this device cannot be read, but it was tried
+        pack([on_device], onto=True)
+    parcel = pack([on_host, on_host + 1])
+    (moved, stayed) = parcel.layouts
+    parcel = replace(parcel, layouts=(replace(moved, onto=True), stayed))
+    assert [tensor.device.type for tensor in unpack(parcel, "meta")] == ["meta", "cpu"]
+
+
+def made(kind: str, start: int, count: int) -> Any:
+    numbers = list(range(start, start + count))
+    if kind == "list":
+        return numbers
+    tokens = torch.tensor(numbers, dtype=torch.int64).reshape(count, 1)
+    return {"tokens": tokens, "more": {"rewards": np.array(numbers, np.float32), "texts": [str(n) for n in numbers]}}
+
+
+@given(st.sampled_from(["list", "dict"]), st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(1, 6))
+def test_rows_go_from_some_ranks_to_others_in_order_and_evenly(kind: str, counts: list[int], targets: int) -> None:
+    sent = [made(kind, sum(counts[:rank]), count) for rank, count in enumerate(counts)]
+    shares = [spans(counts, rank, targets) for rank in range(len(counts))]
+    got = [join([cut(sent[r], *shares[r][n]) for r in range(len(counts))]) for n in range(targets)]
+    sizes = [rows(batch) for batch in got]
+    assert max(sizes) - min(sizes) <= 1
+    whole = join(got)
+    expected = made(kind, 0, sum(counts))
+    if kind == "list":
+        assert whole == expected
+    else:
+        assert whole["tokens"].equal(expected["tokens"])
+        assert whole["more"]["rewards"].tolist() == expected["more"]["rewards"].tolist()
+        assert whole["more"]["texts"] == expected["more"]["texts"]
+
+
+@pytest.mark.parametrize("batch", [{"a": [1], "b": [1, 2]}, 3, torch.tensor(1.0)])
+def test_what_has_no_rows_is_no_batch(batch: Any) -> None:
+    with pytest.raises(ValueError, match="batch"):
+        rows(batch)
