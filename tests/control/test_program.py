@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import rlix
-from rlix.control.program import Program, attach
+from rlix.control.program import Program, _on_uncaught, attach
 from rlix.control.rollout_lease import Granted, Taken
 from rlix.node.device_lock import holder
 from rlix.protocol.errors import DeadlockError, RlixError, SpecError
@@ -137,6 +137,17 @@ def test_ctrl_c_in_the_queue_is_one_line(make_job: MakeJob, ray_session: Any, tm
     assert "rlix: stopped by Ctrl-C while waiting for actor_train (ACTOR_TRAINING)" in said.splitlines()
     assert "Traceback" not in said
     assert script.returncode == 130
+
+
+def test_ctrl_c_is_the_exit_code_wherever_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[type[BaseException]] = []
+    for error in (KeyboardInterrupt(), KeyboardInterrupt("stopped by Ctrl-C while waiting"), ValueError("no")):
+        try:
+            _on_uncaught(lambda kind, *_: told.append(kind), type(error), error, None)
+        except SystemExit as end:
+            assert (end.code, type(error)) == (130, KeyboardInterrupt)
+    assert told == [KeyboardInterrupt, ValueError]
+    assert capsys.readouterr().err == "rlix: stopped by Ctrl-C while waiting\n"
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "is killed"])

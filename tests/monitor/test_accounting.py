@@ -45,10 +45,10 @@ def two_jobs(folder: Path) -> list[RunRecord]:
     return [load_run(a), load_run(b)]
 
 
-def test_a_job_that_never_came_to_a_step_has_no_time_of_start_up(tmp_path: Path) -> None:
+def test_what_a_job_that_never_came_to_a_step_does_not_have_is_not_shown_as_none(tmp_path: Path) -> None:
     events = [pool(1), job_event("started", 0), job_event("failed", 9, "boom")]
     (row,) = job_table(account([load_run(write_run(tmp_path / "a", events=events, metrics=[]))])).rows
-    assert row[:5] == ("a", "failed", "0", "9.0 s", "–")
+    assert row[:7] == ("a", "failed", "0", "9.0 s", "–", "0", "–")
 
 
 def test_by_hand(tmp_path: Path) -> None:

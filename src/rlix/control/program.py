@@ -98,10 +98,13 @@ def _on_uncaught(
     before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Where a program waited inside RLix when Ctrl-C came, a traceback says nothing of the program."""
-    if kind is KeyboardInterrupt and error.args:
+    stopped = issubclass(kind, KeyboardInterrupt)
+    if stopped and error.args:
         sys.stderr.write(f"rlix: {error}\n")
+    else:
+        before(kind, error, trace)
+    if stopped:
         sys.exit(128 + signal.SIGINT)  # Python itself forgets the interrupt over what Ray runs at exit
-    before(kind, error, trace)
 
 
 class LeaseLocks:

@@ -52,7 +52,7 @@ def job_table(accounting: Accounting) -> TableData:
             duration(job.active_s),
             duration(job.startup_s) if job.startup_s else "–",  # it never came to a step
             count(job.steps_per_hour),
-            count(job.tokens_per_s),
+            count(job.tokens_per_s) if job.tokens else "–",  # not every program counts them
             _change(job.reward_first, job.reward_last),
             _change(job.exact_first, job.exact_last),
             count(job.shrinks),
