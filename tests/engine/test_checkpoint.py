@@ -168,3 +168,21 @@ def test_names_are_mapped_new_ones_allowed_and_wrong_ones_listed(tmp_path: Path)
     for part in ("missing: body.bias", "unknown here: extra", "shape of body.weight: stored [4, 5], here [4, 4]"):
         assert part in message
     assert "head" not in message
+
+
+def test_a_save_replaces_saves_only(tmp_path: Path) -> None:
+    module = build_module(ModuleSpec(Policy, (qwen(),)), CPU, None)
+    module.on_weights_materialized()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("years of work")
+    (tmp_path / "file").write_text("more of it")
+    for name in ("notes", "file"):
+        for save in (checkpoint.save_weights, checkpoint.save_state):
+            arguments = (None,) if save is checkpoint.save_weights else ()
+            with pytest.raises(FileExistsError, match=f"{name} is no earlier save"):
+                save(module, tmp_path / name, *arguments)  # type: ignore[operator]
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "years of work"
+    (tmp_path / "empty").mkdir()
+    checkpoint.save_weights(module, tmp_path / "empty", None)
+    checkpoint.save_state(module, tmp_path / "empty")  # a save of the other kind
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "notes"]

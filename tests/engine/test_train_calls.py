@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
@@ -79,3 +80,24 @@ def test_whatever_a_rank_fails_with_is_its_error() -> None:
 def test_a_state_of_something_else_than_tensors_is_refused() -> None:
     with pytest.raises(TypeError, match="no tensors in the state given: a, c"):
         TrainEngine(policy()).load_state_dict({"a": 3, "b": torch.zeros(1), "c": "x"})  # type: ignore[dict-item]
+
+
+def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
+    class Dead:
+        world_size, name = 1, "train"
+        closed = False
+
+        def call(self, *_: Any) -> list[Any]:
+            return []
+
+        def results(self, *_: Any, **__: Any) -> list[Any]:
+            raise WorkerError("rank 0 failed in ping()") from ActorDiedError()
+
+        def close(self, **_: Any) -> None:
+            self.closed = True
+
+    engine, group = TrainEngine(policy()), Dead()
+    engine._group = group  # type: ignore[assignment]
+    with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost; build\(\)"):
+        engine._run("ping", timeout_s=1.0)
+    assert group.closed

@@ -26,7 +26,7 @@ from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwe
 from tests.engine.training_models import Policy
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]  # vLLM starts slowly on a busy machine
 
 WAIT_S = 120.0
 CONFIG = qwen(hidden_size=128)  # vLLM's CPU attention wants heads of at least 32

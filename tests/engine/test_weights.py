@@ -210,7 +210,7 @@ def test_a_bucket_that_does_not_come_is_a_bounded_wait() -> None:
     published = publication(torch.nn.Linear(1, 1))
     pending = never.remote()
     late = PublishedWeights(9, published.manifest, (pending,))
-    with pytest.raises(WaitTimeoutError, match="bucket 0 of 1 of weight version 9"):
+    with pytest.raises(WeightSyncError, match="nothing was changed: bucket 0 of 1 of weight version 9 did not arrive"):
         apply(torch.nn.Linear(1, 1), late, timeout_s=0.05)
     ray.cancel(pending)
 
@@ -221,3 +221,24 @@ def test_published_memory_can_still_be_freed() -> None:
     pieces = publish(named_weights(model).items(), 1, bucket_bytes=64, put=lambda bucket: bucket.nbytes).buckets
     assert len(pieces) > 10
     assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())
+
+
+def test_a_pull_of_which_nothing_arrives_changes_nothing_and_says_so() -> None:
+    source, target = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    whole = publish(named_weights(source).items(), 3, bucket_bytes=2**10, put=lambda data: data)
+    before = target.weight.detach().clone()
+    assert len(whole.buckets) == 2
+
+    def fetch(lost: int) -> Any:
+        def one(bucket: Bytes, _: float) -> Bytes:
+            if bucket is whole.buckets[lost]:
+                raise WaitTimeoutError("it did not come")
+            return bucket
+
+        return one
+
+    with pytest.raises(WeightSyncError, match="nothing was changed: it did not come"):
+        apply(target, whole, fetch=fetch(0))
+    assert torch.equal(target.weight, before)
+    with pytest.raises(WaitTimeoutError):  # half of it is there
+        apply(target, whole, fetch=fetch(1))

@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlix.flow.channels.channel import Channel, EndOfStream, Producer
+from rlix.flow.channels.channel import Channel, Producer
 from rlix.flow.workers.worker import Worker, WorkerContext
 
 
@@ -97,12 +97,3 @@ class EchoWorker(Worker):
 
     def consume(self, channel: Channel[Any]) -> list[Any]:
         return list(channel)
-
-    def drain_one_by_one(self, channel: Channel[Any]) -> int:
-        count = 0
-        try:
-            while True:
-                channel.get(timeout_s=60)
-                count += 1
-        except EndOfStream:
-            return count

@@ -201,29 +201,32 @@ def test_memory_is_the_base_once_and_each_adapter_with_its_optimizer(folder: Pat
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("ranks", [2])
 def test_on_several_ranks_too(ray_session: Any, folder: Path, tmp_path: Path, ranks: int) -> None:
-    """Together, with a move to the host and a save in between, as each alone."""
+    """Together, with a move to the host and a save in between, as each alone after the others have left."""
 
-    def engine() -> TrainEngine:
-        made = TrainEngine(policy_on_meta(folder))
-        return made.build(tensor_parallel_size=ranks, devices=pool_devices()[:ranks], weights_path=folder)
-
-    def run(names: Sequence[str]) -> dict[str, Any]:
-        with engine() as built_engine:
-            world, found = World(built_engine), {name: [] for name in names}
+    def run(world: World, names: Sequence[str]) -> dict[str, Any]:
+        engine, found = world.module, {name: [] for name in names}
+        world.done.clear()
+        for name in names:
+            world.add(name)
+        for turn in range(max(UPDATES.values())):
             for name in names:
-                world.add(name)
-            for turn in range(max(UPDATES.values())):
-                for name in names:
-                    if turn < UPDATES[name]:
-                        found[name].append(world.step(name))
-            built_engine.cpu()
-            for name in names:
-                built_engine.read("save_adapter", name, tmp_path / "-".join(names) / name)
+                if turn < UPDATES[name]:
+                    found[name].append(world.step(name))
+        engine.cpu()
+        for name in names:
+            engine.read("save_adapter", name, tmp_path / "-".join(names) / name)
+        engine.cuda()
+        for name in names:
+            engine.remove_adapter(name)
         return found
 
-    together = run(list(CONFIGS))
-    for name in CONFIGS:
-        assert run([name])[name] == together[name]
-        for file in (lora.WEIGHTS_FILE, "optimizer.safetensors"):
-            paths = [tmp_path / "-".join(names) / name / file for names in (list(CONFIGS), [name])]
-            assert paths[0].read_bytes() == paths[1].read_bytes()
+    devices = pool_devices()[:ranks]
+    engine = TrainEngine(policy_on_meta(folder))
+    with engine.build(tensor_parallel_size=ranks, devices=devices, weights_path=folder):
+        world = World(engine)
+        together = run(world, list(CONFIGS))
+        for name in CONFIGS:
+            assert run(world, [name])[name] == together[name]
+            for file in (lora.WEIGHTS_FILE, "optimizer.safetensors"):
+                paths = [tmp_path / "-".join(names) / name / file for names in (list(CONFIGS), [name])]
+                assert paths[0].read_bytes() == paths[1].read_bytes()

@@ -1,7 +1,7 @@
 """Multi-turn jobs: what is learnt from, what failures cost, and that sharing does not show."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from rlix.pipeline.sources.environments.episode import Episode
 from rlix.pipeline.sources.environments.guard import Tally
 from rlix.pipeline.sources.episodes import environment_metrics
 from rlix.pipeline.sources.played import judged
-from rlix.pipeline.spec.job import JobSpec, load_job
+from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
-from tests.pipeline.training_jobs import Jobs, agent, closing_jobs, learnt, on_two_devices, rows
+from tests.pipeline.in_process import InProcess
+from tests.pipeline.training_jobs import agent, learnt_of
 
 rewards = st.integers(0, 8).map(lambda eighths: eighths / 8)
 
@@ -151,48 +152,26 @@ def test_mistakes_in_an_agentic_spec(change: Callable[[dict[str, Any]], Any], me
 # ---- whole jobs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def jobs(ray_session: Any) -> Iterator[Jobs]:
-    with closing_jobs() as made:
-        yield made
+def test_hanging_environments_in_processes_give_the_same_job(tmp_path: Path) -> None:
+    learnt = {}
+    for runner in ("in_process", "subprocess"):
+        schedule = {"name": "on_policy", "options": {}}
+        spec = agent(environment={"runner": runner}, schedule=schedule, warmup=None, steps=2)
+        metrics = InProcess(spec, tmp_path / runner).run_steps()
+        assert sum(m["env_timeouts"] for m in metrics) >= 3, "environments must have hung"
+        learnt[runner] = [learnt_of(m) for m in metrics]
+    assert learnt["in_process"] == learnt["subprocess"]
 
 
-def lake() -> JobSpec:
-    """An environment of Gymnasium, one digit a turn; what is no action ends the episode."""
-    return agent(
-        name="lake",
-        environment={
-            "name": "gym",
-            "options": {"id": "FrozenLake-v1", "is_slippery": False},
-            "runner": "subprocess",
-            "max_turns": 6,
-        },
+def test_a_job_with_an_environment_of_gymnasium(tmp_path: Path) -> None:
+    """One digit a turn; what is no action ends the episode."""
+    options = {"id": "FrozenLake-v1", "is_slippery": False}
+    spec = agent(
+        environment={"name": "gym", "options": options, "runner": "subprocess", "max_turns": 6},
         rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 1},
-        schedule={"name": "on_policy", "options": {}},
         warmup=None,
         steps=2,
-        clusters=on_two_devices(4),
     )
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(300)
-def test_hanging_environments_in_processes_give_the_same_job_and_so_does_gymnasium(jobs: Jobs, tmp_path: Path) -> None:
-    inside, outside = (
-        agent(
-            name=runner,
-            environment={"runner": runner},
-            schedule={"name": "on_policy", "options": {}},
-            steps=2,
-            clusters=on_two_devices(first),
-        )
-        for first, runner in ((0, "in_process"), (2, "subprocess"))
-    )
-    jobs.finish(*jobs.start(inside, outside, lake(), runs=tmp_path))
-    assert learnt(tmp_path / "in_process") == learnt(tmp_path / "subprocess")
-    hung = rows(tmp_path / "subprocess" / "metrics.jsonl")
-    assert sum(m["env_timeouts"] for m in hung) >= 3, "environments must have hung"
-    assert all(m["trajectories"] == inside.trajectories_per_step for m in hung)
-    on_ice = rows(tmp_path / "lake" / "metrics.jsonl")
-    assert [m["env_failed"] for m in on_ice] == [0, 0]
-    assert all(1 < m["turns"] <= 6 for m in on_ice)
+    metrics = InProcess(spec, tmp_path).run_steps()
+    assert [m["env_failed"] for m in metrics] == [0, 0]
+    assert all(1 < m["turns"] <= 6 for m in metrics)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import ray
+from transformers import AutoModelForCausalLM
 
+from rlix.pipeline.jobs.export import export
 from rlix.pipeline.jobs.run_folder import list_checkpoints
 from rlix.pipeline.spec.job import JobSpec
 from tests.pipeline.training_jobs import (
@@ -29,6 +31,12 @@ pytestmark = pytest.mark.timeout(600)  # starting processes is slow on a busy ma
 
 
 SPECS = (small(steps=6), ppo(steps=6, checkpoint={"every": 2}), agent())
+EVALUATED = small(
+    steps=6,
+    evaluation={"every": 2, "prompts": 8, "source": {"task": {"name": "copy_digits", "options": {"digits": 3}}}},
+    checkpoint={"every": 5, "keep": 1},
+)
+"""The first of them, evaluated while it learns, of which it must not notice anything."""
 
 
 @pytest.fixture
@@ -54,7 +62,8 @@ def alone(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_come_and_go(
     jobs: Jobs, alone: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    running = dict(zip((spec.name for spec in SPECS), jobs.start(*SPECS, runs=tmp_path), strict=True))
+    shared = (EVALUATED, *SPECS[1:])
+    running = dict(zip((spec.name for spec in SPECS), jobs.start(*shared, runs=tmp_path), strict=True))
     checkpoints = tmp_path / "ppo" / "checkpoints"
     victims: dict[str, Any] = {}
     untouched = set(running)
@@ -92,6 +101,21 @@ def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_
     assert [m["staleness_max"] for m in episodes] == [0, 1, 1, 1]
     assert sum(m["env_timeouts"] for m in episodes) >= 5, "environments must have hung"
     assert 1 <= sum(m["env_failed"] for m in episodes) <= 16, "some episodes must have been given up"
+    evaluated_as_well(tmp_path / EVALUATED.name, tmp_path / "exported")
+
+
+def evaluated_as_well(folder: Path, exported: Path) -> None:
+    """What is beside the training of EVALUATED."""
+    metrics = rows(folder / "metrics.jsonl")
+    assert [step for step, row in enumerate(metrics) if "eval/reward" in row] == [1, 3, 5]
+    assert all(0 < row["slot_use"] <= 1 and row["reward_std"] >= 0 for row in metrics)
+    best = int((folder / "checkpoints" / "best").resolve().name.removeprefix("step_"))
+    assert best in (2, 4, 6)
+    assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == sorted({best, 6})
+    assert len(rows(folder / "samples.jsonl")) == 4 + 3 * 4  # of the first step, and of each evaluation
+    assert list((folder / "tensorboard").iterdir())
+    export(folder, exported, step="best")
+    assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size == 16
 
 
 def combined() -> tuple[JobSpec, JobSpec]:

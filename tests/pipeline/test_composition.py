@@ -80,6 +80,18 @@ def test_every_combination_takes_steps(source: str, schedule: str, algorithm: st
     assert pipeline.rollouts.published == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("on_stale", ["drop", "rescore"])
+def test_what_is_too_old_is_left_out_or_counts_as_new(on_stale: str, tmp_path: Path) -> None:
+    """Trajectories of three steps are on the way, where two are allowed."""
+    spec = job("task", "ahead", "grpo", tmp_path)
+    rule = {"max_staleness": 1, "ahead": 2, "on_stale": on_stale}
+    schedule = spec.schedule.model_copy(update={"options": rule})
+    rows = InProcess(spec.model_copy(update={"schedule": schedule}), tmp_path).run_steps()
+    assert [row["staleness_max"] for row in rows] == [0, 1, 2, 2]
+    assert [row["dropped"] for row in rows] == ([0, 0, 8, 8] if on_stale == "drop" else [0] * 4)
+    assert ["grad_norm" in row for row in rows] == [True, True, *[on_stale == "rescore"] * 2]  # whether there was any
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo"])
 def test_a_kl_coefficient_brings_a_reference(algorithm: str, tmp_path: Path) -> None:
     chosen = {"name": algorithm, "options": {"kl_coefficient": 0.1}}

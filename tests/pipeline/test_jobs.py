@@ -14,7 +14,6 @@ from ray.exceptions import RayActorError
 import rlix
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices, wait_all
-from rlix.pipeline.jobs.run_folder import list_checkpoints
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import load_job
@@ -28,42 +27,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_pipeline.py"
 def jobs(ray_session: Any) -> Iterator[Jobs]:
     with closing_jobs() as made:
         yield made
-
-
-@pytest.mark.ray
-def test_two_jobs_share_four_devices(jobs: Jobs, tmp_path: Path) -> None:
-    specs = [small("sort_digits"), small("copy_digits")]
-    jobs.finish(*jobs.start(*specs, runs=tmp_path))
-
-    held: dict[str, set[int]] = {}
-    for spec in specs:
-        folder = tmp_path / spec.name
-        metrics = rows(folder / "metrics.jsonl")
-        assert [m["step"] for m in metrics] == list(range(STEPS))
-        assert all(m["tokens"] > 0 and m["grad_norm"] > 0 for m in metrics)
-        leases = [e for e in rows(folder / "events.jsonl") if e["type"] == "lease"]
-        rollouts = [e for e in leases if e["event"] == "granted" and e["phase"] == "rollout"]
-        held[spec.name] = {device for lease in rollouts for device in lease["devices"]}
-        granted = {e["epoch"] for e in leases if e["event"] == "granted"}
-        assert {e["epoch"] for e in leases if e["event"] == "released"} <= granted
-        assert any(e["event"] == "shrinking" for e in leases), "training must have preempted rollouts"
-        assert (folder / "checkpoints" / f"step_{STEPS}" / "model" / "config.json").exists()
-    # rollouts of both jobs ran on some of the same devices
-    assert held["sort_digits"] & held["copy_digits"]
-
-    assert leases_left() == ()
-
-
-@pytest.mark.ray
-def test_a_stopped_job_keeps_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
-    (handle,) = jobs.start(small("copy_digits", steps=100_000), runs=tmp_path)
-    while handle.status().step < 1:
-        assert handle.status().state in ("starting", "running"), handle.status()
-    handle.stop()
-    status = handle.wait(timeout_s=60)
-    assert status.state == "stopped"
-    saved = [step for step, _ in list_checkpoints(tmp_path / "copy_digits" / "checkpoints")]
-    assert saved[-1] == status.step
 
 
 @pytest.mark.ray

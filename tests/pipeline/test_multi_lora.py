@@ -13,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -350,6 +350,7 @@ def test_a_lease_serves_whoever_is_ready_and_ends(waiting: list[Ticket], trained
         assert chosen.run == last or all(t.run != last for t in ready)
 
 
+@settings(max_examples=40)
 @given(scored=st.lists(st.integers(0, 2), min_size=2, max_size=4), choices=st.data())
 def test_nobody_trains_twice_while_another_run_waits(scored: list[int], choices: st.DataObject) -> None:
     """Whoever asks when; `scored` are the turns that each run takes before it trains."""

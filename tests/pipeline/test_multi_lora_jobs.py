@@ -45,9 +45,11 @@ def jobs(ray_session: Any) -> Iterator[Jobs]:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_adapters_on_replicas_that_shrink_and_die_learn_what_each_learns_alone(jobs: Jobs, tmp_path: Path) -> None:
-    jobs.finish(*jobs.start(*(job(f"only_{name}", {name: run}) for name, run in RUNS.items()), runs=tmp_path))
-    alone = {name: learnt(tmp_path / f"only_{name}" / "runs" / name) for name in RUNS}
-    assert [len(found) for found in alone.values()] == [4, 4, 3]
+    apart = {"one": ("dropped",), "two": ("small", "copies")}  # alone, and in other company
+    specs = [job(which, {name: RUNS[name] for name in names}) for which, names in apart.items()]
+    jobs.finish(*jobs.start(*specs, runs=tmp_path))
+    alone = {name: learnt(tmp_path / which / "runs" / name) for which, names in apart.items() for name in names}
+    assert {name: len(found) for name, found in alone.items()} == {"small": 4, "dropped": 4, "copies": 3}
 
     (together,) = jobs.start(job("together", RUNS), runs=tmp_path)
     folder = tmp_path / "together"

@@ -94,6 +94,13 @@ def test_on_policy_parts_take_turns_on_all_devices(tmp_path: Path) -> None:
     assert unplanned(chosen.spec) == spec
 
 
+def test_a_cluster_can_be_kept_as_wide_as_it_is(tmp_path: Path) -> None:
+    spec = job(declared_speed={**SPEED, "trained_token_ms": 4.0})
+    kept = choose(spec, range(4), tmp_path, same={"actor_train": 2})
+    assert kept.spec.clusters.actor_train.count == 2
+    assert kept.planned.best.seconds > choose(spec, range(4), tmp_path).planned.best.seconds
+
+
 def test_on_policy_devices_of_their_own_spare_the_switching(tmp_path: Path) -> None:
     plan = choose(job(), range(4), tmp_path).planned.best
     assert plan.shape == "(actor_infer on 2 | actor_train on 2, in turn)"

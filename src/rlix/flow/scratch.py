@@ -11,8 +11,14 @@ from rlix.node.file_lock import FileBusyError, lock_file
 
 logger = logging.getLogger(__name__)
 
+SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rlix-"
 _LOCK = ".owner"
+
+
+def shared_memory() -> Path | None:
+    """Where files are memory that processes share; None: nowhere, and the usual place has to do."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
 class Scratch:

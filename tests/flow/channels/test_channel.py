@@ -67,15 +67,6 @@ def test_producers_wait_for_consumers_and_the_last_one_ends_the_stream(group: Wo
     assert [i for rank, i in items if rank == 0] == list(range(20))
 
 
-def test_several_consumers_share_the_items(group: WorkerGroup) -> None:
-    channel: Channel[int] = Channel(4, timeout_s=TIMEOUT_S)
-    counts = group.call("drain_one_by_one", channel)
-    with channel.producer() as producer:
-        for i in range(30):
-            producer.put(i)
-    assert sum(ray.get(counts, timeout=TIMEOUT_S)) == 30
-
-
 def test_a_failing_producer_fails_the_stream_for_everybody(group: WorkerGroup) -> None:
     channel: Channel[int] = Channel(4, name="doomed", timeout_s=TIMEOUT_S)
     other, failing = channel.producer("other"), channel.producer("failing")

@@ -84,7 +84,7 @@ def test_a_folder_without_room_is_an_error_and_keeps_nothing(tmp_path: Path, mon
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="no space"):
         pack(torch.zeros(1 << 20), tmp_path, "item")
     assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from rlix.flow.messages.mailbox import Home
@@ -62,7 +63,9 @@ def groups(ray_session: Any) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
         WorkerGroup(Talker, name="readers", placements=devices(2)) as readers,
     ):
         readers.run("elsewhere", ranks=[1], timeout_s=TIMEOUT_S)
+        homes = [ray.get(handle._rlix_home.remote()).folder for handle in (*makers.handles, *readers.handles)]
         yield makers, readers
+    assert not any(Path(home).exists() for home in homes), "nothing of it stays in shared memory"
 
 
 def test_messages_between_groups(groups: tuple[WorkerGroup, WorkerGroup]) -> None:

@@ -189,6 +189,24 @@ def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
+def test_parts_that_died_go_on_from_what_was_kept() -> None:
+    with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        running.step([0] * ITEMS)
+        running.keep()
+        kept = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        running.step([0] * ITEMS)
+        groups = dict(running.groups)
+        running.restart("tens")
+        assert running.groups["tens"] is not groups["tens"]
+        assert running.groups["ones"] is groups["ones"]
+        calls = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        assert calls == {name: 2 * count if name != "tens" else count for name, count in kept.items()}
+        running.restart()
+        calls = {name: group.members[0].calls for name, group in running.groups.items()}  # type: ignore[attr-defined]
+        assert calls == kept
+        assert running.step([0] * ITEMS) == [111] * ITEMS
+
+
 def test_a_part_that_loses_items_is_an_error() -> None:
     parts = [Part("ones", Adds, "short", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 1})]
     known = profile(ones=0.1, tens=0.1)

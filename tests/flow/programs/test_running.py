@@ -97,3 +97,14 @@ def test_what_a_part_raises_reaches_the_caller_and_the_flow_goes_on(running: Run
     assert running.step([0] * ITEMS) == [11] * ITEMS
     call = running.groups["ones"].on(0).count()
     assert call.wait() and call.done and call.duration_s > 0
+
+
+def test_a_part_whose_rank_was_killed_is_started_again(running: Running) -> None:
+    running.keep()
+    (before,) = running.groups["ones"].on(0).count().wait()
+    running.groups["ones"].workers.kill(0)
+    with pytest.raises(WorkerError, match="sums/ones"):
+        running.step([0] * ITEMS)
+    running.restart("ones")
+    assert running.step([0] * ITEMS) == [11] * ITEMS
+    assert running.groups["ones"].on(0).count().wait()[0] > before

@@ -56,9 +56,17 @@ def temporary(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def _clear(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _begin(folder: Path) -> None:
+    """Make room for what will take the place of `folder`.
+
+    Raises:
+        FileExistsError: what is there is no save, and would be lost.
+    """
+    saved = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, STATE_FILE))
+    if folder.exists() and not saved and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is no earlier save, and a save would replace it: name another folder")
+    shutil.rmtree(temporary(folder), ignore_errors=True)
+    temporary(folder).mkdir(parents=True)
 
 
 def publish_folder(folder: Path) -> None:
@@ -82,7 +90,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
     writer, failed = None, None
     with _agreed():
         if module.rank == 0:
-            _clear(partial)
+            _begin(folder)
             writer = ShardWriter(partial)
     for name, tensor in whole_tensors(tensors_of(parts.exports(module)), GATHER_BYTES):
         if writer is not None and failed is None:
@@ -202,7 +210,7 @@ def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | Non
     partial = temporary(folder)
     with _agreed(group):
         if snapshot.rank == 0:
-            _clear(partial)
+            _begin(folder)
     with quiet_dcp():
         save(
             snapshot.tensors,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ray.exceptions import RayActorError
+
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
 from rlix.engine.life_cycle import Residency, training
@@ -163,7 +165,7 @@ class TrainWorkers(Engine):
         try:
             return group.results(name, refs, timeout_s=timeout_s)
         except WorkerError as error:
-            lost = self._recover(group, name)
+            lost = self._recover(group, name, dead=isinstance(error.__cause__, RayActorError))
             own = plainly(error)
             if lost:
                 own.args = (f"{own}; {lost}",)
@@ -183,11 +185,14 @@ class TrainWorkers(Engine):
                 group.call("skip", self._calls)
                 raise
 
-    def _recover(self, group: WorkerGroup, method: str) -> str:
+    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False) -> str:
         """After a call that did not end well: make sure that the next one meets no collective of this one.
 
-        Returns what is lost, if anything.
+        Returns what is lost, if anything. `dead`: a rank has ended.
         """
+        if dead and group is self._group and group.world_size == 1:
+            self._end(graceful=False)
+            return "its only worker has ended, and its state is lost; build() the engine and load a state"
         if group is not self._group or group.world_size == 1 or settled(group, GRACE_S):
             return ""
         logger.warning("%s: ranks wait for one that failed in %s(): starting its workers anew", self.name, method)

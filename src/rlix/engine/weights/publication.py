@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ray.exceptions import RayError
 
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.lora import AdapterConfig, without_adapters
@@ -35,8 +36,8 @@ from rlix.engine.weights.buckets import (
     spread,
     views,
 )
-from rlix.engine.weights.channel import Delivery
-from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
+from rlix.engine.weights.channel import Delivery, TransferError
+from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]
 
@@ -179,9 +180,10 @@ def apply(
     copy converts, which is how a trainer in float32 feeds a bfloat16 replica.
 
     Raises:
-        WeightSyncError: lists every missing, unknown, mis-shaped and conflicting name; the model is unchanged.
-        WaitTimeoutError, TransferError: a bucket did not arrive (of published ones, within `timeout_s`); the model
-            may be partly updated.
+        WeightSyncError: lists every missing, unknown, mis-shaped and conflicting name, or the first bucket did not
+            arrive; the model is unchanged.
+        WaitTimeoutError, TransferError: a later bucket did not arrive (of published ones, within `timeout_s`); the
+            model may be partly updated.
     """
     start = time.perf_counter()
     targets = targets_of(model, published)
@@ -250,8 +252,14 @@ def _arriving(
     if published.delivery is not None:
         yield from streams.receive(published.delivery)
         return
-    for index, entries in _by_bucket(published.manifest):
-        yield _as_tensor(_fetch(published, index, timeout_s, fetch)), entries
+    for number, (index, entries) in enumerate(_by_bucket(published.manifest)):
+        try:
+            data = _fetch(published, index, timeout_s, fetch)
+        except RlixError as error:
+            if number:
+                raise
+            raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
+        yield _as_tensor(data), entries
 
 
 def _boxed(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
@@ -282,6 +290,11 @@ def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fet
         raise WaitTimeoutError(
             f"bucket {index} of {len(published.buckets)} of weight version {published.version} did not arrive within "
             f"{timeout_s:g} s from Ray's object store (owner: the trainer that published it)"
+        ) from error
+    except RayError as error:
+        raise TransferError(
+            f"bucket {index} of {len(published.buckets)} of weight version {published.version} is lost: the workers "
+            "that published it have ended; publish again"
         ) from error
     return data
 

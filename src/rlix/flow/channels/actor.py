@@ -14,12 +14,11 @@ import ray
 
 from rlix.flow.channels.codec import Parcel
 from rlix.flow.channels.state import ChannelState, Item, Rule, Want
-from rlix.flow.scratch import Scratch
+from rlix.flow.scratch import Scratch, shared_memory
 from rlix.node import process
 from rlix.protocol.errors import ChannelError
 from rlix.protocol.messages import Process
 
-SHARED_MEMORY = Path("/dev/shm")
 _GIVEN_UP = 256  # how many are remembered: a `take` that comes after its end is a moment late
 _LOOK_S = 0.5  # how often those who wait look whether somebody has died
 
@@ -43,7 +42,7 @@ class ChannelActor:
 
     def __init__(self, capacity: int, capacity_bytes: int | None, groups: Sequence[str], rule: Rule) -> None:
         self._state = ChannelState(capacity, capacity_bytes, groups, rule)
-        self._scratch = Scratch("channel", SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        self._scratch = Scratch("channel", shared_memory())
         self._node = ray.get_runtime_context().get_node_id()
         self._parcels: dict[int, Parcel] = {}
         self._producers: dict[str, Process] = {}

@@ -106,13 +106,10 @@ def pack(value: object, folder: Path | None = None, name: str = "", *, onto: boo
         _fill(np.frombuffer(data, np.uint8) if end else np.empty(0, np.uint8), layouts, blocks)
         return Parcel(skeleton, tuple(layouts), nbytes, data=bytes(data))
     path = folder / name
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, end)  # where memory is short, an error here and not a SIGBUS while it is written
-        with mmap.mmap(fd, end) as memory:
-            target = np.frombuffer(memory, np.uint8)
-            _fill(target, layouts, blocks)
-            del target  # or the map could not be closed
+        for layout, block in zip(layouts, blocks, strict=True):
+            _write(fd, block, layout.offset)
     except BaseException:  # raised again
         path.unlink()
         raise
@@ -157,6 +154,15 @@ def _bytes(leaf: Leaf) -> "np.ndarray[Any, Any]":
         return np.empty(0, np.uint8)
     block: np.ndarray[Any, Any] = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return block
+
+
+def _write(fd: int, block: "np.ndarray[Any, Any]", offset: int) -> None:
+    """Twice as fast as to fill a map of the file: the kernel need not clear pages first. Where memory is short it is an
+    error here, and not a SIGBUS later."""
+    left = block.data
+    while left.nbytes:
+        written = os.pwrite(fd, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def _fill(target: "np.ndarray[Any, Any]", layouts: Sequence[Layout], blocks: Sequence[Any]) -> None:

@@ -20,11 +20,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from rlix.flow.channels.actor import SHARED_MEMORY
 from rlix.flow.channels.codec import Parcel, pack, unpack
 from rlix.flow.messages.peer import Peer
 from rlix.flow.messages.routes import Carrier, Place, route
-from rlix.flow.scratch import Scratch
+from rlix.flow.scratch import Scratch, shared_memory
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
 
@@ -54,7 +53,7 @@ class Mailbox:
 
     def __init__(self, me: str, kind: DeviceKind) -> None:
         self.me = me
-        self._scratch = Scratch("mail", SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        self._scratch = Scratch("mail", shared_memory())
         self.home = Home(Place(ray.get_runtime_context().get_node_id(), kind), self._scratch.name)
         self._came: dict[tuple[str, str], deque[Parcel]] = defaultdict(deque)
         self._peers: dict[str, _Peer] = {}

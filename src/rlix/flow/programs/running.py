@@ -65,6 +65,7 @@ class Running:
         self.step_s: list[float] = []
         self.replanned = 0
         self._states: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self._lock = DeviceLock()
         self._drift = Drift.of(self.plan)
         self._chunks: dict[int, int] = {}
@@ -131,6 +132,27 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def keep(self) -> None:
+        """Between steps: ask every part for what it saves, for `restart` to go on from."""
+        self._lock.clear()
+        self._kept = {name: group.on(0).call("save").wait(self._timeout_s)[0] for name, group in self.groups.items()}
+
+    def restart(self, *names: str) -> None:
+        """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
+
+        Parts that are not named go on as they are, so name those whose states must agree together.
+        """
+        again = names or tuple(self.groups)
+        for name, group in self.groups.items():
+            if name not in again:
+                group.offload()  # who is on its devices is counted anew
+        self._started = False
+        for name in again:
+            self.groups.pop(name).close()
+            if name in self._kept:
+                self._states[name] = self._kept[name]
+        self._start()
 
     def switch(self, plan: Plan) -> None:
         """Go on by another plan: parts that move are started anew from what they `save`."""

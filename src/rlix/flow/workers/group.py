@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
 from rlix.flow.messages.peer import MAIL
-from rlix.flow.scratch import Scratch
+from rlix.flow.scratch import Scratch, shared_memory, sweep
 from rlix.flow.workers.actor_class import actor_class
 from rlix.flow.workers.futures import failures, futures_of, read_error
 from rlix.flow.workers.user_errors import worker_error
@@ -257,6 +257,7 @@ class WorkerGroup:
             logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
         if left := kill(children, max(0.0, deadline - time.monotonic())):
             logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
+        sweep(shared_memory())  # what came for workers here and was not read
 
     def _create(self, rank: int) -> "ActorHandle[Any]":
         devices = self.placements[rank]

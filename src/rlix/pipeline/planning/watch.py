@@ -101,7 +101,9 @@ class PlanWatch:
         find = partial(self._better, folder, devices, home or Settings.from_env().home)
         best = find({})
         mine = best
-        if plan.switch == "exact":
+        if plan.switch == "exact" and self._spec.schedule.works_ahead:
+            mine = None  # samples that are under way would be made anew, by newer weights
+        elif plan.switch == "exact":
             mine = find({name: clusters[name].count or 0 for name in plan.seconds if name != ClusterName.ACTOR_INFER})
         if mine is not None and self._may_switch and plan.switch != "never":
             gain_s = (self._present_s - mine.planned.best.seconds) * left

@@ -25,8 +25,8 @@ class PlanSpec(Section):
     """Likewise: sigma of their lognormal distribution, which is cut at `rollout.max_new_tokens`; 0: all are as long."""
     switch: Literal["exact", "any", "never"] = "exact"
     """What the job may go over to by itself when its steps have for a while taken another time than planned and another
-    plan would by far repay starting it again: plans by which it learns the same to the bit, whose training clusters are
-    as wide as now; any plan; or nothing, and the log only names it."""
+    plan would by far repay starting it again: plans by which it learns the same to the bit, which an on-policy job does
+    whose training clusters stay as wide as they are; any plan; or nothing, and the log only names it."""
     chosen: str = ""
     """Written by RLix into the run's own spec, with the clusters: what was chosen."""
     step_s: float = 0.0
