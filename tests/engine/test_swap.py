@@ -235,13 +235,32 @@ def test_otherwise_one_comes_when_the_other_has_left(why: str) -> None:
     assert log == ["cpu", "cuda None"]
 
 
-def test_the_error_of_the_one_that_leaves_comes_first() -> None:
+class Waiting(Fake):
+    """There is no room for its weights alone, which is to say while the other leaves."""
+
+    def cuda(self, what: str | None = None) -> MoveReport:
+        report = super().cuda(what)
+        if what is not None:
+            raise RlixError("no room")
+        return report
+
+
+def test_what_waited_in_vain_while_the_other_left_comes_when_that_has_left() -> None:
+    log: list[str] = []
+    report = swap(Fake(log, SERVING), Waiting(log, HOST))
+    assert (sorted(log[:2]), log[2:]) == (["cpu", "cuda weights"], ["cuda None"])
+    assert (report.overlapped, report.left.bytes, report.came) == (False, 10, MoveReport(10, 1.0, 0.1, 0.2))
+
+
+def test_the_error_of_the_one_that_leaves_comes_first_and_the_others_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Stuck(Fake):
         def cpu(self) -> MoveReport:
             raise NotResidentError("it is stuck")
 
-        def cuda(self, what: str | None = None) -> MoveReport:
-            raise RlixError("no room")
-
+    log: list[str] = []
     with pytest.raises(NotResidentError, match="stuck"):
-        swap(Stuck([], SERVING), Stuck([], HOST))
+        swap(Stuck(log, SERVING), Waiting(log, HOST))
+    assert log == ["cuda weights"]
+    assert "was leaving: no room" in caplog.text
