@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SwapReport:
-    """What it took. `overlapped`: the two moves went on at the same time, in `seconds` together."""
+    """What it took. `overlapped`: the two moves went on at the same time, in `seconds` together.
+
+    That says nothing of copies: on virtual GPUs, where engines overlap by default, none are made.
+    """
 
     left: MoveReport
     came: MoveReport
