@@ -46,7 +46,9 @@ def rllib(
     """The same configuration, whose algorithms are jobs of the pool: with `algo.train()` and with Tune.
 
     Learner updates, and what else reads or writes the learners, hold the lease of a gang; outside it their bytes are in
-    host memory. What is learnt does not change.
+    host memory. PPO learns the same to the bit, and so does IMPALA with its learner in this process. APPO, and IMPALA
+    with remote learners, learn from all batches of a training step before the next one: APPO's circular buffer has then
+    nothing of earlier steps, and updates lag less behind the sampling.
 
     Args:
         name: what people see; default: RLIX_JOB, else the algorithm's name. Tune's trials append their ids.
