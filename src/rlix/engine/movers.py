@@ -1,5 +1,6 @@
 """How the bytes of storages leave a device and come back: in earnest, or on a virtual GPU in the books only."""
 
+import ctypes
 import logging
 import time
 from collections import deque
@@ -289,6 +290,14 @@ def _cuda_pin(address: int, size: int) -> bool:
 def _cuda_unpin(address: int) -> None:
     if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
         raise RlixError(f"host memory at {address:#x} could not be unpinned: is the device lost?")
+
+
+def trim_heap() -> None:
+    """Give freed host memory back to the system. The C library (glibc; others have no such call) keeps what lies below
+    something that is still used, and a state that is dropped and loaded again leaves more of that each time."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def mover_for(device: torch.device, *, gradual: bool = False) -> Mover:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlix.engine.life_cycle import SOURCE, Part, Residency, training
-from rlix.engine.movers import Mover, mover_for
+from rlix.engine.movers import Mover, mover_for, trim_heap
 from rlix.protocol.errors import NotResidentError
 
 
@@ -191,6 +191,7 @@ class ResidentSet:
         self.life = self.life.released(keep_host=False)
         self._mover.discard()
         self._mover.trim()
+        trim_heap()
         return sum(self._sizes)
 
     def _regrow(self) -> int:
