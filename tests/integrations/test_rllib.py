@@ -1,5 +1,6 @@
 """Real RLlib, plain and as a job of the pool: the same learning to the bit, and elastic sampling with whole batches."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,21 @@ import ray
 import rlix
 from rlix.monitor.records import load_run
 
-pytest.importorskip("gymnasium")
-appo = pytest.importorskip("ray.rllib.algorithms.appo")
-impala = pytest.importorskip("ray.rllib.algorithms.impala")
-ppo = pytest.importorskip("ray.rllib.algorithms.ppo")
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(find_spec("gymnasium") is None, reason="needs gymnasium"),
+]
 
 BATCH = 400
 
 
 def config(runners: int) -> Any:
+    from ray.rllib.algorithms.ppo import PPOConfig  # takes seconds, which only who runs these tests should pay
+
     return (
-        ppo.PPOConfig()
+        PPOConfig()
         .environment("CartPole-v1")
         .env_runners(num_env_runners=runners, num_envs_per_env_runner=1)
         .learners(num_learners=0)
@@ -84,12 +87,15 @@ def test_learners_with_a_thread_of_their_own_learn_under_leases(
     ray_session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """IMPALA's learns the same to the bit; APPO's draws batches from its buffer by chance."""
+    from ray.rllib.algorithms.appo import APPOConfig
+    from ray.rllib.algorithms.impala import IMPALAConfig
+
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    expected, plain = trained(overlapping(impala.IMPALAConfig()), 2)
+    expected, plain = trained(overlapping(IMPALAConfig()), 2)
     plain.stop()
-    for made in (impala.IMPALAConfig(), appo.APPOConfig()):
+    for made in (IMPALAConfig(), APPOConfig()):
         found, algorithm = trained(rlix.rllib(overlapping(made), type(made).__name__, runs_dir=str(tmp_path)), 2)
-        assert found == expected or isinstance(made, appo.APPOConfig)
+        assert found == expected or isinstance(made, APPOConfig)
         job = algorithm._rlix
         assert (job.stages.stage, job.learners.device_bytes()) == (None, 0)
         algorithm.stop()

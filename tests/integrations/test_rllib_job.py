@@ -8,17 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.tune.result import TRIAL_INFO
 
 from rlix.control.rollout_lease import Granted, Taken
 from rlix.integrations.rllib import sampling
 from rlix.integrations.rllib.learner_thread import ThreadGate
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 
-pytest.importorskip("gymnasium")
-algorithms = pytest.importorskip("rlix.integrations.rllib.algorithm")
-
 Log = list[str]
+
+
+@pytest.fixture(scope="module")
+def algorithms() -> Any:
+    """Takes seconds to import, which only who runs these tests should pay."""
+    pytest.importorskip("gymnasium")
+    return pytest.importorskip("rlix.integrations.rllib.algorithm")
 
 
 class Program:
@@ -46,7 +49,9 @@ class Algorithm:
         raise ValueError(config)
 
 
-def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(
+    algorithms: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     log: Log = []
 
     def attach(name: str, **_: Any) -> Program:
@@ -59,11 +64,13 @@ def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(monkeypatch: pyte
     settings = algorithms.Settings("job", 1, False, tmp_path)
     leased: Any = type("PPO", (algorithms.Leased, Algorithm), {"_rlix_settings": settings})
     with pytest.raises(ValueError, match="no such environment"):
-        leased({TRIAL_INFO: SimpleNamespace(trial_id="a1")})
+        leased({algorithms.TRIAL_INFO: SimpleNamespace(trial_id="a1")})
     assert log == ["job-a1", "granted", "given back", "ValueError: no such environment", "left the pool"]
 
 
-def test_how_an_algorithm_that_nobody_stopped_ended_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_how_an_algorithm_that_nobody_stopped_ended_is_recorded(
+    algorithms: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     ended: list[tuple[str | None, bool]] = []
     record = SimpleNamespace(
         did=lambda *_: None, step=lambda *_: None, close=lambda error, stopped: ended.append((error, stopped))
@@ -166,7 +173,7 @@ def test_whole_episodes_are_not_sampled_elastically() -> None:
         sampling.make_elastic(algorithm, sampler(Rollout()))
 
 
-def test_what_cannot_be_leased_is_refused() -> None:
+def test_what_cannot_be_leased_is_refused(algorithms: Any) -> None:
     from ray.rllib.algorithms.ppo import PPOConfig
 
     with pytest.raises(SpecError, match="num_gpus_per_learner would take Ray's GPUs"):

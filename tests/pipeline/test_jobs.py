@@ -18,7 +18,7 @@ from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
-from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, rows, small
+from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, leases_left, rows, small
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_pipeline.py"
 

@@ -15,6 +15,7 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
+from rlix.control import setup_worker
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
 from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
 from rlix.control.orchestrator import Orchestrator
@@ -199,6 +200,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
             _system_config={
                 "worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY,
                 "worker_niceness": _NICENESS,
+                "prestart_worker_first_driver": False,  # plain workers, more than anybody uses
                 "health_check_period_ms": _HEALTH_PERIOD_MS,
                 "health_check_failure_threshold": _HEALTH_FAILURES,
             },
@@ -220,15 +222,19 @@ def _own_session() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bare() -> Iterator[None]:
-    """Ray without its autoscaler, and without the process of a dashboard that is not included: Ray starts that all the
-    same and waits for it, for its telemetry alone, which costs every start seconds."""
-    dashboard, autoscaler = services.start_api_server, Node.start_monitor
+    """Ray without its autoscaler, with a lighter script to start workers with, and without the process of a dashboard
+    that is not included: Ray starts that all the same and waits for it, for its telemetry alone."""
+    dashboard, autoscaler, raylet = services.start_api_server, Node.start_monitor, services.start_raylet
+    setups = {str(Path(ray.__file__).with_name("_private") / "workers" / "setup_worker.py"): setup_worker.__file__}
     services.start_api_server = lambda *_, **__: ("", None)
     Node.start_monitor = lambda _: None
+    services.start_raylet = lambda *args, **named: raylet(
+        *(setups.get(arg, arg) if isinstance(arg, str) else arg for arg in args), **named
+    )
     try:
         yield
     finally:
-        services.start_api_server, Node.start_monitor = dashboard, autoscaler
+        services.start_api_server, Node.start_monitor, services.start_raylet = dashboard, autoscaler, raylet
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:
