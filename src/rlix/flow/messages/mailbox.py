@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlix.flow.channels.codec import Parcel, pack, unpack
 from rlix.flow.messages.peer import Peer
-from rlix.flow.messages.routes import Carrier, Place, route
+from rlix.flow.messages.routes import Carrier, Place, Route, route
 from rlix.flow.scratch import Scratch, shared_memory
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
@@ -165,22 +165,21 @@ class Mailbox:
 
     def _packed(self, value: object, peers: Sequence[_Peer]) -> list[Any]:
         """For each of them, by its route: a parcel whose file is its own, or a reference to one without a file."""
-        packed: dict[tuple[str, bool], Any] = {}
+        packed: dict[Route, Any] = {}
         found = []
         for peer in peers:
-            way = route(Place(self.home.place.node, DeviceKind.CUDA), peer.home.place)  # of tensors of a device
-            key = peer.home.place.node if way.carrier is Carrier.SHARED_MEMORY else "", way.onto
+            way = route(self.home.place.node, peer.home.place)
             name = uuid.uuid4().hex
             try:
-                if key in packed:
-                    found.append(_linked(packed[key], Path(peer.home.folder) / name))
+                if way in packed:
+                    found.append(_linked(packed[way], Path(peer.home.folder) / name))
                 elif way.carrier is Carrier.SHARED_MEMORY:
                     found.append(pack(value, Path(peer.home.folder), name, onto=way.onto))
                 else:
                     found.append(ray.put(pack(value, onto=way.onto)))
             except FileNotFoundError as error:  # its folder went with it
                 raise self._dead(peer.name) from error
-            packed[key] = found[-1]
+            packed[way] = found[-1]
         return found
 
 
