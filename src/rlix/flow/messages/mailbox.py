@@ -86,8 +86,7 @@ class Mailbox:
                 except GetTimeoutError as error:
                     raise WaitTimeoutError(f"{self.me}: {peer.name} took no message within {timeout_s:g} s") from error
                 except RayActorError as error:
-                    if isinstance(parcel, Parcel) and parcel.path:
-                        Path(parcel.path).unlink(missing_ok=True)
+                    _remove(parcel)
                     raise self._dead(peer.name) from error
 
     def receive(self, sender: str, tag: str, timeout_s: float) -> Any:
@@ -107,8 +106,7 @@ class Mailbox:
         try:
             return unpack(parcel, "cuda" if self.home.place.kind is DeviceKind.CUDA else "cpu")
         finally:
-            if parcel.path:  # what is mapped stays
-                Path(parcel.path).unlink(missing_ok=True)
+            _remove(parcel)  # what is mapped stays
 
     def _next(self, sender: str, tag: str, limit: float) -> Parcel | None:
         with self._changed:
@@ -166,21 +164,31 @@ class Mailbox:
     def _packed(self, value: object, peers: Sequence[_Peer]) -> list[Any]:
         """For each of them, by its route: a parcel whose file is its own, or a reference to one without a file."""
         packed: dict[Route, Any] = {}
-        found = []
-        for peer in peers:
-            way = route(self.home.place.node, peer.home.place)
-            name = uuid.uuid4().hex
-            try:
-                if way in packed:
-                    found.append(_linked(packed[way], Path(peer.home.folder) / name))
-                elif way.carrier is Carrier.SHARED_MEMORY:
-                    found.append(pack(value, Path(peer.home.folder), name, onto=way.onto))
-                else:
-                    found.append(ray.put(pack(value, onto=way.onto)))
-            except FileNotFoundError as error:  # its folder went with it
-                raise self._dead(peer.name) from error
-            packed[way] = found[-1]
+        found: list[Any] = []
+        try:
+            for peer in peers:
+                way = route(self.home.place.node, peer.home.place)
+                name = uuid.uuid4().hex
+                try:
+                    if way in packed:
+                        found.append(_linked(packed[way], Path(peer.home.folder) / name))
+                    elif way.carrier is Carrier.SHARED_MEMORY:
+                        found.append(pack(value, Path(peer.home.folder), name, onto=way.onto))
+                    else:
+                        found.append(ray.put(pack(value, onto=way.onto)))
+                except FileNotFoundError as error:  # its folder went with it
+                    raise self._dead(peer.name) from error
+                packed[way] = found[-1]
+        except BaseException:  # raised again; nobody is sent these
+            for parcel in found:
+                _remove(parcel)
+            raise
         return found
+
+
+def _remove(parcel: Any) -> None:
+    if isinstance(parcel, Parcel) and parcel.path:
+        Path(parcel.path).unlink(missing_ok=True)
 
 
 def _linked(packed: Any, path: Path) -> Any:

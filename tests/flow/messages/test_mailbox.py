@@ -1,0 +1,90 @@
+"""A mailbox among others whose processes are pretended: what becomes of messages when readers end."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlix.flow.channels.codec import Parcel
+from rlix.flow.messages import mailbox as mailbox_module
+from rlix.flow.messages.mailbox import Home, Mailbox
+from rlix.flow.messages.routes import Place
+from rlix.protocol.messages import DeviceKind
+
+TENSOR = torch.arange(100_000)
+
+
+class Reader:
+    """Its handle, too: a call is made when its answer is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.home = Home(Place("here", DeviceKind.CPU), str(folder))
+        self.came: list[Parcel] = []
+        self.raises: Exception | None = None
+        self._rlix_home = SimpleNamespace(remote=lambda: lambda: self._answer(self.home))
+        self._rlix_deliver = SimpleNamespace(
+            remote=lambda _, tag, parcel: lambda: self._answer(self.came.append(parcel))
+        )
+
+    def _answer(self, answer: Any) -> Any:
+        if self.raises is not None:
+            raise self.raises
+        return answer
+
+    @property
+    def files(self) -> int:
+        return len(list(self.folder.iterdir())) if self.folder.exists() else 0
+
+
+class Pretended:
+    """What a mailbox asks of Ray."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+        self.waits: list[float] = []
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "here")
+
+    def get_actor(self, name: str) -> Any:
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
+
+    def get(self, call: Any, timeout: float) -> Any:
+        self.waits.append(timeout)
+        return call()
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    pretended = Pretended()
+    monkeypatch.setattr(mailbox_module, "ray", pretended)
+    return pretended
+
+
+@pytest.fixture
+def mailbox(actors: Pretended) -> Iterator[Mailbox]:
+    mailbox = Mailbox("me:0", DeviceKind.CPU)
+    yield mailbox
+    mailbox._scratch.cleanup()
+
+
+def test_what_is_not_sent_to_all_leaves_no_files(
+    actors: Pretended, mailbox: Mailbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, full = Reader(tmp_path / "a"), Reader(tmp_path / "b")
+    actors.actors = {"a:0": live, "b:0": full}
+
+    def link(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(mailbox_module.os, "link", link)
+    with pytest.raises(OSError, match="no space left"):
+        mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
+    assert (live.files, live.came) == (0, [])
