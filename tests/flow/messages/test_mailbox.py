@@ -1,5 +1,6 @@
 """A mailbox among others whose processes are pretended: what becomes of messages when readers end."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rlix.flow.channels.codec import Parcel
 from rlix.flow.messages import mailbox as mailbox_module
 from rlix.flow.messages.mailbox import Home, Mailbox
 from rlix.flow.messages.routes import Place
+from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
 
 TENSOR = torch.arange(100_000)
@@ -26,15 +29,14 @@ class Reader:
         self.home = Home(Place("here", DeviceKind.CPU), str(folder))
         self.came: list[Parcel] = []
         self.raises: Exception | None = None
-        self._rlix_home = SimpleNamespace(remote=lambda: lambda: self._answer(self.home))
+        self._rlix_home = SimpleNamespace(remote=lambda: lambda: self._answer() or self.home)
         self._rlix_deliver = SimpleNamespace(
-            remote=lambda _, tag, parcel: lambda: self._answer(self.came.append(parcel))
+            remote=lambda _, tag, parcel: lambda: self._answer() or self.came.append(parcel)
         )
 
-    def _answer(self, answer: Any) -> Any:
+    def _answer(self) -> None:
         if self.raises is not None:
             raise self.raises
-        return answer
 
     @property
     def files(self) -> int:
@@ -88,3 +90,33 @@ def test_what_is_not_sent_to_all_leaves_no_files(
     with pytest.raises(OSError, match="no space left"):
         mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
     assert (live.files, live.came) == (0, [])
+
+
+def test_a_name_that_another_process_has_by_now_is_sent_to_again(
+    actors: Pretended, mailbox: Mailbox, tmp_path: Path
+) -> None:
+    live, old, new = Reader(tmp_path / "a"), Reader(tmp_path / "b"), Reader(tmp_path / "c")
+    actors.actors = {"a:0": live, "b:0": old}
+    mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
+    actors.actors["b:0"], old.raises = new, ActorDiedError()
+    mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
+    assert (len(live.came), len(old.came), len(new.came)) == (2, 1, 1)
+    assert (live.files, old.files, new.files) == (2, 1, 1)
+    shutil.rmtree(new.folder)  # as is done with those of the dead
+    with pytest.raises(WorkerError, match="b:0, at the other end of a message, has died"):
+        mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
+    assert (len(live.came), live.files) == (3, 3)
+
+
+def test_who_cannot_be_reached_keeps_what_it_may_have_taken(
+    actors: Pretended, mailbox: Mailbox, tmp_path: Path
+) -> None:
+    reader = Reader(tmp_path / "a")
+    actors.actors = {"a:0": reader}
+    mailbox.send(TENSOR, ["a:0"], "", 5.0)
+    reader.raises = ActorUnavailableError("for the moment", None)
+    with pytest.raises(WaitTimeoutError, match="a:0 cannot be reached; it may have the message, or not"):
+        mailbox.send(TENSOR, ["a:0"], "", 5.0)
+    assert reader.files == 2
+    reader.raises = None
+    mailbox.send(TENSOR, ["a:0"], "", 5.0)

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlix.flow.channels.codec import Parcel, pack, unpack
 from rlix.flow.messages.peer import Peer
@@ -71,23 +71,41 @@ class Mailbox:
 
         Raises:
             WorkerError: one of them has died.
-            WaitTimeoutError: one of them is not there, or did not take it, within `timeout_s`; it is not known then
-                whether it still will.
+            WaitTimeoutError: one of them is not there, did not take it within `timeout_s`, or cannot be reached for the
+                moment; it is not known then whether it has it, or still will.
         """
         deadline = time.monotonic() + timeout_s
-        peers = [self._peer(name, deadline) for name in sorted(set(to))]
+        died = self._send(value, [self._peer(name, deadline) for name in sorted(set(to))], tag, deadline)
+        dead = []
+        for name in died:  # it may be another process's name by now
+            self._peers.pop(name, None)
+            peer = self._find(name, deadline)
+            if peer is None or self._send(value, [peer], tag, deadline):
+                dead.append(name)
+        if dead:
+            raise self._dead(dead[0])
+
+    def _send(self, value: object, peers: Sequence[_Peer], tag: str, deadline: float) -> list[str]:
+        """Returns those that have died."""
+        taken = set()
         with self._in_order(peers, deadline):
-            sent = []
-            for peer, parcel in zip(peers, self._packed(value, peers), strict=True):
-                sent.append((peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel)))
+            sent = [
+                (peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel))
+                for peer, parcel in self._packed(value, peers)
+            ]
             for peer, parcel, answer in sent:
                 try:
                     ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+                    taken.add(peer.name)
                 except GetTimeoutError as error:
-                    raise WaitTimeoutError(f"{self.me}: {peer.name} took no message within {timeout_s:g} s") from error
-                except RayActorError as error:
+                    raise WaitTimeoutError(f"{self.me}: {peer.name} did not take a message in time") from error
+                except ActorUnavailableError as error:
+                    raise WaitTimeoutError(
+                        f"{self.me}: {peer.name} cannot be reached; it may have the message, or not"
+                    ) from error
+                except RayActorError:
                     _remove(parcel)
-                    raise self._dead(peer.name) from error
+        return [peer.name for peer in peers if peer.name not in taken]
 
     def receive(self, sender: str, tag: str, timeout_s: float) -> Any:
         """The oldest message of this sender and tag.
@@ -117,7 +135,7 @@ class Mailbox:
         """Whether it was there and is not any more. One that was started again under the same name is there."""
         try:
             ray.get(ray.get_actor(sender)._rlix_home.remote(), timeout=_ANSWER_S)
-        except GetTimeoutError:  # busy or stopped
+        except (GetTimeoutError, ActorUnavailableError):  # busy, stopped, or out of reach for the moment
             return False
         except ValueError:  # nobody has this name, yet or any more
             return sender in self._met
@@ -128,24 +146,27 @@ class Mailbox:
 
     def _peer(self, name: str, deadline: float) -> _Peer:
         """Waits for it to be started."""
-        while name not in self._peers:
-            left = deadline - time.monotonic()
-            try:
-                handle = ray.get_actor(name)
-                home = ray.get(handle._rlix_home.remote(), timeout=max(0.0, left))
-                self._peers.setdefault(name, _Peer(name, handle, home))
-            except GetTimeoutError as error:
-                raise WaitTimeoutError(f"{self.me}: {name} did not answer in time to be sent a message") from error
-            except RayActorError as error:
-                raise self._dead(name) from error
-            except ValueError:
-                if left <= 0:
-                    raise WaitTimeoutError(
-                        f"{self.me}: there is no worker {name} to send to: names are `group:rank`, of groups that the "
-                        "same program started"
-                    ) from None
-                time.sleep(0.05)
-        return self._peers[name]
+        while (peer := self._peers.get(name) or self._find(name, deadline)) is None:
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"{self.me}: there is no worker {name} to send to: names are `group:rank`, of groups that the "
+                    "same program started"
+                )
+            time.sleep(0.05)
+        return peer
+
+    def _find(self, name: str, deadline: float) -> _Peer | None:
+        """None: nobody has this name, or who has it cannot be reached for the moment."""
+        try:
+            handle = ray.get_actor(name)
+            home = ray.get(handle._rlix_home.remote(), timeout=max(0.0, deadline - time.monotonic()))
+        except (ValueError, ActorUnavailableError):
+            return None
+        except GetTimeoutError as error:
+            raise WaitTimeoutError(f"{self.me}: {name} did not answer in time to be sent a message") from error
+        except RayActorError as error:
+            raise self._dead(name) from error
+        return self._peers.setdefault(name, _Peer(name, handle, home))
 
     def _dead(self, name: str) -> WorkerError:
         self._peers.pop(name, None)
@@ -161,26 +182,27 @@ class Mailbox:
                 held.callback(peer.sending.release)
             yield
 
-    def _packed(self, value: object, peers: Sequence[_Peer]) -> list[Any]:
-        """For each of them, by its route: a parcel whose file is its own, or a reference to one without a file."""
+    def _packed(self, value: object, peers: Sequence[_Peer]) -> list[tuple[_Peer, Any]]:
+        """For each that lives, by its route: a parcel whose file is its own, or a reference to one without a file."""
         packed: dict[Route, Any] = {}
-        found: list[Any] = []
+        found: list[tuple[_Peer, Any]] = []
         try:
             for peer in peers:
                 way = route(self.home.place.node, peer.home.place)
                 name = uuid.uuid4().hex
                 try:
                     if way in packed:
-                        found.append(_linked(packed[way], Path(peer.home.folder) / name))
+                        parcel = _linked(packed[way], Path(peer.home.folder) / name)
                     elif way.carrier is Carrier.SHARED_MEMORY:
-                        found.append(pack(value, Path(peer.home.folder), name, onto=way.onto))
+                        parcel = pack(value, Path(peer.home.folder), name, onto=way.onto)
                     else:
-                        found.append(ray.put(pack(value, onto=way.onto)))
-                except FileNotFoundError as error:  # its folder went with it
-                    raise self._dead(peer.name) from error
-                packed[way] = found[-1]
+                        parcel = ray.put(pack(value, onto=way.onto))
+                except FileNotFoundError:  # its folder went with it
+                    continue
+                packed[way] = parcel
+                found.append((peer, parcel))
         except BaseException:  # raised again; nobody is sent these
-            for parcel in found:
+            for _, parcel in found:
                 _remove(parcel)
             raise
         return found
