@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from rlix.flow.channels.codec import Parcel
 from rlix.flow.messages import mailbox as mailbox_module
@@ -120,3 +120,15 @@ def test_who_cannot_be_reached_keeps_what_it_may_have_taken(
     assert reader.files == 2
     reader.raises = None
     mailbox.send(TENSOR, ["a:0"], "", 5.0)
+
+
+def test_who_waits_does_not_wait_longer_for_an_answer(
+    actors: Pretended, mailbox: Mailbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_module, "_LOOK_S", 0.0)
+    sender = Reader(tmp_path / "a")
+    sender.raises = GetTimeoutError()
+    actors.actors = {"a:0": sender}
+    with pytest.raises(WaitTimeoutError, match=r"me:0 waited 0\.05 s for a message of a:0"):
+        mailbox.receive("a:0", "", 0.05)
+    assert max(actors.waits) <= 0.05

@@ -120,7 +120,7 @@ class Mailbox:
                 raise self._dead(sender)
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(f"{self.me} waited {timeout_s:g} s for a message of {sender}")
-            gone = self._gone(sender)
+            gone = self._gone(sender, deadline - time.monotonic())
         try:
             return unpack(parcel, "cuda" if self.home.place.kind is DeviceKind.CUDA else "cpu")
         finally:
@@ -131,10 +131,10 @@ class Mailbox:
             came = self._came[sender, tag]
             return came.popleft() if self._changed.wait_for(lambda: bool(came), max(0.0, limit)) else None
 
-    def _gone(self, sender: str) -> bool:
+    def _gone(self, sender: str, limit: float) -> bool:
         """Whether it was there and is not any more. One that was started again under the same name is there."""
         try:
-            ray.get(ray.get_actor(sender)._rlix_home.remote(), timeout=_ANSWER_S)
+            ray.get(ray.get_actor(sender)._rlix_home.remote(), timeout=max(0.0, min(_ANSWER_S, limit)))
         except (GetTimeoutError, ActorUnavailableError):  # busy, stopped, or out of reach for the moment
             return False
         except ValueError:  # nobody has this name, yet or any more
@@ -166,6 +166,7 @@ class Mailbox:
             raise WaitTimeoutError(f"{self.me}: {name} did not answer in time to be sent a message") from error
         except RayActorError as error:
             raise self._dead(name) from error
+        self._met.add(name)
         return self._peers.setdefault(name, _Peer(name, handle, home))
 
     def _dead(self, name: str) -> WorkerError:

@@ -30,7 +30,8 @@ class Peer:
 
         Raises:
             WorkerError: the worker has died.
-            WaitTimeoutError: it is not there, or did not take it, within `timeout_s`.
+            WaitTimeoutError: it is not there, did not take it within `timeout_s`, or cannot be reached for the moment;
+                it is not known then whether it has it, or still will.
             OSError: shared memory is full.
         """
         self._rlix_mail().send(value, [to], tag, timeout_s)
@@ -45,7 +46,7 @@ class Peer:
         """The oldest message of a worker that was not read yet. Tensors are this worker's own, and may be written to.
 
         Raises:
-            WorkerError: the sender died, and what it had sent has been read.
+            WorkerError: the sender, which had been heard of, died, and what it had sent has been read.
             WaitTimeoutError: nothing came within `timeout_s`.
         """
         return self._rlix_mail().receive(sender, tag, timeout_s)
