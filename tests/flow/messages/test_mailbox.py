@@ -53,8 +53,8 @@ class Pretended:
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "here")
 
-    def get_actor(self, name: str) -> Any:
-        if name not in self.actors:
+    def get_actor(self, name: str, namespace: str | None = None) -> Any:
+        if namespace != "job" or name not in self.actors:
             raise ValueError(name)
         return self.actors[name]
 
@@ -72,7 +72,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 @pytest.fixture
 def mailbox(actors: Pretended) -> Iterator[Mailbox]:
-    mailbox = Mailbox("me:0", DeviceKind.CPU)
+    mailbox = Mailbox("me:0", DeviceKind.CPU, "job")
     yield mailbox
     mailbox._scratch.cleanup()
 

@@ -49,10 +49,11 @@ class _Peer:
 
 
 class Mailbox:
-    """`me`: the worker's name, `group:rank`. Thread-safe."""
+    """`me`: the worker's name, `group:rank`, in this namespace of Ray's (None: the program's). Thread-safe."""
 
-    def __init__(self, me: str, kind: DeviceKind) -> None:
+    def __init__(self, me: str, kind: DeviceKind, namespace: str | None = None) -> None:
         self.me = me
+        self._namespace = namespace
         self._scratch = Scratch("mail", shared_memory())
         self.home = Home(Place(ray.get_runtime_context().get_node_id(), kind), self._scratch.name)
         self._came: dict[tuple[str, str], deque[Parcel]] = defaultdict(deque)
@@ -134,7 +135,7 @@ class Mailbox:
     def _gone(self, sender: str, limit: float) -> bool:
         """Whether it was there and is not any more. One that was started again under the same name is there."""
         try:
-            ray.get(ray.get_actor(sender)._rlix_home.remote(), timeout=max(0.0, min(_ANSWER_S, limit)))
+            ray.get(ray.get_actor(sender, self._namespace)._rlix_home.remote(), timeout=max(0.0, min(_ANSWER_S, limit)))
         except (GetTimeoutError, ActorUnavailableError):  # busy, stopped, or out of reach for the moment
             return False
         except ValueError:  # nobody has this name, yet or any more
@@ -150,7 +151,7 @@ class Mailbox:
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"{self.me}: there is no worker {name} to send to: names are `group:rank`, of groups that the "
-                    "same program started"
+                    "same program started in the same namespace"
                 )
             time.sleep(0.05)
         return peer
@@ -158,7 +159,7 @@ class Mailbox:
     def _find(self, name: str, deadline: float) -> _Peer | None:
         """None: nobody has this name, or who has it cannot be reached for the moment."""
         try:
-            handle = ray.get_actor(name)
+            handle = ray.get_actor(name, self._namespace)
             home = ray.get(handle._rlix_home.remote(), timeout=max(0.0, deadline - time.monotonic()))
         except (ValueError, ActorUnavailableError):
             return None
@@ -226,5 +227,5 @@ def mailbox_of(worker: Peer) -> Mailbox:
     """A worker's own, made when it is first needed."""
     with _making:
         if worker._mailbox is None:
-            worker._mailbox = Mailbox(f"{worker.ctx.group}:{worker.ctx.rank}", worker.ctx.kind)
+            worker._mailbox = Mailbox(f"{worker.ctx.group}:{worker.ctx.rank}", worker.ctx.kind, worker.ctx.namespace)
         return worker._mailbox

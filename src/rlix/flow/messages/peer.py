@@ -16,7 +16,8 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 class Peer:
-    """Messages go to workers by name, `group:rank`, of any group that the same program started.
+    """Messages go to workers by name, `group:rank`, of any group that the same program started in the same Ray
+    namespace.
 
     Of one sender, reader and tag they arrive in order and once. What a worker had not read goes with its process. These
     methods block: a coroutine calls them in a thread.
