@@ -1,10 +1,11 @@
 """A mailbox among others whose processes are pretended: what becomes of messages when readers end."""
 
 import shutil
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from rlix.flow.channels.codec import Parcel
 from rlix.flow.messages import mailbox as mailbox_module
 from rlix.flow.messages.mailbox import Home, Mailbox
+from rlix.flow.messages.peer import Peer
 from rlix.flow.messages.routes import Place
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
@@ -132,3 +134,48 @@ def test_who_waits_does_not_wait_longer_for_an_answer(
     with pytest.raises(WaitTimeoutError, match=r"me:0 waited 0\.05 s for a message of a:0"):
         mailbox.receive("a:0", "", 0.05)
     assert max(actors.waits) <= 0.05
+
+
+class Rank(Peer):
+    """Whose messages go straight into a dict."""
+
+    def __init__(self, name: str, world_size: int, messages: dict[tuple[str, ...], deque[Any]]) -> None:
+        self.name, self.messages, self.batches = name, messages, Counter[str]()
+        group, _, rank = name.partition(":")
+        self.ctx = cast(Any, SimpleNamespace(group=group, rank=int(rank), world_size=world_size))
+
+    def _rlix_mail(self) -> Any:
+        return self
+
+    def send(self, value: object, to: str | Sequence[str], tag: str = "", timeout_s: float = 0.0) -> None:
+        for reader in [to] if isinstance(to, str) else to:
+            self.messages[self.name, reader, tag].append(value)
+
+    broadcast = send
+
+    def recv(self, sender: str, *, tag: str = "", timeout_s: float = 0.0) -> Any:
+        if not self.messages[sender, self.name, tag]:
+            raise WaitTimeoutError(sender)
+        return self.messages[sender, self.name, tag].popleft()
+
+
+def test_shares_of_different_batches_are_not_joined() -> None:
+    messages: dict[tuple[str, ...], deque[Any]] = defaultdict(deque)
+    first, late, reader = (Rank(name, 1, messages) for name in ("a:0", "b:0", "r:0"))
+    first.send_batch([1], ["r:0"])
+    with pytest.raises(WaitTimeoutError, match="b:0"):
+        reader.recv_batch(["a:0", "b:0"])
+    late.send_batch([2], ["r:0"])
+    first.send_batch([3], ["r:0"])
+    with pytest.raises(WorkerError, match=r"of different batches \(\{'a:0': 2, 'b:0': 1\}\)"):
+        reader.recv_batch(["a:0", "b:0"])
+    with pytest.raises(ValueError, match="`to` is empty"):
+        first.send_batch([1], [])
+
+
+def test_a_rank_that_was_started_again_counts_on() -> None:
+    messages: dict[tuple[str, ...], deque[Any]] = defaultdict(deque)
+    anew = Rank("a:0", 2, messages)
+    messages["a:1", "a:0", "rows for r:0"].append((5, 1))
+    anew.send_batch([1], ["r:0"])
+    assert list(messages["a:0", "r:0", "batch"]) == [(5, [1])]

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,6 +57,7 @@ class Mailbox:
         self._scratch = Scratch("mail", shared_memory())
         self.home = Home(Place(ray.get_runtime_context().get_node_id(), kind), self._scratch.name)
         self._came: dict[tuple[str, str], deque[Parcel]] = defaultdict(deque)
+        self.batches: Counter[str] = Counter()  # sent, by whom they are for
         self._peers: dict[str, _Peer] = {}
         self._met: set[str] = set()
         self._changed = threading.Condition()
