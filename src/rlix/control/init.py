@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,17 +224,23 @@ def _own_session() -> Iterator[None]:
 def _bare() -> Iterator[None]:
     """Ray without its autoscaler, with a lighter script to start workers with, and without the process of a dashboard
     that is not included: Ray starts that all the same and waits for it, for its telemetry alone."""
-    dashboard, autoscaler, raylet = services.start_api_server, Node.start_monitor, services.start_raylet
     setups = {str(Path(ray.__file__).with_name("_private") / "workers" / "setup_worker.py"): setup_worker.__file__}
-    services.start_api_server = lambda *_, **__: ("", None)
-    Node.start_monitor = lambda _: None
-    services.start_raylet = lambda *args, **named: raylet(
-        *(setups.get(arg, arg) if isinstance(arg, str) else arg for arg in args), **named
+
+    def start_raylet(before: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return before(*(setups.get(arg, arg) if isinstance(arg, str) else arg for arg in args), **named)
+
+    patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (services, "start_api_server", lambda *_, **__: ("", None)),
+        (Node, "start_monitor", lambda *_, **__: None),
+        (services, "start_raylet", start_raylet),
     )
-    try:
+    with contextlib.ExitStack() as patched:
+        for owner, name, instead in patches:
+            if hasattr(owner, name):  # a Ray that calls it otherwise starts more slowly
+                before = getattr(owner, name)
+                patched.callback(setattr, owner, name, before)
+                setattr(owner, name, partial(instead, before))
         yield
-    finally:
-        services.start_api_server, Node.start_monitor, services.start_raylet = dashboard, autoscaler, raylet
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:
