@@ -23,7 +23,7 @@ config = (
 if not plain:
     config = rlix.rllib(config, "rllib_ppo")
 algorithm = config.build_algo()
-rows, outside = [], [0]  # bytes on the device while no lease is held
+rows, outside = [], []  # bytes on the device while no lease is held, by step
 for _ in range(iterations):
     result = algorithm.train()
     loss = float(result["learners"]["default_policy"]["total_loss"])
@@ -31,4 +31,4 @@ for _ in range(iterations):
     if not plain:
         outside.append(algorithm._rlix.learners.device_bytes())
 algorithm.stop()
-out.write_text(json.dumps({"rows": rows, "outside": max(outside)}))
+out.write_text(json.dumps({"rows": rows, "outside": max(outside, default=None)}))

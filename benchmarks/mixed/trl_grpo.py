@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 model, out, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-outside: list[int] = []  # bytes on the device while no lease is held
+outside: list[int | None] = []  # bytes on the device while no lease is held, by step; None: the script is no job
 
 
 class BetweenSteps(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         attached = getattr(trainer, "_rlix", None)  # which the plain script has not
-        outside.append(sum(each.device_bytes for each in attached.parts.all) if attached else 0)
+        outside.append(sum(each.device_bytes for each in attached.parts.all) if attached else None)
 
 
 def share_of_ones(completions: list[str], **_: object) -> list[float]:
@@ -37,4 +37,4 @@ trainer = GRPOTrainer(
 )  # fmt: skip
 trainer.train()
 rows = [[row["loss"], row["grad_norm"], row["reward"]] for row in trainer.state.log_history if "loss" in row]
-out.write_text(json.dumps({"rows": rows, "outside": max(outside)}))
+out.write_text(json.dumps({"rows": rows, "outside": None if None in outside else max(outside)}))

@@ -44,6 +44,7 @@ def test_ray_starts_nothing_that_nobody_uses(ray_session: Any) -> None:
     started = " ".join(part for p in psutil.Process().children(recursive=True) for part in p.cmdline())
     assert "/raylet" in started
     assert not re.search(r"/dashboard\.py|/_private/monitor\.py|autoscaler", started)
+    assert "/rlix/control/setup_worker.py" in started  # in what the raylet starts workers with
 
 
 def test_errors_keep_their_type_and_say_what_to_do(ray_session: Any) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, Site
 from rlix.engine.executors.transformers import TransformersExecutor, kv_budget
 from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part, Phase, WeightsId
 from rlix.engine.model_source import ModelSource
+from rlix.engine.movers import VirtualMover
 from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
@@ -77,6 +79,24 @@ def test_a_pull_that_breaks_off_half_way_leaves_no_mixed_weights(executor: Trans
         executor.load(None, ALL_PARTS)
     executor.load(broken, ALL_PARTS)
     assert answer(executor) == greedy(model(1), (5, 6), 8)
+
+
+def test_weights_lost_on_the_way_to_host_memory_are_known_to_be_lost(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Losing(VirtualMover):
+        def evict(self, storages: list[torch.UntypedStorage]) -> list[torch.Tensor | None]:
+            storages[0].resize_(0)
+            raise MemoryError("half-way")
+
+    monkeypatch.setattr(executor._resident, "_mover", Losing())
+    with pytest.raises(MemoryError):
+        executor.offload(keep_host=True)
+    assert (executor.life.phase, executor.life.weights, executor.device_bytes) == (Phase.FAILED, None, 0)
+    with pytest.raises(NotResidentError, match=r"lost on the way to host memory: half-way.*call cuda"):
+        answer(executor)
+    executor.load(published(model(0), version=1), ALL_PARTS)
+    assert answer(executor) == greedy(model(0), (5, 6), 8)
 
 
 def test_a_refused_update_changes_nothing(executor: TransformersExecutor) -> None:

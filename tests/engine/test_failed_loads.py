@@ -60,11 +60,19 @@ def context() -> Any:
 
 
 SERVING = Life().brought(*Part).filled(SOURCE)
+HOST = SERVING.released(keep_host=True)
 
 
 @pytest.mark.parametrize(
     ("after", "held"),
-    [(Life(), None), (SERVING.released(keep_host=True), None), (SERVING, FENCE), (SERVING.failed("half-way"), FENCE)],
+    [
+        (Life(), None),
+        (HOST, None),
+        (HOST.failed("no room"), None),
+        (SERVING, FENCE),
+        (SERVING.failed("half-way"), FENCE),
+        (SERVING.failed("dropped, or not", *Part), FENCE),
+    ],
 )
 def test_a_replica_lets_go_of_what_it_brought_nothing_to(
     after: Life, held: Fence | None, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -249,3 +250,15 @@ def test_what_waits_in_host_memory_can_be_read_there_and_is_as_it_was_afterwards
     subject.to_meta()
     with pytest.raises(NotResidentError, match="on meta"), subject.readable():
         raise AssertionError("there is nothing to read")
+
+
+def test_what_is_dropped_goes_back_to_the_system() -> None:
+    """Not only to the C library, which keeps what lies below something that is still used."""
+    process = psutil.Process()
+    before = process.memory_full_info().uss
+    tensors = [torch.ones(16_000) for _ in range(3_000)]  # 192 MB in pieces that do not get pages of their own
+    above = torch.ones(16_000)
+    resident = ResidentSet("pieces", lambda: tensors, CPU)
+    assert process.memory_full_info().uss - before > 150e6
+    resident.to_meta()
+    assert process.memory_full_info().uss - before < 50e6, f"kept below {above.data_ptr():#x}"

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from rlix.engine.base import Engine
-from rlix.engine.life_cycle import Life, Part, Residency, WeightsId
+from rlix.engine.life_cycle import Life, Part, Phase, Residency, WeightsId
 from rlix.engine.movers import ROOM_TIMEOUT_S, Room, SwapMover
 from rlix.engine.residency import MoveReport, ResidentSet
 from rlix.engine.swap import swap
@@ -50,8 +51,14 @@ class Gpu:
 class OnGpu(SwapMover):
     """Storages of host memory, which count as the GPU's. `leaves` is called before a part is given back."""
 
-    def __init__(self, gpu: Gpu, part_bytes: int, leaves: Callable[[], object] = lambda: None) -> None:
-        super().__init__(CPU, room=Room(gpu.free, part_bytes, sleep=gpu.wait))
+    def __init__(
+        self,
+        gpu: Gpu,
+        part_bytes: int,
+        leaves: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(CPU, room=Room(gpu.free, part_bytes, clock=clock, sleep=gpu.wait))
         self.gpu, self.leaves, self.came = gpu, leaves, threading.Event()
 
     def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -60,9 +67,9 @@ class OnGpu(SwapMover):
         if size:
             self.came.set()
 
-    def _let_go(self, part: Any, arrived: Any) -> Any:
+    def _let_go(self, part: Any, arrived: Any) -> None:
         self.leaves()
-        return super()._let_go(part, arrived)
+        super()._let_go(part, arrived)
 
 
 def tensors(seed: int, sizes: list[int]) -> list[torch.Tensor]:
@@ -110,20 +117,70 @@ def test_a_wait_for_room_is_bounded_by_when_more_came_last() -> None:
         room.take(lambda: gpu.change(50), 50)
 
 
-def test_a_move_part_by_part_that_fails_in_the_middle_has_changed_nothing() -> None:
-    gpu, parts_left = Gpu(100, used=100), itertools.count(1)
+class Fails:
+    """Somebody who takes `taken` bytes at the third part to leave, which then breaks off, as do `more` after it."""
 
-    def leaves() -> None:
-        if next(parts_left) == 3:
-            raise MemoryError("no room")
+    def __init__(self, gpu: Gpu, taken: int = 0, more: int = 0) -> None:
+        self.gpu, self.taken, self.last, self.parts = gpu, taken, 3 + more, itertools.count(1)
 
+    def __call__(self) -> None:
+        part = next(self.parts)
+        if part == 3:
+            self.gpu.change(self.taken)
+        if 3 <= part <= self.last:
+            raise MemoryError(f"part {part} broke off")
+
+
+@pytest.mark.parametrize("when", ["before it has left", "when it has left"])
+def test_a_move_part_by_part_that_fails_in_the_middle_has_changed_nothing(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(100, used=100)
+    fails = Fails(gpu)
+    mover = OnGpu(gpu, 20, fails) if when == "before it has left" else OnGpu(gpu, 20)
+    if when == "when it has left":
+        monkeypatch.setattr(mover, "trim", fails)
     held = tensors(3, [20] * 5)
     before = [tensor.clone() for tensor in held]
-    subject = ResidentSet("a model", lambda: held, CPU, mover=OnGpu(gpu, 20, leaves))
+    subject = ResidentSet("a model", lambda: held, CPU, mover=mover)
     with pytest.raises(MemoryError):
         subject.to_host()
     assert (subject.state, gpu.used) == (Residency.DEVICE, 100)
     assert all(torch.equal(tensor, whole) for tensor, whole in zip(held, before, strict=True))
+
+
+def waiting_in_vain() -> Callable[[], float]:
+    """A clock by which no more room comes in time."""
+    return itertools.count(0.0, ROOM_TIMEOUT_S).__next__
+
+
+def test_where_others_have_taken_the_room_to_come_back_to_the_rest_leaves_as_well() -> None:
+    gpu = Gpu(100, used=100)
+    held = tensors(3, [20] * 5)
+    before = [tensor.clone() for tensor in held]
+    mover = OnGpu(gpu, 20, Fails(gpu, taken=30), waiting_in_vain())
+    subject = ResidentSet("a model", lambda: held, CPU, mover=mover)
+    assert subject.to_host().bytes == 100
+    assert (subject.state, subject.host_bytes, gpu.used) == (Residency.HOST, 100, 30)
+    gpu.change(-30)
+    subject.to_device()
+    assert all(torch.equal(tensor, whole) for tensor, whole in zip(held, before, strict=True))
+
+
+def test_bytes_that_can_neither_come_back_nor_leave_are_lost_aloud() -> None:
+    gpu = Gpu(100, used=100)
+    held = tensors(3, [20] * 5)
+    mover = OnGpu(gpu, 20, Fails(gpu, taken=30, more=1), waiting_in_vain())
+    subject = ResidentSet("a model", lambda: held, CPU, mover=mover)
+    with pytest.raises(MemoryError, match="part 4"):
+        subject.to_host()
+    assert (subject.state, subject.life.phase) == (Residency.META, Phase.FAILED)
+    assert subject.life.failure == "its bytes were lost on the way to host memory: part 4 broke off"
+    with pytest.raises(NotResidentError, match="load weights first"):
+        subject.to_device()
+    with subject.filling() as report:
+        assert report.bytes == 100
+    assert subject.life.phase is Phase.SERVING
 
 
 class Fake(Engine):
@@ -178,13 +235,32 @@ def test_otherwise_one_comes_when_the_other_has_left(why: str) -> None:
     assert log == ["cpu", "cuda None"]
 
 
-def test_the_error_of_the_one_that_leaves_comes_first() -> None:
+class Waiting(Fake):
+    """There is no room for its weights alone, which is to say while the other leaves."""
+
+    def cuda(self, what: str | None = None) -> MoveReport:
+        report = super().cuda(what)
+        if what is not None:
+            raise RlixError("no room")
+        return report
+
+
+def test_what_waited_in_vain_while_the_other_left_comes_when_that_has_left() -> None:
+    log: list[str] = []
+    report = swap(Fake(log, SERVING), Waiting(log, HOST))
+    assert (sorted(log[:2]), log[2:]) == (["cpu", "cuda weights"], ["cuda None"])
+    assert (report.overlapped, report.left.bytes, report.came) == (False, 10, MoveReport(10, 1.0, 0.1, 0.2))
+
+
+def test_the_error_of_the_one_that_leaves_comes_first_and_the_others_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Stuck(Fake):
         def cpu(self) -> MoveReport:
             raise NotResidentError("it is stuck")
 
-        def cuda(self, what: str | None = None) -> MoveReport:
-            raise RlixError("no room")
-
+    log: list[str] = []
     with pytest.raises(NotResidentError, match="stuck"):
-        swap(Stuck([], SERVING), Stuck([], HOST))
+        swap(Stuck(log, SERVING), Waiting(log, HOST))
+    assert log == ["cuda weights"]
+    assert "was leaving: no room" in caplog.text

@@ -13,7 +13,8 @@ from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import WorkerError
-from tests.engine.training_models import policy
+from rlix.protocol.messages import Device, DeviceKind
+from tests.engine.training_models import Swapping, policy
 
 
 class Ranks:
@@ -101,3 +102,11 @@ def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
     with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost; build\(\)"):
         engine._run("ping", timeout_s=1.0)
     assert group.closed
+
+
+def test_gradual_moves_are_refused_where_an_executor_moves_its_bytes_itself() -> None:
+    here = Device(0, "node", "127.0.0.1", 0, DeviceKind.CPU)
+    engine = TrainEngine(policy(), executor=Swapping)
+    with pytest.raises(ValueError, match="gradual_moves: executor Swapping has a mover of its own"):
+        engine.build(devices=[here], seed=0, gradual_moves=True)
+    assert not engine.devices

@@ -8,17 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.tune.result import TRIAL_INFO
 
 from rlix.control.rollout_lease import Granted, Taken
 from rlix.integrations.rllib import sampling
 from rlix.integrations.rllib.learner_thread import ThreadGate
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 
-pytest.importorskip("gymnasium")
-algorithms = pytest.importorskip("rlix.integrations.rllib.algorithm")
-
 Log = list[str]
+
+
+@pytest.fixture(scope="module")
+def algorithms() -> Any:
+    """Takes seconds to import, which only who runs these tests should pay."""
+    pytest.importorskip("gymnasium")
+    return pytest.importorskip("rlix.integrations.rllib.algorithm")
 
 
 class Program:
@@ -46,38 +49,25 @@ class Algorithm:
         raise ValueError(config)
 
 
-def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_job_that_fails_to_set_up_gives_its_lease_back_first(
+    algorithms: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     log: Log = []
 
     def attach(name: str, **_: Any) -> Program:
         log.append(name)
         return Program(log)
 
-    record = SimpleNamespace(did=lambda *_: None, close=lambda error, stopped: log.append(error))
+    record = SimpleNamespace(
+        did=lambda *_: None, broken=lambda error: log.append(f"broken: {error}"), close=lambda: log.append("recorded")
+    )
     monkeypatch.setattr(algorithms, "attach", attach)
     monkeypatch.setattr(algorithms, "RunRecord", lambda *_: record)
     settings = algorithms.Settings("job", 1, False, tmp_path)
     leased: Any = type("PPO", (algorithms.Leased, Algorithm), {"_rlix_settings": settings})
     with pytest.raises(ValueError, match="no such environment"):
-        leased({TRIAL_INFO: SimpleNamespace(trial_id="a1")})
-    assert log == ["job-a1", "granted", "given back", "ValueError: no such environment", "left the pool"]
-
-
-def test_how_an_algorithm_that_nobody_stopped_ended_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    ended: list[tuple[str | None, bool]] = []
-    record = SimpleNamespace(
-        did=lambda *_: None, step=lambda *_: None, close=lambda error, stopped: ended.append((error, stopped))
-    )
-    monkeypatch.setattr(algorithms, "attach", lambda name, **_: Program([]))
-    monkeypatch.setattr(algorithms, "RunRecord", lambda *_: record)
-    for broken in ((), (KeyboardInterrupt(),), (ValueError("no"),), (ValueError("no"), None)):
-        job = algorithms.Job(algorithms.Settings("job", 1, False, tmp_path), None)
-        job.start()
-        for error in broken:
-            job.broken(error) if error else job.stepped({})
-        job.close()  # at exit
-        job.close()
-    assert ended == [(None, False), (None, True), ("ValueError: no", False), (None, False)]
+        leased({algorithms.TRIAL_INFO: SimpleNamespace(trial_id="a1")})
+    assert log == ["job-a1", "granted", "broken: no such environment", "given back", "recorded", "left the pool"]
 
 
 class Rollout:
@@ -166,7 +156,7 @@ def test_whole_episodes_are_not_sampled_elastically() -> None:
         sampling.make_elastic(algorithm, sampler(Rollout()))
 
 
-def test_what_cannot_be_leased_is_refused() -> None:
+def test_what_cannot_be_leased_is_refused(algorithms: Any) -> None:
     from ray.rllib.algorithms.ppo import PPOConfig
 
     with pytest.raises(SpecError, match="num_gpus_per_learner would take Ray's GPUs"):
@@ -180,25 +170,44 @@ def test_what_cannot_be_leased_is_refused() -> None:
 
 
 class LearnerThread(threading.Thread):
-    """As RLlib's: it waits at the queue before the gate is there, and ends with what an update raises."""
+    """As RLlib's: it waits at the queue before the gate is there, and ends with what an update raises.
+
+    It is the learner too, whose `update` waits, without a bound, until the batch is learnt from.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self._in_queue: Any = Queue()
+        self._learner_thread_in_queue = self._in_queue
         self._learner_thread = self
+        self._update_method: Any = LearnerThread.learn
+        self._agg_event = threading.Event()
         self._submitted_updates = 0
         self.stopped = False
         self.on_device = True
         self.learnt: list[tuple[int, bool]] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
-    def update(self, *batches: int) -> None:
+    def update(self, *batches: int, wait: bool = True) -> None:
         for batch in batches:
+            self._learner_thread_in_queue.put(batch, block=True)
             self._submitted_updates += 1
-            self._in_queue.put(batch)
+            if wait:
+                self._agg_event.wait()
+                self._agg_event.clear()
+
+    def learn(self, batch: int) -> None:
+        self.goes_on.wait(60)
+        if batch < 0:
+            raise ValueError(batch)
+        self.learnt += [(batch, self.on_device), (batch, self.on_device)]
 
     def run(self) -> None:
-        while (batch := self._in_queue.get()) is not None and batch >= 0:
-            self.learnt += [(batch, self.on_device), (batch, self.on_device)]
+        with contextlib.suppress(ValueError):
+            while (batch := self._in_queue.get()) is not None:
+                self._update_method(self=self, batch=batch)
+                self._agg_event.set()
 
 
 def test_a_learners_thread_learns_all_it_was_given_before_the_bytes_leave_and_nothing_after() -> None:
@@ -209,21 +218,35 @@ def test_a_learners_thread_learns_all_it_was_given_before_the_bytes_leave_and_no
     for first in (1, 4):
         thread.on_device = True
         gate.open()
-        thread.update(first, first + 1, first + 2)
+        thread.update(first, first + 1, first + 2, wait=False)
         gate.close()
         thread.on_device = False
     assert thread.learnt == [(batch, True) for batch in range(1, 7) for _ in range(2)]
-    thread.update(7)
+    thread.update(7, wait=False)
     thread.stopped = True
     thread.join(60)
     assert not thread.is_alive()
     assert len(thread.learnt) == 12
 
 
-def test_a_learners_thread_that_died_is_not_waited_for() -> None:
+@pytest.mark.parametrize("before", [(), (1, 2)])
+def test_an_update_that_raises_ends_the_wait_for_it_and_is_said(before: tuple[int, ...]) -> None:
     thread = LearnerThread()
     thread.start()
     gate = ThreadGate(thread)
-    thread.update(-1, 1)
+    thread.update(*before, -1)
+    with pytest.raises(RlixError, match="learner thread failed, and ended it"):
+        thread.update(3)  # which nobody would learn from
     with pytest.raises(RlixError, match="learner thread failed, and ended it"):
         gate.close()
+
+
+def test_a_learners_thread_that_hangs_is_not_waited_for_for_ever() -> None:
+    thread = LearnerThread()
+    thread.goes_on.clear()
+    thread.start()
+    gate = ThreadGate(thread, drain_timeout_s=0.01)
+    thread.update(1, 2, wait=False)
+    with pytest.raises(WaitTimeoutError, match="has not learnt from all it was handed over"):
+        gate.close()
+    thread.goes_on.set()

@@ -3,7 +3,6 @@
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +18,14 @@ from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_
 from rlix.integrations.trl.install import Session, install, main, once
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration
+from rlix.monitor.records import load_run
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import NotResidentError, SpecError
 from rlix.protocol.types import Phase
+from tests.integrations.test_run_record import record_in
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
@@ -193,37 +194,25 @@ def test_what_is_missing_is_said_before_there_is_a_job(monkeypatch: pytest.Monke
         install("nobody")
 
 
-class Ended:
-    """A run record, or how its session ended."""
-
-    folder = SimpleNamespace(path=Path("runs/job"))
-
-    def close(self, error: str | None, *, stopped: bool) -> None:
-        self.how = (error, stopped)
-
-
 @pytest.mark.parametrize(
     ("script", "code", "how"),
     [
-        ("", None, (None, False)),
-        ("raise SystemExit(0)", 0, (None, False)),
-        ("import argparse; argparse.ArgumentParser().parse_args(['--no-such'])", 2, ("exit code 2", False)),
-        ("raise SystemExit('no data')", "no data", ("no data", False)),
-        ("raise ValueError('no data')", None, ("ValueError: no data", True)),
-        ("raise KeyboardInterrupt", None, (None, True)),
+        ("", None, "finished"),
+        ("raise SystemExit(0)", 0, "finished"),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--no-such'])", 2, "failed"),
+        ("raise SystemExit('no data')", "no data", "failed"),
     ],
 )
 def test_how_a_script_ended_is_recorded(
     script: str,
     code: Any,
-    how: tuple[str | None, bool],
+    how: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ended: Any = Ended()
-    session = Session("job", Stages(Watched()), ended)
+    session = Session("job", Stages(Watched()), record_in(tmp_path))
     monkeypatch.setattr(install_module, "install", lambda: session)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -232,13 +221,10 @@ def test_how_a_script_ended_is_recorded(
         main([str(tmp_path / "train.py")])
     except SystemExit as end:
         assert end.code == code
-    except (ValueError, KeyboardInterrupt) as error:  # as the interpreter does
-        install_module._note_failure(session, lambda *_: None, type(error), error, None)
     session.close()
-    assert "rlix: job is a job of the pool; run folder: runs/job\n" in capsys.readouterr().err
-    assert ("ended without building a trainer" in caplog.text) == (how == (None, False))
-    said, stopped = ended.how
-    assert (said == how[0] or (said is not None and how[0] is not None and how[0] in said), stopped) == (True, how[1])
+    assert f"rlix: job is a job of the pool; run folder: {tmp_path}/job\n" in capsys.readouterr().err
+    assert ("ended without building a trainer" in caplog.text) == (how == "finished")
+    assert load_run(tmp_path / "job").state == how
 
 
 def test_what_forbids_a_job_is_one_line(

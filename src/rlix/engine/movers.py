@@ -1,5 +1,7 @@
 """How the bytes of storages leave a device and come back: in earnest, or on a virtual GPU in the books only."""
 
+import ctypes
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +13,8 @@ import psutil
 import torch
 
 from rlix.protocol.errors import RlixError
+
+logger = logging.getLogger(__name__)
 
 PINNED_SHARE = 0.5
 """Of the machine's memory: most that one process pins for its moves; what does not fit waits in ordinary memory."""
@@ -28,7 +32,10 @@ class Mover(Protocol):
     """How the bytes of storages leave a device and come back. What raises has changed nothing."""
 
     def evict(self, storages: list[torch.UntypedStorage]) -> list[torch.Tensor | None]:
-        """Free the storages' device memory; return for each what `restore` needs to bring it back."""
+        """Free the storages' device memory; return for each what `restore` needs to bring it back.
+
+        What raises and leaves a storage without bytes has lost what they all held.
+        """
         ...
 
     def restore(self, storages: list[torch.UntypedStorage], copies: list[torch.Tensor | None]) -> None: ...
@@ -168,20 +175,20 @@ class SwapMover:
     def evict(self, storages: list[torch.UntypedStorage]) -> list[torch.Tensor | None]:
         copies: list[torch.Tensor | None] = [*self._host.lend([storage.nbytes() for storage in storages])]
         travelling: deque[tuple[_Pairs, torch.cuda.Event | None]] = deque()
-        gone: _Pairs = []
         if self._room is not None:
             self.trim()  # what the engine has freed by now is somebody else's as well
         try:
             for part in self._parts(storages, copies):
                 travelling.append((part, self._start((copy, _as_bytes(storage)) for storage, copy in part)))
                 if len(travelling) > 1:  # while one travels, the one before it is given back
-                    gone += self._let_go(*travelling.popleft())
+                    self._let_go(*travelling.popleft())
             while travelling:
-                gone += self._let_go(*travelling.popleft())
-        except BaseException:  # re-raised; whatever had left comes back
+                self._let_go(*travelling.popleft())
+        except BaseException as error:  # re-raised, unless what had left cannot come back
             self._settle()
-            self.restore([storage for storage, _ in gone], [copy for _, copy in gone])
-            raise
+            if self._came_back(storages, copies):
+                raise
+            logger.warning("bytes left a device only at the second try, as their room was taken: %s", error)
         return copies
 
     def restore(self, storages: list[torch.UntypedStorage], copies: list[torch.Tensor | None]) -> None:
@@ -247,12 +254,23 @@ class SwapMover:
         if arrived is not None:
             arrived.synchronize()
 
-    def _let_go(self, part: _Pairs, arrived: torch.cuda.Event | None) -> _Pairs:
+    def _let_go(self, part: _Pairs, arrived: torch.cuda.Event | None) -> None:
         self._wait(arrived)
         for storage, _ in part:  # not before every byte has arrived
             self._resize(storage, 0)
         self.trim()
-        return part
+
+    def _came_back(self, storages: list[torch.UntypedStorage], copies: list[torch.Tensor | None]) -> bool:
+        """After a move away that broke off: back to the device; or, where others have taken its room, all away."""
+        pairs = [pair for part in self._parts(storages, copies) for pair in part]
+        gone = [(storage, copy) for storage, copy in pairs if not storage.nbytes()]
+        try:
+            self.restore([storage for storage, _ in gone], [copy for _, copy in gone])
+            return True
+        except (RlixError, torch.OutOfMemoryError):
+            rest = [(storage, copy) for storage, copy in pairs if storage.nbytes()]
+            self._let_go(rest, self._start((copy, _as_bytes(storage)) for storage, copy in rest))
+            return False
 
     def _settle(self) -> None:
         """Until nothing travels any more: what is freed then is nobody's target."""
@@ -272,6 +290,14 @@ def _cuda_pin(address: int, size: int) -> bool:
 def _cuda_unpin(address: int) -> None:
     if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
         raise RlixError(f"host memory at {address:#x} could not be unpinned: is the device lost?")
+
+
+def trim_heap() -> None:
+    """Give freed host memory back to the system. The C library (glibc; others have no such call) keeps what lies below
+    something that is still used, and a state that is dropped and loaded again leaves more of that each time."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def mover_for(device: torch.device, *, gradual: bool = False) -> Mover:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlix.engine.life_cycle import SOURCE, Part, Residency, training
-from rlix.engine.movers import Mover, mover_for
+from rlix.engine.movers import Mover, mover_for, trim_heap
 from rlix.protocol.errors import NotResidentError
 
 
@@ -87,7 +87,7 @@ class ResidentSet:
     def to_host(self) -> MoveReport:
         """Free the device memory and keep the bytes in host memory. Nothing happens when already there.
 
-        When this or `to_device` raises, the bytes are where they were.
+        When this or `to_device` raises, the bytes are where they were; or else they are lost, which `life` says then.
         """
         if self.state is Residency.HOST:
             return MoveReport(0, 0.0)
@@ -155,11 +155,24 @@ class ResidentSet:
     def _evict(self) -> int:
         leaving = self._storages()
         sizes = [s.nbytes() for s in leaving]
-        self._copies = self._mover.evict(leaving)
+        try:
+            self._copies = self._mover.evict(leaving)
+        except BaseException as error:  # re-raised
+            if not all(s.nbytes() for s in leaving):
+                self._lose(leaving, sizes, f"its bytes were lost on the way to host memory: {error}")
+            raise
         self._away, self._sizes = leaving, sizes
         self.life = self.life.released(keep_host=True)
         self._mover.trim()
         return sum(sizes)
+
+    def _lose(self, storages: list[torch.UntypedStorage], sizes: list[int], reason: str) -> None:
+        """Some of the bytes are gone for good, and the others worth nothing: `filling` brings the set back."""
+        self._away, self._sizes = storages, sizes
+        self.life = self.life.failed(reason, Part.WEIGHTS)
+        for storage in storages:
+            storage.resize_(0)
+        self._mover.discard()
 
     def _restore(self) -> int:
         self._mover.restore(self._away, self._copies)
@@ -178,6 +191,7 @@ class ResidentSet:
         self.life = self.life.released(keep_host=False)
         self._mover.discard()
         self._mover.trim()
+        trim_heap()
         return sum(self._sizes)
 
     def _regrow(self) -> int:

@@ -1,13 +1,17 @@
 """The run folder of a program that attached itself: what a report is made of."""
 
+import functools
 import logging
+import signal
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import yaml
 
@@ -17,6 +21,8 @@ from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.protocol.errors import RlixError, SpecError
 
 logger = logging.getLogger(__name__)
+
+_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, signal.SIGTERM)  # the last is Ray's, after SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,10 @@ class RunRecord:
         self._step = 0
         self._first = True
         self._last_time = time.time()
+        self._error: str | None = None
+        self._stopped = False
+        _watch()
+        _open.add(self)
         self._folder.write_spec(yaml.safe_dump({"name": program.name, "program": kind.name}))
         self._event("job", event="started", detail=None)
         devices = program.client.devices().values()
@@ -74,15 +84,33 @@ class RunRecord:
             row |= {ours: row[theirs] for ours, theirs in self._kind.metrics.items() if theirs in row}
             self._folder.metrics({**row, "step": step, "time": now, "step_s": now - self._last_time})
             self._step, self._last_time = step + 1, now
+            self._error, self._stopped = None, False
             self._write_leases()
 
-    def close(self, error: str | None = None, *, stopped: bool = False) -> None:
-        """How it ended: it failed, was stopped in the middle, or finished. Calling it again changes nothing."""
+    def broken(self, error: BaseException) -> None:
+        """How it ends, unless another step is made: Ctrl-C and a signal's exit code stop it, anything else has failed.
+
+        What nobody catches and `sys.exit` with a code need not be told.
+        """
+        code = error.code if isinstance(error, SystemExit) else None
+        if isinstance(error, SystemExit) and not code:
+            return
+        self._stopped = isinstance(error, KeyboardInterrupt) or code in _STOP_CODES
+        said = f"it ended with exit code {code}" if isinstance(code, int) else str(code or "")
+        self._error = None if self._stopped else said or f"{type(error).__name__}: {error}"
+
+    @property
+    def is_broken(self) -> bool:
+        return self._stopped or self._error is not None
+
+    def close(self, *, stopped: bool = False) -> None:
+        """It failed, was stopped in the middle, or finished. Calling it again changes nothing."""
         if not self._folder.is_open:
             return
         with self._lock:
             self._write_leases()
-        self._event("job", event="failed" if error else "stopped" if stopped else "finished", detail=error)
+        event = "failed" if self._error else "stopped" if stopped or self._stopped else "finished"
+        self._event("job", event=event, detail=self._error)
         self._folder.close()
 
     def __enter__(self) -> Self:
@@ -91,7 +119,9 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            self.broken(error)
+        self.close()
 
     def _write_leases(self) -> None:
         try:
@@ -103,3 +133,28 @@ class RunRecord:
 
     def _event(self, type_: str, **fields: object) -> None:
         self._folder.event({"type": type_, "time": time.time(), **fields})
+
+
+_open: "weakref.WeakSet[RunRecord]" = weakref.WeakSet()
+
+
+@functools.cache
+def _watch() -> None:
+    """Python tells nobody with which exit code it ends: hears of it before, as of an error that nobody caught."""
+    sys.excepthook = functools.partial(_on_uncaught, sys.excepthook)
+    sys.exit = functools.partial(_on_exit, sys.exit)
+
+
+def _on_uncaught(
+    before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    for record in _open:
+        record.broken(error)
+    before(kind, error, trace)
+
+
+def _on_exit(before: Callable[..., NoReturn], code: object = None) -> NoReturn:
+    if threading.current_thread() is threading.main_thread():  # another thread ends alone
+        for record in _open:
+            record.broken(SystemExit(code))
+    before(code)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,20 @@ def test_whoever_gave_up_before_his_request_began_takes_nothing(ray_session: Any
     ray.get(actor.give_back.remote(consumer), timeout=TIMEOUT_S)  # Ray may begin an async actor's calls in any order
     ray.get(actor.take.remote(consumer, this_process(), "", Want(), TIMEOUT_S), timeout=TIMEOUT_S)
     assert channel.get() == 7
+
+
+def test_what_nobody_took_goes_with_the_channel(ray_session: Any) -> None:
+    channel: Channel[Any] = Channel(1, timeout_s=TIMEOUT_S)
+    producer = channel.producer()
+    producer.put(np.arange(300_000))
+    assert channel._home is not None
+    folder = Path(channel._home[1])
+    assert len(list(folder.iterdir())) == 2
+    del channel, producer
+    deadline = time.monotonic() + TIMEOUT_S
+    while folder.exists():
+        assert time.monotonic() < deadline, f"{folder} is still there"
+        time.sleep(0.02)
 
 
 def test_the_end_of_the_actor_is_an_error_not_a_hang(ray_session: Any) -> None:

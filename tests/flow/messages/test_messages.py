@@ -59,8 +59,8 @@ class Talker(Worker):
 @pytest.fixture(scope="module")
 def groups(ray_session: Any) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     with (
-        WorkerGroup(Talker, name="makers", placements=devices(3), max_concurrency=1) as makers,
-        WorkerGroup(Talker, name="readers", placements=devices(2)) as readers,
+        WorkerGroup(Talker, name="makers", placements=devices(3), max_concurrency=1, namespace="job") as makers,
+        WorkerGroup(Talker, name="readers", placements=devices(2), namespace="job") as readers,
     ):
         readers.run("elsewhere", ranks=[1], timeout_s=TIMEOUT_S)
         homes = [ray.get(handle._rlix_home.remote()).folder for handle in (*makers.handles, *readers.handles)]
@@ -100,3 +100,6 @@ def test_nobody_waits_for_who_is_gone(groups: tuple[WorkerGroup, WorkerGroup]) -
     with pytest.raises(WorkerError, match="readers:1, at the other end of a message, has died"):
         readers.kill(1)
         makers.run("tell", ["readers:1"], ranks=[0], timeout_s=TIMEOUT_S)
+    readers.restart(0)  # whom makers:0 has written to before
+    makers.run("tell", ["readers:0"], ranks=[0], timeout_s=TIMEOUT_S)
+    assert readers.run("hear", "makers:0", ranks=[0], timeout_s=TIMEOUT_S) == [sum(range(ELEMENTS))]

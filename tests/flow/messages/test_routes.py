@@ -1,4 +1,4 @@
-"""By which way tensors go, and how batches are cut and joined: pure."""
+"""By which way messages go, and how batches are cut and joined: pure."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,30 +11,23 @@ from hypothesis import strategies as st
 
 from rlix.flow.channels.codec import pack, unpack
 from rlix.flow.messages.batches import cut, join, rows, spans
-from rlix.flow.messages.routes import BUILT, Carrier, Place, Route, route
+from rlix.flow.messages.routes import Carrier, Place, Route, route
 from rlix.protocol.messages import DeviceKind
 
-ALL = frozenset(Carrier)
 CPU, CUDA = DeviceKind.CPU, DeviceKind.CUDA
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "near", "best", "today"),
+    ("reader", "expected"),
     [
-        (CPU, CPU, True, Route(Carrier.SHARED_MEMORY), Route(Carrier.SHARED_MEMORY)),
-        (CPU, CPU, False, Route(Carrier.GLOO), Route(Carrier.OBJECT_STORE)),
-        (CPU, CUDA, True, Route(Carrier.SHARED_MEMORY), Route(Carrier.SHARED_MEMORY)),
-        (CUDA, CPU, True, Route(Carrier.SHARED_MEMORY, off=True), Route(Carrier.SHARED_MEMORY, off=True)),
-        (CUDA, CPU, False, Route(Carrier.GLOO, off=True), Route(Carrier.OBJECT_STORE, off=True)),
-        (CUDA, CUDA, True, Route(Carrier.CUDA_IPC), Route(Carrier.SHARED_MEMORY, off=True, onto=True)),
-        (CUDA, CUDA, False, Route(Carrier.NCCL), Route(Carrier.OBJECT_STORE, off=True, onto=True)),
+        (Place("a", CPU), Route(Carrier.SHARED_MEMORY, onto=False)),
+        (Place("a", CUDA), Route(Carrier.SHARED_MEMORY, onto=True)),
+        (Place("b", CPU), Route(Carrier.OBJECT_STORE, onto=False)),
+        (Place("b", CUDA), Route(Carrier.OBJECT_STORE, onto=True)),
     ],
 )
-def test_the_way_of_a_tensor(source: DeviceKind, target: DeviceKind, near: bool, best: Route, today: Route) -> None:
-    ends = Place("a", source), Place("a" if near else "b", target)
-    assert route(*ends, built=ALL) == best
-    assert route(*ends) == today
-    assert today.carrier in BUILT
+def test_the_way_of_a_message(reader: Place, expected: Route) -> None:
+    assert route("a", reader) == expected
 
 
 def test_only_what_came_from_a_device_goes_onto_the_readers() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from rlix.flow.programs.drift import WINDOW
 from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
+from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
@@ -348,13 +348,31 @@ def test_a_circle_goes_round_as_often_as_it_says(cpu_ranks: int) -> None:
             assert running.step(begin) == expected
 
 
-def test_what_goes_wrong_in_a_circle_is_what_a_step_raises() -> None:
-    flow = circular(cpu_ranks=2)
-    parts = [replace(part, method="short") if part.name == "world" else part for part in flow.parts]
-    wrong = Flow("walk", parts, ITEMS, circles=flow.circles)
-    known = profile(begin=0.1, act=0.2, world=0.2, both=0.1)
-    with (
-        Running(wrong, POOL, plan="auto", profile=known) as running,
-        pytest.raises(WorkerError, match="world made 4 items of 8"),
-    ):
-        running.step([(n, "") for n in range(ITEMS)])
+class Uneven(FlowWorker):
+    """A policy that loses an item of all slices but the first, whose world waits until that is known."""
+
+    known = threading.Event()
+
+    def act(self, items: list[int]) -> list[int]:
+        return items[items[0] > 0 :]
+
+    def world(self, items: list[int]) -> list[int]:
+        if not self.known.wait(60):
+            raise WaitTimeoutError("nobody stopped the first slice")
+        return items
+
+
+def test_a_slice_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: SegmentRun, error: BaseException) -> None:
+        stop(run, error)
+        Uneven.known.set()
+
+    stop = SegmentRun.fail
+    monkeypatch.setattr(SegmentRun, "fail", fail)
+    parts = [Part("act", Uneven, "act", most=1), Part("world", Uneven, "world", ("act",), cpu_ranks=2)]
+    flow = Flow("walk", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
+    with Running(flow, POOL, plan="auto", profile=profile(act=0.2, world=0.2)) as running:
+        (loop,) = running.plan.segments[0].stages[0].loops
+        assert loop.slices > 1
+        with pytest.raises(WorkerError, match=r"act made \d items of \d"):
+            running.step(list(range(ITEMS)))

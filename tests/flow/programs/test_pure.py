@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.flow.planner import Component, Edge, Graph, Mode, Point, Table, make_plan
+from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Point, SegmentPlan, StagePlan, Table, make_plan
+from rlix.flow.planner.plan import LoopPlan, PartPlan
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.drift import WINDOW, Drift, rescaled
 from rlix.flow.programs.flow import Circle, Flow, Part
@@ -68,6 +69,22 @@ def test_what_a_plan_takes_when_a_part_is_slower() -> None:
     assert {part.name: part.seconds / call for part in slower.parts} == pytest.approx({"a": 2.0, "b": 3.0, "c": 1.0})
     in_turn = make_plan(graph, 8, 3, mode=Mode.COLLOCATED).best
     assert rescaled(in_turn, {"b": 2.0}, after).seconds == pytest.approx(in_turn.seconds * 4 / 3)
+
+
+def test_what_a_circle_takes_when_its_parts_are_slower() -> None:
+    a, b = PartPlan("a", 1, 0, 1, 1.0), PartPlan("b", 1, 1, 1, 1.0)
+
+    def seconds(loop: LoopPlan, planned: float, **factors: float) -> float:
+        stage = StagePlan((a, b), 0, 2, planned, loops=(loop,))
+        plan = Plan((SegmentPlan((stage,), 8, planned),), 8, 2, planned, 0.0, True)
+        return rescaled(plan, factors, {}).seconds
+
+    beside = LoopPlan(("a", "b"), rounds=10, slices=2, shared=False)  # a round: both slices in either part
+    assert seconds(beside, 20.0, a=2.0, b=2.0) == pytest.approx(40.0)
+    assert seconds(beside, 20.0, b=2.0) == pytest.approx(40.0)  # of which a waits half
+    assert seconds(beside, 20.0, b=0.5) == pytest.approx(20.0)
+    in_turn = LoopPlan(("a", "b"), rounds=10, slices=1, shared=True)
+    assert seconds(in_turn, 25.0, b=2.0) == pytest.approx(35.0)  # 5 of them switch
 
 
 def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:

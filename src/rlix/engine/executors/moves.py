@@ -64,7 +64,10 @@ class MovingExecutor(InferenceExecutor):
 
     @abstractmethod
     def _leave(self, keep_host: bool) -> None:
-        """Release the devices' memory. When it raises, the weights are as they were and the cache is gone."""
+        """Release the devices' memory.
+
+        When it raises, the cache is gone, and the weights are as they were unless the life says that they are lost.
+        """
 
     @abstractmethod
     def _drop(self) -> None:

@@ -13,6 +13,7 @@ from rlix.engine.executors.decoder import Decoder, DecoderLimits
 from rlix.engine.executors.exact_decoder import ExactDecoder
 from rlix.engine.executors.loop import LoopExecutor
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
+from rlix.engine.life_cycle import Part
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
 from rlix.engine.movers import mover_for
@@ -177,10 +178,14 @@ class TransformersExecutor(LoopExecutor):
     def _leave(self, keep_host: bool) -> None:
         self._forget()
         if self._resident is not None:
-            if keep_host:
-                self._resident.to_host()
-            else:
+            if not keep_host:
                 self._resident.to_meta()
+                return
+            try:
+                self._resident.to_host()
+            finally:
+                if lost := self._resident.life.failure:
+                    self.change(lambda life: life.failed(lost, *Part))
 
     def _drop(self) -> None:
         self._forget()

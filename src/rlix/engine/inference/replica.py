@@ -15,7 +15,7 @@ from rlix.engine.declared import Deadlines
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.executors.registry import Backend
 from rlix.engine.inference.requests import Collected, GenerationChunk, GenerationRequest, GenerationResult
-from rlix.engine.life_cycle import Life, Part, Phase
+from rlix.engine.life_cycle import Life, Part, Phase, Residency
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
@@ -100,7 +100,8 @@ class Replica(Worker):
             try:
                 return await self._move(lambda: self._executor.load(weights, parts), self._declared.expand_s)
             except BaseException:  # re-raised; where nothing came, nothing is held
-                if self._executor.life.phase in (Phase.OFF, Phase.HOST):
+                after = self._executor.life
+                if after.phase is Phase.OFF or after.residency is Residency.HOST:  # which may count as failed
                     await asyncio.to_thread(self._let_go)
                 raise
 

@@ -1,6 +1,7 @@
 """The process that a channel lives in: its state machine, who waits for it, and what becomes of dead users."""
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 from collections import deque
@@ -43,6 +44,7 @@ class ChannelActor:
     def __init__(self, capacity: int, capacity_bytes: int | None, groups: Sequence[str], rule: Rule) -> None:
         self._state = ChannelState(capacity, capacity_bytes, groups, rule)
         self._scratch = Scratch("channel", shared_memory())
+        atexit.register(self._scratch.cleanup)  # with what nobody took; of a process that is killed, the next sweep's
         self._node = ray.get_runtime_context().get_node_id()
         self._parcels: dict[int, Parcel] = {}
         self._producers: dict[str, Process] = {}

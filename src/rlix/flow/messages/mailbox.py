@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlix.flow.channels.codec import Parcel, pack, unpack
 from rlix.flow.messages.peer import Peer
-from rlix.flow.messages.routes import Carrier, Place, route
+from rlix.flow.messages.routes import Carrier, Place, Route, route
 from rlix.flow.scratch import Scratch, shared_memory
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
@@ -49,13 +49,15 @@ class _Peer:
 
 
 class Mailbox:
-    """`me`: the worker's name, `group:rank`. Thread-safe."""
+    """`me`: the worker's name, `group:rank`, in this namespace of Ray's (None: the program's). Thread-safe."""
 
-    def __init__(self, me: str, kind: DeviceKind) -> None:
+    def __init__(self, me: str, kind: DeviceKind, namespace: str | None = None) -> None:
         self.me = me
+        self._namespace = namespace
         self._scratch = Scratch("mail", shared_memory())
         self.home = Home(Place(ray.get_runtime_context().get_node_id(), kind), self._scratch.name)
         self._came: dict[tuple[str, str], deque[Parcel]] = defaultdict(deque)
+        self.batches: Counter[str] = Counter()  # sent, by whom they are for
         self._peers: dict[str, _Peer] = {}
         self._met: set[str] = set()
         self._changed = threading.Condition()
@@ -71,24 +73,41 @@ class Mailbox:
 
         Raises:
             WorkerError: one of them has died.
-            WaitTimeoutError: one of them is not there, or did not take it, within `timeout_s`; it is not known then
-                whether it still will.
+            WaitTimeoutError: one of them is not there, did not take it within `timeout_s`, or cannot be reached for the
+                moment; it is not known then whether it has it, or still will.
         """
         deadline = time.monotonic() + timeout_s
-        peers = [self._peer(name, deadline) for name in sorted(set(to))]
+        died = self._send(value, [self._peer(name, deadline) for name in sorted(set(to))], tag, deadline)
+        dead = []
+        for name in died:  # it may be another process's name by now
+            self._peers.pop(name, None)
+            peer = self._find(name, deadline)
+            if peer is None or self._send(value, [peer], tag, deadline):
+                dead.append(name)
+        if dead:
+            raise self._dead(dead[0])
+
+    def _send(self, value: object, peers: Sequence[_Peer], tag: str, deadline: float) -> list[str]:
+        """Returns those that have died."""
+        taken = set()
         with self._in_order(peers, deadline):
-            sent = []
-            for peer, parcel in zip(peers, self._packed(value, peers), strict=True):
-                sent.append((peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel)))
+            sent = [
+                (peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel))
+                for peer, parcel in self._packed(value, peers)
+            ]
             for peer, parcel, answer in sent:
                 try:
                     ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+                    taken.add(peer.name)
                 except GetTimeoutError as error:
-                    raise WaitTimeoutError(f"{self.me}: {peer.name} took no message within {timeout_s:g} s") from error
-                except RayActorError as error:
-                    if isinstance(parcel, Parcel) and parcel.path:
-                        Path(parcel.path).unlink(missing_ok=True)
-                    raise self._dead(peer.name) from error
+                    raise WaitTimeoutError(f"{self.me}: {peer.name} did not take a message in time") from error
+                except ActorUnavailableError as error:
+                    raise WaitTimeoutError(
+                        f"{self.me}: {peer.name} cannot be reached; it may have the message, or not"
+                    ) from error
+                except RayActorError:
+                    _remove(parcel)
+        return [peer.name for peer in peers if peer.name not in taken]
 
     def receive(self, sender: str, tag: str, timeout_s: float) -> Any:
         """The oldest message of this sender and tag.
@@ -103,23 +122,22 @@ class Mailbox:
                 raise self._dead(sender)
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(f"{self.me} waited {timeout_s:g} s for a message of {sender}")
-            gone = self._gone(sender)
+            gone = self._gone(sender, deadline - time.monotonic())
         try:
             return unpack(parcel, "cuda" if self.home.place.kind is DeviceKind.CUDA else "cpu")
         finally:
-            if parcel.path:  # what is mapped stays
-                Path(parcel.path).unlink(missing_ok=True)
+            _remove(parcel)  # what is mapped stays
 
     def _next(self, sender: str, tag: str, limit: float) -> Parcel | None:
         with self._changed:
             came = self._came[sender, tag]
             return came.popleft() if self._changed.wait_for(lambda: bool(came), max(0.0, limit)) else None
 
-    def _gone(self, sender: str) -> bool:
+    def _gone(self, sender: str, limit: float) -> bool:
         """Whether it was there and is not any more. One that was started again under the same name is there."""
         try:
-            ray.get(ray.get_actor(sender)._rlix_home.remote(), timeout=_ANSWER_S)
-        except GetTimeoutError:  # busy or stopped
+            ray.get(ray.get_actor(sender, self._namespace)._rlix_home.remote(), timeout=max(0.0, min(_ANSWER_S, limit)))
+        except (GetTimeoutError, ActorUnavailableError):  # busy, stopped, or out of reach for the moment
             return False
         except ValueError:  # nobody has this name, yet or any more
             return sender in self._met
@@ -130,24 +148,28 @@ class Mailbox:
 
     def _peer(self, name: str, deadline: float) -> _Peer:
         """Waits for it to be started."""
-        while name not in self._peers:
-            left = deadline - time.monotonic()
-            try:
-                handle = ray.get_actor(name)
-                home = ray.get(handle._rlix_home.remote(), timeout=max(0.0, left))
-                self._peers.setdefault(name, _Peer(name, handle, home))
-            except GetTimeoutError as error:
-                raise WaitTimeoutError(f"{self.me}: {name} did not answer in time to be sent a message") from error
-            except RayActorError as error:
-                raise self._dead(name) from error
-            except ValueError:
-                if left <= 0:
-                    raise WaitTimeoutError(
-                        f"{self.me}: there is no worker {name} to send to: names are `group:rank`, of groups that the "
-                        "same program started"
-                    ) from None
-                time.sleep(0.05)
-        return self._peers[name]
+        while (peer := self._peers.get(name) or self._find(name, deadline)) is None:
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"{self.me}: there is no worker {name} to send to: names are `group:rank`, of groups that the "
+                    "same program started in the same namespace"
+                )
+            time.sleep(0.05)
+        return peer
+
+    def _find(self, name: str, deadline: float) -> _Peer | None:
+        """None: nobody has this name, or who has it cannot be reached for the moment."""
+        try:
+            handle = ray.get_actor(name, self._namespace)
+            home = ray.get(handle._rlix_home.remote(), timeout=max(0.0, deadline - time.monotonic()))
+        except (ValueError, ActorUnavailableError):
+            return None
+        except GetTimeoutError as error:
+            raise WaitTimeoutError(f"{self.me}: {name} did not answer in time to be sent a message") from error
+        except RayActorError as error:
+            raise self._dead(name) from error
+        self._met.add(name)
+        return self._peers.setdefault(name, _Peer(name, handle, home))
 
     def _dead(self, name: str) -> WorkerError:
         self._peers.pop(name, None)
@@ -163,25 +185,35 @@ class Mailbox:
                 held.callback(peer.sending.release)
             yield
 
-    def _packed(self, value: object, peers: Sequence[_Peer]) -> list[Any]:
-        """For each of them, by its route: a parcel whose file is its own, or a reference to one without a file."""
-        packed: dict[tuple[str, bool], Any] = {}
-        found = []
-        for peer in peers:
-            way = route(Place(self.home.place.node, DeviceKind.CUDA), peer.home.place)  # of tensors of a device
-            key = peer.home.place.node if way.carrier is Carrier.SHARED_MEMORY else "", way.onto
-            name = uuid.uuid4().hex
-            try:
-                if key in packed:
-                    found.append(_linked(packed[key], Path(peer.home.folder) / name))
-                elif way.carrier is Carrier.SHARED_MEMORY:
-                    found.append(pack(value, Path(peer.home.folder), name, onto=way.onto))
-                else:
-                    found.append(ray.put(pack(value, onto=way.onto)))
-            except FileNotFoundError as error:  # its folder went with it
-                raise self._dead(peer.name) from error
-            packed[key] = found[-1]
+    def _packed(self, value: object, peers: Sequence[_Peer]) -> list[tuple[_Peer, Any]]:
+        """For each that lives, by its route: a parcel whose file is its own, or a reference to one without a file."""
+        packed: dict[Route, Any] = {}
+        found: list[tuple[_Peer, Any]] = []
+        try:
+            for peer in peers:
+                way = route(self.home.place.node, peer.home.place)
+                name = uuid.uuid4().hex
+                try:
+                    if way in packed:
+                        parcel = _linked(packed[way], Path(peer.home.folder) / name)
+                    elif way.carrier is Carrier.SHARED_MEMORY:
+                        parcel = pack(value, Path(peer.home.folder), name, onto=way.onto)
+                    else:
+                        parcel = ray.put(pack(value, onto=way.onto))
+                except FileNotFoundError:  # its folder went with it
+                    continue
+                packed[way] = parcel
+                found.append((peer, parcel))
+        except BaseException:  # raised again; nobody is sent these
+            for _, parcel in found:
+                _remove(parcel)
+            raise
         return found
+
+
+def _remove(parcel: Any) -> None:
+    if isinstance(parcel, Parcel) and parcel.path:
+        Path(parcel.path).unlink(missing_ok=True)
 
 
 def _linked(packed: Any, path: Path) -> Any:
@@ -196,5 +228,5 @@ def mailbox_of(worker: Peer) -> Mailbox:
     """A worker's own, made when it is first needed."""
     with _making:
         if worker._mailbox is None:
-            worker._mailbox = Mailbox(f"{worker.ctx.group}:{worker.ctx.rank}", worker.ctx.kind)
+            worker._mailbox = Mailbox(f"{worker.ctx.group}:{worker.ctx.rank}", worker.ctx.kind, worker.ctx.namespace)
         return worker._mailbox

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from rlix.protocol.errors import WorkerError
+
 if TYPE_CHECKING:
     from rlix.flow.channels.codec import Parcel
     from rlix.flow.messages.mailbox import Home, Mailbox
@@ -16,7 +18,8 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 class Peer:
-    """Messages go to workers by name, `group:rank`, of any group that the same program started.
+    """Messages go to workers by name, `group:rank`, of any group that the same program started in the same Ray
+    namespace.
 
     Of one sender, reader and tag they arrive in order and once. What a worker had not read goes with its process. These
     methods block: a coroutine calls them in a thread.
@@ -30,7 +33,8 @@ class Peer:
 
         Raises:
             WorkerError: the worker has died.
-            WaitTimeoutError: it is not there, or did not take it, within `timeout_s`.
+            WaitTimeoutError: it is not there, did not take it within `timeout_s`, or cannot be reached for the moment;
+                it is not known then whether it has it, or still will.
             OSError: shared memory is full.
         """
         self._rlix_mail().send(value, [to], tag, timeout_s)
@@ -45,7 +49,7 @@ class Peer:
         """The oldest message of a worker that was not read yet. Tensors are this worker's own, and may be written to.
 
         Raises:
-            WorkerError: the sender died, and what it had sent has been read.
+            WorkerError: the sender, which had been heard of, died, and what it had sent has been read.
             WaitTimeoutError: nothing came within `timeout_s`.
         """
         return self._rlix_mail().receive(sender, tag, timeout_s)
@@ -55,22 +59,38 @@ class Peer:
 
         A batch is a list, a tensor, an array, or a dict of them. Raises what `send` and `recv` raise, and ValueError.
         """
+        if not to:
+            raise ValueError(f"{self.ctx.group}: `send_batch` needs somebody to send to, and `to` is empty")
         from rlix.flow.messages.batches import cut, rows, spans
 
         tag = f"rows for {', '.join(to)}"
         others = [f"{self.ctx.group}:{rank}" for rank in range(self.ctx.world_size) if rank != self.ctx.rank]
-        counts = {self.ctx.rank: rows(batch)}
-        self.broadcast(counts[self.ctx.rank], others, tag=tag, timeout_s=timeout_s)
-        counts |= {int(other.rpartition(":")[2]): self.recv(other, tag=tag, timeout_s=timeout_s) for other in others}
-        shares = spans([counts[rank] for rank in range(self.ctx.world_size)], self.ctx.rank, len(to))
+        sent = self._rlix_mail().batches
+        sent[tag] += 1
+        said = {self.ctx.rank: (sent[tag], rows(batch))}
+        self.broadcast(said[self.ctx.rank], others, tag=tag, timeout_s=timeout_s)
+        said |= {int(other.rpartition(":")[2]): self.recv(other, tag=tag, timeout_s=timeout_s) for other in others}
+        number = sent[tag] = max(n for n, _ in said.values())  # a rank that was started again counts from its first
+        shares = spans([said[rank][1] for rank in range(self.ctx.world_size)], self.ctx.rank, len(to))
         for reader, (start, stop) in zip(to, shares, strict=True):
-            self.send(cut(batch, start, stop), reader, tag="batch", timeout_s=timeout_s)
+            self.send((number, cut(batch, start, stop)), reader, tag="batch", timeout_s=timeout_s)
 
     def recv_batch(self, senders: Sequence[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        """Its share of what `senders`, all ranks of a group in order, share out. Raises what `recv` raises."""
+        """Its share of what `senders`, all ranks of a group in order, share out.
+
+        Raises what `recv` raises, and WorkerError where their shares are not of the same batch, as after a call that
+        ended half-way: the groups must be started again.
+        """
         from rlix.flow.messages.batches import join
 
-        return join([self.recv(sender, tag="batch", timeout_s=timeout_s) for sender in senders])
+        got = {sender: self.recv(sender, tag="batch", timeout_s=timeout_s) for sender in senders}
+        numbers = {sender: number for sender, (number, _) in got.items()}
+        if len(set(numbers.values())) > 1:
+            raise WorkerError(
+                f"{self.ctx.group}:{self.ctx.rank}: the shares that came are of different batches ({numbers}), for "
+                "a call before this one ended half-way: start the groups again"
+            )
+        return join([share for _, share in got.values()])
 
     @ray.method(concurrency_group=MAIL)
     def _rlix_deliver(self, sender: str, tag: str, parcel: "Parcel") -> None:

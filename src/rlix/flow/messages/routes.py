@@ -1,6 +1,5 @@
-"""How a tensor gets from one worker to another: a pure function of where it is and where it is wanted."""
+"""How a message gets from one worker to another: a pure function of where both are."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,18 +9,11 @@ from rlix.protocol.messages import DeviceKind
 class Carrier(StrEnum):
     SHARED_MEMORY = "shared memory"
     OBJECT_STORE = "object store"
-    CUDA_IPC = "CUDA IPC"
-    NCCL = "NCCL"
-    GLOO = "gloo"
-
-
-BUILT = frozenset({Carrier.SHARED_MEMORY, Carrier.OBJECT_STORE})
-"""What there is code for. The others are known to be better where `route` names them, and fall to staged copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory of a node (`CPU`, which is what a virtual GPU has, too), or of a GPU of it."""
+    """A worker's node, and what its devices are; a virtual GPU is `CPU`."""
 
     node: str
     kind: DeviceKind
@@ -29,19 +21,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`off`: first copied from its device to host memory; `onto`: at the end copied onto the reader's device."""
+    """`onto`: tensors that came from a GPU are at the end copied onto the reader's; all go through host memory."""
 
     carrier: Carrier
-    off: bool = False
-    onto: bool = False
+    onto: bool
 
 
-def route(source: Place, target: Place, built: Collection[Carrier] = BUILT) -> Route:
-    """The best of the carriers that are `built`, which are at least the two that any tensor may take."""
-    near, on_gpu = source.node == target.node, source.kind is DeviceKind.CUDA
-    onto = on_gpu and target.kind is DeviceKind.CUDA
-    direct = Carrier.CUDA_IPC if near else Carrier.NCCL
-    if onto and direct in built:
-        return Route(direct)
-    between = Carrier.GLOO if Carrier.GLOO in built else Carrier.OBJECT_STORE
-    return Route(Carrier.SHARED_MEMORY if near else between, off=on_gpu, onto=onto)
+def route(sender: str, reader: Place) -> Route:
+    """`sender`: its node."""
+    carrier = Carrier.SHARED_MEMORY if sender == reader.node else Carrier.OBJECT_STORE
+    return Route(carrier, onto=reader.kind is DeviceKind.CUDA)

@@ -1,12 +1,13 @@
 """Whether parts take the time that the plan says, and what the plan takes if not: pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Self
 
 from rlix.flow.planner import Plan, SegmentPlan, StagePlan
+from rlix.flow.planner.plan import LoopPlan, PartPlan
 
 WINDOW = 3  # steps
 LIMIT = 0.15
@@ -74,11 +75,19 @@ def _segment(
 
 def _stage(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
     parts = tuple(replace(part, seconds=part.seconds * factors.get(part.name, 1.0)) for part in stage.parts)
-    times = {name: loop.rounds * loop.slices for loop in stage.loops for name in loop.parts}
-    more = sum(
-        (new.seconds - old.seconds) * times.get(new.name, 1) for new, old in zip(parts, stage.parts, strict=True)
-    )
+    more = _work(stage.loops, parts) - _work(stage.loops, stage.parts)
     return replace(stage, parts=parts, seconds=stage.seconds + more)
+
+
+def _work(loops: Sequence[LoopPlan], parts: Sequence[PartPlan]) -> float:
+    """Seconds of a stage for one chunk. A circle's round takes what one slice does, or what all do in its slowest part;
+    in turn there is one slice."""
+    seconds = {part.name: part.seconds for part in parts}
+    rounds = 0.0
+    for loop in loops:
+        inside = [seconds.pop(name) for name in loop.parts]
+        rounds += loop.rounds * max(sum(inside), loop.slices * max(inside))
+    return rounds + sum(seconds.values())
 
 
 def _seconds(stages: tuple[StagePlan, ...], chunks: int, after: Mapping[str, Collection[str]]) -> float:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from math import lcm
 from typing import TypeAlias
@@ -125,12 +125,13 @@ class SegmentRun:
         with ThreadPoolExecutor(slices, f"{self._flow.name}:circle") as threads:
             rounds = [threads.submit(self._rounds, loop, index, bounds, cut) for cut in cuts]
             try:
-                made = [future.result() for future in rounds]
+                for ended in as_completed(rounds):
+                    ended.result()
             except BaseException as error:  # raised again; the other slices stop at their next call
                 self.fail(error)
                 raise
         for name in loop.parts:
-            self._note(name, index, [piece for one in made for piece in one[name]])
+            self._note(name, index, [piece for one in rounds for piece in one.result()[name]])
 
     def _rounds(self, loop: LoopPlan, index: int, chunk: Bounds, mine: Bounds) -> dict[str, Pieces]:
         """One slice of a chunk on its way: what each part of the circle made of it in the last round."""

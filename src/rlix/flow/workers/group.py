@@ -270,6 +270,7 @@ class WorkerGroup:
             cpu_threads=self._cpu_threads,
             rendezvous=self._rendezvous,
             owner=program_fence(),
+            namespace=self._options.get("namespace"),
         )
         options = dict(self._options, name=f"{self.name}:{rank}")
         if devices:

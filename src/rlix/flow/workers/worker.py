@@ -43,6 +43,7 @@ class WorkerContext:
 
     `rendezvous` is a folder when the whole group is on one node, else None; `group_id` is unique to one group's life.
     `owner` is the program that made the group: under its fence are devices used that no lease is held for.
+    `namespace` is Ray's in which the group's workers have their names; None: the program's.
     """
 
     group: str
@@ -53,6 +54,7 @@ class WorkerContext:
     cpu_threads: int
     rendezvous: str | None
     owner: Fence
+    namespace: str | None = None
 
     def device_locks(self) -> DeviceLocks:
         """The locks of this worker's devices, not held."""

@@ -46,7 +46,9 @@ def rllib(
     """The same configuration, whose algorithms are jobs of the pool: with `algo.train()` and with Tune.
 
     Learner updates, and what else reads or writes the learners, hold the lease of a gang; outside it their bytes are in
-    host memory. What is learnt does not change.
+    host memory. PPO learns the same to the bit, and so does IMPALA with its learner in this process. APPO, and IMPALA
+    with remote learners, learn from all batches of a training step before the next one: APPO's circular buffer has then
+    nothing of earlier steps, and updates lag less behind the sampling.
 
     Args:
         name: what people see; default: RLIX_JOB, else the algorithm's name. Tune's trials append their ids.
@@ -133,8 +135,7 @@ class Job:
         self.program: Program = attach(name, gangs={_TRAIN: settings.gpus}, rollouts=rollouts, stay=True)
         self.sampler: ElasticSampler | None = None
         self._steps = 0
-        self._error: str | None = None
-        self._stopped = False
+        self.broken: Callable[[BaseException], None] = lambda _: None  # see RunRecord
         self._closing = contextlib.ExitStack()
         self._closing.callback(self.program.close)
         atexit.register(self.close)  # of a script that does not stop its algorithm
@@ -142,7 +143,8 @@ class Job:
     def start(self) -> None:
         """It begins with an initialization's lease."""
         self.record = RunRecord(self.program, _KIND, self._settings.runs_dir, _TRAIN)
-        self._closing.callback(lambda: self.record.close(self._error, stopped=self._stopped))
+        self.broken = self.record.broken
+        self._closing.callback(self.record.close)
         gate = ProgramGate(self.program)
         self._closing.callback(gate.leave)  # also when the bytes cannot be moved: else the holder is ended with the job
         self.stages = Stages(gate, self.record)
@@ -187,12 +189,6 @@ class Job:
         }
         self.record.step(self._steps, {**learners, **values})
         self._steps += 1
-        self._error, self._stopped = None, False
-
-    def broken(self, error: BaseException) -> None:
-        """How it ends, unless another step is made."""
-        self._stopped = isinstance(error, KeyboardInterrupt)
-        self._error = None if self._stopped else f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """What is held is given back, then it leaves the pool. Calling it again changes nothing."""

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,8 +76,7 @@ class Session:
         self._record = record
         self._dismiss = dismiss
         self.stages = stages
-        self.error: str | None = None
-        self.stopped = False  # unless it returns from training: who is ended by a signal does not
+        self.training = False  # who is ended by a signal does not return from it
         self._used = False
 
     @property
@@ -100,12 +98,17 @@ class Session:
         found: Attachment = trainer._rlix
         return found
 
+    def broken(self, error: BaseException) -> None:
+        """See `RunRecord.broken`."""
+        if self._record is not None:
+            self._record.broken(error)
+
     def close(self) -> None:
         if self._record is not None:
-            if not (self._used or self.error or self.stopped):
+            if not (self._used or self._record.is_broken):
                 logger.warning("%s ended without building a trainer: it has not used the pool", self._name)
                 self._used = True  # said once
-            self._record.close(self.error, stopped=self.stopped)
+            self._record.close(stopped=self.training)
         if self._dismiss is not None and self.stages.stage is None:
             with contextlib.suppress(RlixError):
                 self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
@@ -154,7 +157,6 @@ def _first(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     mine = dict.fromkeys(range(ranks.world_size), program.client.process)
     session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
     atexit.register(session.close)
-    sys.excepthook = functools.partial(_note_failure, session, sys.excepthook)
     return session, _only_on_one_rank if ranks.world_size > 1 else once(start_rollouts)
 
 
@@ -253,9 +255,9 @@ def hook(session: Session, start_rollouts: Start) -> None:
 
     @functools.wraps(train)
     def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        session.stopped = True
+        session.training = True
         found = session.attached(self).train(functools.partial(train, self), *args, **kwargs)
-        session.stopped = False
+        session.training = False
         return found
 
     Trainer.__init__, Trainer.train = leased_init, leased_train
@@ -272,19 +274,6 @@ def _after_start(session: Session, inner: Callable[..., Any]) -> Callable[..., A
         return inner(self, *args, **kwargs)
 
     return outer
-
-
-def _note_failure(
-    session: Session,
-    before: Callable[..., None],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    if not issubclass(kind, KeyboardInterrupt):  # which stops it
-        session.error = f"{kind.__name__}: {error}"
-    session.stopped = True
-    before(kind, error, trace)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -307,6 +296,5 @@ def main(argv: Sequence[str]) -> None:
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:  # raised again
-        if end.code:
-            session.error = f"it ended with exit code {end.code}" if isinstance(end.code, int) else str(end.code)
+        session.broken(end)
         raise

@@ -1,0 +1,54 @@
+"""How a program that attached itself ended, as its run folder tells it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlix.integrations.run_record import Kind, RunRecord
+from rlix.monitor.records import load_run
+
+
+def record_in(folder: Path) -> RunRecord:
+    program: Any = SimpleNamespace(name="job", client=SimpleNamespace(devices=dict, lease_log=lambda after: ()))
+    return RunRecord(program, Kind("a program", {}), folder, "actor_train")
+
+
+def uncaught(error: BaseException) -> None:
+    """As the interpreter does."""
+    sys.excepthook(type(error), error, None)
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda _: None, ("finished", None)),
+        (lambda record: record.broken(ValueError("no")), ("failed", "ValueError: no")),
+        (lambda record: record.broken(KeyboardInterrupt()), ("stopped", None)),
+        (lambda record: (record.broken(ValueError("no")), record.step(1, {})), ("finished", None)),
+        (lambda _: uncaught(ValueError("no")), ("failed", "ValueError: no")),
+        (lambda _: sys.exit(), ("finished", None)),
+        (lambda _: sys.exit(1), ("failed", "it ended with exit code 1")),
+        (lambda _: sys.exit("no data"), ("failed", "no data")),
+        (lambda _: sys.exit(130), ("stopped", None)),
+    ],
+)
+def test_how_a_program_ended_is_recorded(
+    end: Callable[[RunRecord], object],
+    how: tuple[str, str | None],
+    tmp_path: Path,
+) -> None:
+    record = record_in(tmp_path)
+    record.step(0, {})
+    try:
+        end(record)
+    except SystemExit:
+        assert how[0] == "finished" or record.is_broken
+    record.close()
+    record.close()
+    run = load_run(tmp_path / "job")
+    assert run.state == how[0]
+    assert (how[1] or "") in (tmp_path / "job" / "events.jsonl").read_text()
