@@ -42,6 +42,8 @@ def with_keys(**changes: Any) -> JobSpec:
 
 
 def test_what_the_steps_to_come_can_follow() -> None:
+    warmup = load_job("sort_digits").warmup
+    assert warmup is not None
     assert changed() == {}
     assert changed(steps=300, optimizer={"learning_rate": 1e-4}, evaluation={"every": 5}, warmup=None) == {
         "steps": (200, 300, False),
@@ -54,9 +56,9 @@ def test_what_the_steps_to_come_can_follow() -> None:
         "evaluation.top_k": (None, 0, False),
         "evaluation.best": (None, "eval/reward", False),
         "evaluation.best_is": (None, "highest", False),
-        "warmup.steps": (60, None, False),
-        "warmup.batch_size": (64, None, False),
-        "warmup.learning_rate": (1e-3, None, False),
+        "warmup.steps": (warmup.steps, None, False),
+        "warmup.batch_size": (warmup.batch_size, None, False),
+        "warmup.learning_rate": (warmup.learning_rate, None, False),
     }
     assert changed(clusters={"actor_train": {"gpus": 4}}) == {"clusters.actor_train.gpus": (2, 4, False)}
     assert changed(old={"algorithm": PPO}, algorithm=KL)["algorithm.name"] == ("ppo", "grpo", False)
