@@ -15,7 +15,6 @@ from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.inference.sampling import sample
 
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 STEP_TOKENS = 2048
 """Prompt tokens fed per step: bounds how long an abort waits behind prompts."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlix.engine import lora
-from rlix.engine.executors.decoder import STEP_TOKENS, Bools, Decoder, DecoderLimits, Drawn, Ints
+from rlix.engine.executors.decoder import STEP_TOKENS, Decoder, DecoderLimits, Drawn, Ints
 from rlix.engine.executors.paged_cache import BLOCK, SCRATCH, PagedCache
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 
@@ -49,8 +49,10 @@ class ExactDecoder(Decoder):
 
     @torch.inference_mode()
     def step(self, version: int) -> dict[int, GenerationResult]:
-        drawn = self._feed(self._leader < 0)
-        drawn += self._feed(self._share_prompts())  # they draw in the same step as who computed their prompt
+        (ready,) = np.nonzero(self._rows.active & (self._leader < 0))
+        drawn = self._feed(ready)
+        if len(led := self._share_prompts()):
+            drawn += self._feed(led)  # they draw in the same step as who computed their prompt
         return self._append(drawn, version)
 
     def forget_prompts(self) -> None:
@@ -62,7 +64,7 @@ class ExactDecoder(Decoder):
         none = np.zeros(0, dtype=np.int64)
         self._tile(none, none, BLOCK)
 
-    def _feed(self, chosen: Bools) -> list[Drawn]:
+    def _feed(self, chosen: Ints) -> list[Drawn]:
         """Feed rows what they were not fed; what those draw that were fed all."""
         rows = self._rows
         fed_rows, counts = self._plan(chosen)
@@ -88,17 +90,15 @@ class ExactDecoder(Decoder):
         if self.adapter_versions:
             lora.use(self._model, adapter or None)
 
-    def _plan(self, chosen: Bools) -> tuple[Ints, Ints]:
+    def _plan(self, chosen: Ints) -> tuple[Ints, Ints]:
         """Which of these rows are fed how many tokens: those with one to feed first, then prompts, up to a bound."""
-        rows = self._rows
-        (ready,) = np.nonzero(rows.active & chosen)
-        counts = rows.length[ready] - rows.fed[ready]
+        counts = self._rows.length[chosen] - self._rows.fed[chosen]
         order = np.argsort(counts, kind="stable")
         budget = max(STEP_TOKENS, 2 * self._limits.max_rows)
         before = np.cumsum(counts[order]) - counts[order]
         take = np.clip(budget - before, 0, counts[order])
         some = take > 0
-        return ready[order][some], take[some]
+        return chosen[order][some], take[some]
 
     def _tile_size(self, window: int) -> int:
         """Tokens of a tile over `window` positions: fewer over long ones, where padding would cost most."""
@@ -126,7 +126,7 @@ class ExactDecoder(Decoder):
         (last,) = np.nonzero(positions == rows.length[token_rows] - 1)
         return [self._sample(token_rows[last], logits[self._put(last), 0])] if len(last) else []
 
-    def _share_prompts(self) -> Bools:
+    def _share_prompts(self) -> Ints:
         """Copy computed prompts to the rows that wait for them, all but the last token, whose logits each row needs.
 
         Returns which rows these are.
@@ -140,8 +140,7 @@ class ExactDecoder(Decoder):
             self._cache.copy(self._put(source.ravel()), self._put(target.ravel()))
         rows.fed[waiting] = rows.prompt[waiting] - 1
         self._leader[waiting] = -1
-        got: Bools = np.isin(np.arange(len(rows.active)), waiting)
-        return got
+        return waiting
 
     # ---- the cache -------------------------------------------------------------------------------------------
 
