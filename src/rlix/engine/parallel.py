@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from rlix.flow.even import bounds
 from rlix.nn import Reduction
 
 T = TypeVar("T")
@@ -37,14 +39,12 @@ class Scattered:
 
 def split_sizes(length: int, parts: int) -> tuple[int, ...]:
     """As even as possible, larger parts first: 9 over 4 is 3, 2, 2, 2."""
-    small, extra = divmod(length, parts)
-    return tuple(small + (rank < extra) for rank in range(parts))
+    return tuple(end - begin for begin, end in pairwise(bounds(length, parts)))
 
 
 def dealt(items: Sequence[T], parts: int) -> tuple[list[int], list[list[T]]]:
     """The numbers of the parts that get any of the items, and what each gets: neighbours stay together."""
-    sizes = split_sizes(len(items), parts)
-    shares = [list(items[sum(sizes[:part]) :][:size]) for part, size in enumerate(sizes)]
+    shares = [list(items[begin:end]) for begin, end in pairwise(bounds(len(items), parts))]
     numbers = [part for part, share in enumerate(shares) if share]
     return numbers, [shares[part] for part in numbers]
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlix.flow.even import bounds
+
 
 def rows(batch: Any) -> int:
     """Raises ValueError: it is no batch, or its members have not all as many rows."""
@@ -45,7 +47,6 @@ def spans(counts: Sequence[int], rank: int, targets: int) -> list[tuple[int, int
 
     All rows together keep their order; the shares are as even as can be, the fuller ones first.
     """
-    total, begin = sum(counts), sum(counts[:rank])
-    bounds = [n * (total // targets) + min(n, total % targets) - begin for n in range(targets + 1)]
-    inside = [min(max(bound, 0), counts[rank]) for bound in bounds]
+    begin = sum(counts[:rank])
+    inside = [min(max(bound - begin, 0), counts[rank]) for bound in bounds(sum(counts), targets)]
     return list(pairwise(inside))

@@ -64,12 +64,12 @@ class Peer:
         from rlix.flow.messages.batches import cut, rows, spans
 
         tag = f"rows for {', '.join(to)}"
-        others = [f"{self.ctx.group}:{rank}" for rank in range(self.ctx.world_size) if rank != self.ctx.rank]
+        others = {rank: f"{self.ctx.group}:{rank}" for rank in range(self.ctx.world_size) if rank != self.ctx.rank}
         sent = self._rlix_mail().batches
         sent[tag] += 1
         said = {self.ctx.rank: (sent[tag], rows(batch))}
-        self.broadcast(said[self.ctx.rank], others, tag=tag, timeout_s=timeout_s)
-        said |= {int(other.rpartition(":")[2]): self.recv(other, tag=tag, timeout_s=timeout_s) for other in others}
+        self.broadcast(said[self.ctx.rank], list(others.values()), tag=tag, timeout_s=timeout_s)
+        said |= {rank: self.recv(other, tag=tag, timeout_s=timeout_s) for rank, other in others.items()}
         number = sent[tag] = max(n for n, _ in said.values())  # a rank that was started again counts from its first
         shares = spans([said[rank][1] for rank in range(self.ctx.world_size)], self.ctx.rank, len(to))
         for reader, (start, stop) in zip(to, shares, strict=True):

@@ -89,9 +89,7 @@ class Flow:
         for circle in self.circles:
             at = names.index(circle.parts[0]) if circle.parts and circle.parts[0] in names else len(names)
             consecutive = tuple(names[at : at + len(circle.parts)]) == circle.parts
-            follow = (
-                all(before in self.part(name).after for before, name in pairwise(circle.parts)) if consecutive else 0
-            )
+            follow = consecutive and all(before in self.part(name).after for before, name in pairwise(circle.parts))
             if len(circle.parts) < 2 or circle.rounds < 1 or not follow or used & set(circle.parts):
                 raise SpecError(
                     f"flow {self.name}: {circle} is no circle: name two or more consecutive parts, each "

@@ -1,7 +1,10 @@
 """Batches as pieces of lists in the object store: cut and joined by arithmetic, without touching what they hold."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
+
+from rlix.flow.even import bounds
 
 Pieces: TypeAlias = list[tuple[Any, int, int]]
 """References to lists, each with the first index that counts and the one after the last."""
@@ -25,6 +28,5 @@ def cut(pieces: Pieces, begin: int, end: int) -> Pieces:
 
 def shard(inputs: Sequence[Pieces], ranks: int) -> list[list[Pieces]]:
     """For each rank its share of every input: consecutive items, as evenly as can be, the fuller shares first."""
-    count = size(inputs[0])
-    bounds = [rank * (count // ranks) + min(rank, count % ranks) for rank in range(ranks + 1)]
-    return [[cut(pieces, bounds[r], bounds[r + 1]) for pieces in inputs] for r in range(ranks)]
+    shares = pairwise(bounds(size(inputs[0]), ranks))
+    return [[cut(pieces, begin, end) for pieces in inputs] for begin, end in shares]
