@@ -36,8 +36,10 @@ class Leaving(Fsdp2Executor):
 
 
 class Policy(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    learning_rate = 1e-4
+
     def on_weights_materialized(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
     def train_step(self, ids: list[list[int]]) -> float:
         tokens = torch.tensor(ids, device=self.device)

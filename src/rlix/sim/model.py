@@ -123,8 +123,8 @@ class Curve:
             seconds = span * self.decoder.token_s(alive / bundles)
             unused = seconds * np.maximum(bundles - alive, 0.0) * self.decoder.gpus
             tokens = _cumulative(span * alive)
-            at_depth = (np.interp(self.tokens, tokens, _cumulative(values)) for values in (seconds, unused))
-            known = self._widths[bundles] = (next(at_depth), next(at_depth))
+            seconds, unused = (np.interp(self.tokens, tokens, _cumulative(values)) for values in (seconds, unused))
+            known = self._widths[bundles] = (seconds, unused)
         return known
 
 

@@ -39,7 +39,7 @@ class PlanWatch:
     def __init__(self, spec: JobSpec, started: float = 0.0, *, may_switch: bool = False) -> None:
         self._spec, self._started, self._may_switch = spec, started, may_switch
         self._start_s = -1.0  # until the first step
-        plan = spec.plan if spec.plan is not None and not spec.plan.open else None
+        plan = None if spec.is_unplanned else spec.plan
         self._planned = {} if plan is None else {STEP: plan.step_s, **plan.seconds}
         if plan is not None and ClusterName.ACTOR_INFER in self._planned:
             self._planned[ClusterName.ACTOR_INFER] += plan.load_s
