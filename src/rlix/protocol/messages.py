@@ -82,6 +82,10 @@ class Cluster:
         """Every set of devices a gang may run on, the declared one first."""
         return (self.devices, *self.alternatives)
 
+    def has(self, devices: tuple[int, ...]) -> bool:
+        """Whether these are devices, none twice, of one of the choices."""
+        return 0 < len(devices) == len(set(devices)) and any(set(devices) <= set(choice) for choice in self.choices)
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
