@@ -317,22 +317,24 @@ class Core:
                 self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
 
     def _can_run(self, ticket: Ticket) -> bool:
-        return any(all(self.state.device(d) is not None for d in choice) for choice in self._choices(ticket))
+        return any(all(self.state.device(d) is not None for d in choice) for choice in self.choices(ticket))
 
-    def _choices(self, ticket: Ticket) -> tuple[tuple[int, ...], ...]:
-        return self.state.requests.get(ticket.request_id, ticket.cluster).choices
+    def choices(self, ticket: Ticket) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices of which a request waits for one."""
+        granted = None if ticket.epoch is None else self.state.answered_by(ticket.epoch)
+        return (self.state.requests.get(ticket.request_id) or granted or ticket.cluster).choices
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
         if ticket.outcome is not None:
             return
         what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
-        wanted = " or ".join(str(list(devices)) for devices in self._choices(ticket))
+        wanted = " or ".join(str(list(devices)) for devices in self.choices(ticket))
         text = f"devices {wanted} were not granted to {what} within {timeout_s:g} s; {self.behind(ticket)}"
         self.withdraw(ticket, WaitTimeoutError(text))
 
     def behind(self, ticket: Ticket) -> str:
         """Who is in the way of a request: for people."""
-        wanted = set().union(*self._choices(ticket))
+        wanted = set().union(*self.choices(ticket))
         held = [
             f"{s.lease.pipeline_id}/{s.lease.cluster} ({s.lease.phase.name}, {s.state}) holds {sorted(common)}"
             for s in self.state.leases.values()

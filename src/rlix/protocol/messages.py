@@ -230,13 +230,17 @@ class PipelineStatus:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A gang request that stands in the queue, since when (unix seconds), and what is in its way."""
+    """A gang request that stands in the queue, since when (unix seconds), and what is in its way.
+
+    `choices`: the sets of devices of which it waits for one.
+    """
 
     pipeline_id: str
     cluster: str
     phase: Phase
     since: float
     behind: str
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
