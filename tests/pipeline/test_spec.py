@@ -382,6 +382,15 @@ class TestPool:
         (line,) = str(caught.value).splitlines()
         assert message in line
 
+    def test_a_replica_larger_than_a_node(self, tmp_path: Path) -> None:
+        clusters = {"actor_train": {"gpus": 4, "tensor_parallel": 4}, "actor_infer": {"gpus": 4, "tensor_parallel": 4}}
+        spec = load_job(write(tmp_path, with_keys(clusters=clusters)))
+        check_jobs([spec], range(8), node=4)
+        with pytest.raises(SpecError) as caught:
+            check_jobs([spec], range(8), node=3)
+        (line,) = str(caught.value).splitlines()
+        assert "clusters.actor_infer.tensor_parallel: the devices of a replica must be on one node, and" in line
+
     def test_two_jobs_of_one_name(self, tmp_path: Path) -> None:
         first = load_job(write(tmp_path, VALID, "a.yaml"))
         second = load_job(write(tmp_path, VALID, "b.yaml"))
