@@ -199,7 +199,7 @@ def _without_tags(loc: FieldPath, data: Mapping[str, Any], may_end_outside: bool
     result: list[str | int] = []
     here: Any = data
     for position, part in enumerate(loc):
-        known = part in here if isinstance(here, Mapping) else isinstance(here, list) and isinstance(part, int)
+        known = part in (here if isinstance(here, Mapping) else range(len(here)) if isinstance(here, list) else ())
         if known:
             here = here[part]
         elif not (may_end_outside and position == len(loc) - 1):
