@@ -329,6 +329,7 @@ class TestBad:
             ("- a\n- b\n", "job.yaml: is a list"),
             ("name: a\nsteps: 1\nname: b\n", "job.yaml:3: name: given twice, first on line 1; keep one"),
             ("a: !!python/object:os.system {}\n", "not valid YAML: could not determine a constructor"),
+            ("name: &a [*a]\n", "not valid YAML: nested too deeply, or an alias is part of itself"),
         ],
     )
     def test_files_that_are_not_a_mapping(self, tmp_path: Path, text: str, message: str) -> None:

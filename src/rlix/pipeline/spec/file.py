@@ -74,6 +74,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Origin]:
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
         raise SpecError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from error
+    except RecursionError as error:
+        raise SpecError(f"{name}: not valid YAML: nested too deeply, or an alias is part of itself") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: not valid YAML: {error}") from error
     finally:
