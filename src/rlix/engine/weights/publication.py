@@ -93,6 +93,13 @@ class PublishedAdapter:
         """Pulled from where they are stored; never to be written to."""
         return {entry.name: tensor for entry, tensor in stream(self.weights)}
 
+    def stored(self) -> "PublishedAdapter":
+        """With references in place of bytes, stored by this process: they live as long as it does."""
+        import ray
+
+        buckets = tuple(ray.put(bucket) for bucket in self.weights.buckets)
+        return replace(self, weights=replace(self.weights, buckets=buckets))
+
 
 Published = PublishedWeights | PublishedAdapter
 
