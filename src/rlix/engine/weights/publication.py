@@ -93,6 +93,13 @@ class PublishedAdapter:
         """Pulled from where they are stored; never to be written to."""
         return {entry.name: tensor for entry, tensor in stream(self.weights)}
 
+    def stored(self) -> "PublishedAdapter":
+        """With references in place of bytes, stored by this process: they live as long as it does."""
+        import ray
+
+        buckets = tuple(ray.put(bucket) for bucket in self.weights.buckets)
+        return replace(self, weights=replace(self.weights, buckets=buckets))
+
 
 Published = PublishedWeights | PublishedAdapter
 
@@ -195,7 +202,7 @@ def apply(
     with torch.no_grad(), closing(_arriving(published, timeout_s, fetch)) as buckets:
         for bucket in buckets:
             if len(bucket.entries) > 1 and len(devices) == 1 and bucket.flat.device not in devices:
-                flat = bucket.flat.to(*devices)  # one transfer instead of one for each tensor
+                flat = bucket.flat.to(next(iter(devices)))  # one transfer instead of one for each tensor
                 Contents(flat, bucket.entries, bucket.runs).copy_to(targets)
             else:
                 bucket.copy_to(targets)
