@@ -49,10 +49,17 @@ def changed_runs(run_dir: Path) -> tuple[dict[str, RunSpec], set[str]]:
 
 
 def with_changed_runs(spec: JobSpec, run_dir: Path) -> JobSpec:
-    """The spec with the runs that were added, as its file has them if it does, and without those that were removed."""
+    """The spec with the runs that were added, as its file has them if it does, and without those that were removed.
+
+    Raises SpecError when none is left.
+    """
+    if not spec.runs:
+        return spec
     added, removed = changed_runs(run_dir)
     runs = {name: run for name, run in {**added, **spec.runs}.items() if name not in removed}
-    return spec.model_copy(update={"runs": runs}) if runs else spec
+    if not runs:
+        raise SpecError(f"{spec.name}: all its runs were removed; give it one of another name, or leave out --resume")
+    return spec.model_copy(update={"runs": runs})
 
 
 def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
