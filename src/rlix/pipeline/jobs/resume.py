@@ -67,7 +67,7 @@ def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
     checkpoint, broken = newest_checkpoint(run_dir)
     if checkpoint is None:
         return Resumption(spec.name, None)
-    old, spec = _spec_of(run_dir), with_changed_runs(spec, run_dir)
+    spec, old = with_changed_runs(spec, run_dir), _spec_of(run_dir)
     changes = () if old is None else tuple(spec_changes(old, spec))
     if refused := [change for change in changes if change.refused]:
         raise SpecError(_refusal(spec, run_dir, refused))
