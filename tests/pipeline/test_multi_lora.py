@@ -22,6 +22,7 @@ from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs.export import merge_adapter
+from rlix.pipeline.jobs.resume import note_runs, with_changed_runs
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline
 from rlix.pipeline.multi_lora import MultiLoraPipeline
@@ -306,7 +307,7 @@ def test_a_job_with_one_adapter(tmp_path: Path) -> None:
     assert json.loads((ended / "optimizer.json").read_text())["scheduler"]["last_epoch"] == 2
 
 
-def test_what_does_not_fit_together_is_said_before_the_start() -> None:
+def test_what_does_not_fit_together_is_said_before_the_start(tmp_path: Path) -> None:
     for runs, message in (
         ({"a": {"rollout": {"prompts_per_step": 0}}}, r"runs\.a\.rollout\.prompts_per_step"),
         ({}, "runs: is missing"),
@@ -317,6 +318,9 @@ def test_what_does_not_fit_together_is_said_before_the_start() -> None:
             job(runs)
     with pytest.raises(ValueError, match="add 'pipeline: multi_lora'"):
         job({"a": {}}, pipeline=None)
+    note_runs(tmp_path, {}, {"a"})
+    with pytest.raises(SpecError, match="all its runs were removed"):
+        with_changed_runs(job({"a": {}}), tmp_path)
     runs = job({"a": None, "b": {"lora": {"path": "/c"}}}, lora={"rank": 4}).run_specs
     assert [(run.lora.rank, run.lora.path) for run in runs.values() if run.lora] == [(4, None), (16, "/c")]
 

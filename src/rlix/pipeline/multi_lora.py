@@ -164,8 +164,10 @@ class MultiLoraPipeline(LoraFinetunePipeline):
         """Have a run write a checkpoint and leave the devices, until `resume`. Raises SpecError when it has ended."""
         run = self._run(name)
         with self._runs_lock:
-            if not self._threads[name].is_alive() or run.stop_requested.is_set():
+            if not self._threads[name].is_alive():
                 raise SpecError(f"{self.spec.name}: run {name!r} does not train: {_shown(run).phase}")
+            if run.stop_requested.is_set():
+                raise SpecError(f"{self.spec.name}: run {name!r} was told to pause or end, and ends its step")
             run.paused = True
             run.request_stop()
 

@@ -62,7 +62,9 @@ def merge_adapter(adapter: Path, out: Path) -> None:
     from peft import PeftModel
 
     AdapterConfig.of_folder(adapter)
-    base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path") or ""
+    base = json.loads((adapter / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise SpecError(f"{adapter / CONFIG_FILE}: does not say on which model the adapter is: base_model_name_or_path")
     with _new_folder(out, adapter) as partial:
         try:
             model = AutoModelForCausalLM.from_pretrained(base)

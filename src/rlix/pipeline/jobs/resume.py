@@ -49,10 +49,17 @@ def changed_runs(run_dir: Path) -> tuple[dict[str, RunSpec], set[str]]:
 
 
 def with_changed_runs(spec: JobSpec, run_dir: Path) -> JobSpec:
-    """The spec with the runs that were added, as its file has them if it does, and without those that were removed."""
+    """The spec with the runs that were added, as its file has them if it does, and without those that were removed.
+
+    Raises SpecError when none is left.
+    """
+    if not spec.runs:
+        return spec
     added, removed = changed_runs(run_dir)
     runs = {name: run for name, run in {**added, **spec.runs}.items() if name not in removed}
-    return spec.model_copy(update={"runs": runs}) if runs else spec
+    if not runs:
+        raise SpecError(f"{spec.name}: all its runs were removed; give it one of another name, or leave out --resume")
+    return spec.model_copy(update={"runs": runs})
 
 
 def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
@@ -60,7 +67,7 @@ def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
     checkpoint, broken = newest_checkpoint(run_dir)
     if checkpoint is None:
         return Resumption(spec.name, None)
-    old, spec = _spec_of(run_dir), with_changed_runs(spec, run_dir)
+    spec, old = with_changed_runs(spec, run_dir), _spec_of(run_dir)
     changes = () if old is None else tuple(spec_changes(old, spec))
     if refused := [change for change in changes if change.refused]:
         raise SpecError(_refusal(spec, run_dir, refused))
