@@ -312,16 +312,17 @@ def targets_of(model: torch.nn.Module, published: PublishedWeights) -> dict[str,
     taken: dict[int, str] = {}
     targets: dict[str, torch.Tensor] = {}
     for entry in {entry.name: entry for entry in published.manifest.entries}.values():
-        known.update(entry.names)
-        places = [named[name] for name in entry.names if name in named]
+        names = entry.names
+        known.update(names)
+        places = {id(place): place for name in names if (place := named.get(name)) is not None}
         if not places:
             problems.append(f"unknown here: {entry.name}")
             continue
-        distinct = list({id(place): place for place in places}.values())
-        if len(distinct) > 1:
-            problems.append(f"tied by the trainer, separate here: {', '.join(entry.names)}")
-        target = local_tensor(distinct[0])
-        other = taken.setdefault(id(distinct[0]), entry.name)
+        if len(places) > 1:
+            problems.append(f"tied by the trainer, separate here: {', '.join(names)}")
+        first, place = next(iter(places.items()))
+        target = local_tensor(place)
+        other = taken.setdefault(first, entry.name)
         if other != entry.name:
             problems.append(f"tied here, separate in the trainer: {other}, {entry.name}")
         problems.extend(_mismatch(entry, target))
