@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
-from rlix.engine.weights.buckets import ALIGNMENT, Bytes, fill, pack, pack_stream, spread
+from rlix.engine.weights.buckets import ALIGNMENT, Bytes, Contents, WeightEntry, fill, pack, pack_stream, runs_of
 from rlix.engine.weights.publication import PublishedWeights, apply, named_weights, publish, stream, tied_names, unpack
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
@@ -65,9 +65,11 @@ def test_what_is_put_into_a_bucket_comes_out_converted(
     named = ((f"t{i}", tensor.to(dtype)) for i, (tensor, dtype) in enumerate(zip(tensors, wire, strict=True)))
     (bucket,) = pack_stream(named, 2**20)
     flat = torch.zeros_like(bucket.data)
-    fill(flat, bucket.entries, [tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for tensor in tensors])
+    runs = runs_of(bucket.entries)
+    fill(flat, runs, [tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for tensor in tensors])
     places = [torch.full_like(tensor, -1, dtype=torch.float32) for tensor in tensors]
-    spread(flat, bucket.entries, places)
+    names = [entry.name for entry in bucket.entries]
+    Contents(flat, bucket.entries, runs).copy_to(dict(zip(names, places, strict=True)))
     for tensor, dtype, place in zip(tensors, wire, places, strict=True):
         assert torch.equal(tensor.to(dtype).float(), place)
 
@@ -76,7 +78,11 @@ class Copies(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+        self.count += func in (
+            torch.ops.aten.copy_.default,
+            torch.ops.aten._foreach_copy_.default,
+            torch.ops.aten.cat.out,
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -84,8 +90,34 @@ def test_small_tensors_are_copied_together() -> None:
     named = [(f"t{i}", torch.full((3, 8), float(i))) for i in range(100)]
     (bucket,) = pack_stream(named, 2**20)
     with Copies() as copies:
-        fill(torch.zeros_like(bucket.data), bucket.entries, [tensor for _, tensor in named])
+        fill(torch.zeros_like(bucket.data), runs_of(bucket.entries), [tensor for _, tensor in named])
     assert copies.count == 1
+
+
+def test_the_views_of_a_bucket_are_kept_until_a_place_moves() -> None:
+    (bucket,) = pack_stream([(f"t{i}", torch.full((2, 4), float(i + 1))) for i in range(3)], 2**20)
+    contents = Contents(bucket.data, bucket.entries, runs_of(bucket.entries))
+    made: list[str] = []
+
+    def place(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
+        made.append(entry.name)
+        return tensor[1:]
+
+    targets = {entry.name: torch.zeros(3, 4) for entry in bucket.entries}
+    contents.copy_to(targets, place)
+    targets["t0"].zero_()
+    storage = targets["t1"].untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)  # as an engine that leaves its device and comes back
+    storage.resize_(size)
+    contents.copy_to(targets, place)
+    assert made == ["t0", "t1", "t2"]
+    gone = targets["t2"].data
+    targets["t2"].data = torch.zeros(3, 4)
+    gone.untyped_storage().resize_(0)
+    contents.copy_to(targets, place)
+    assert made == ["t0", "t1", "t2"] * 2
+    assert [tensor[1:].unique().tolist() for tensor in targets.values()] == [[1.0], [2.0], [3.0]]
 
 
 def test_packing_holds_one_bucket_at_a_time() -> None:
@@ -176,6 +208,9 @@ def test_a_publication_is_cheap_to_send() -> None:
     published = publication(Qwen2ForCausalLM(qwen(num_hidden_layers=4)))
     references = PublishedWeights(published.version, published.manifest, tuple(range(len(published.buckets))))
     assert len(pickle.dumps(references)) < 10_000
+    once, again = (pickle.loads(pickle.dumps(references.manifest)) for _ in range(2))
+    assert once is again  # with all that was made of it
+    assert once.entries == published.manifest.entries
 
 
 def test_bucket_bytes_must_be_positive() -> None:

@@ -240,7 +240,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
         "runs.a.rollout.executor",
         "is one for all runs",
     ),
-    ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no folder of a PEFT"),
+    ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no PEFT adapter"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
     ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),
     ({"pipeline": "asynchronous_agentic"}, "pipeline", "an environment under 'source' and 'schedule: ahead' say it"),
@@ -383,6 +383,15 @@ class TestPool:
             check_jobs([spec], range(8))
         (line,) = str(caught.value).splitlines()
         assert message in line
+
+    def test_a_replica_larger_than_a_node(self, tmp_path: Path) -> None:
+        clusters = {"actor_train": {"gpus": 4, "tensor_parallel": 4}, "actor_infer": {"gpus": 4, "tensor_parallel": 4}}
+        spec = load_job(write(tmp_path, with_keys(clusters=clusters)))
+        check_jobs([spec], range(8), node=4)
+        with pytest.raises(SpecError) as caught:
+            check_jobs([spec], range(8), node=3)
+        (line,) = str(caught.value).splitlines()
+        assert "clusters.actor_infer.tensor_parallel: the devices of a replica must be on one node, and" in line
 
     def test_two_jobs_of_one_name(self, tmp_path: Path) -> None:
         first = load_job(write(tmp_path, VALID, "a.yaml"))

@@ -24,7 +24,7 @@ from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
-from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     ControlStatus,
@@ -220,6 +220,7 @@ class Scheduler:
             SpecError: the request makes no sense.
             PipelineGoneError: the pipeline is not admitted, or ended meanwhile.
             WaitTimeoutError: not granted within the `timeout_s` asked for; says who holds the devices.
+            StaleEpochError: what it gives back it does not hold (any more).
             DeadlockError: it waits for what its own caller keeps.
         """
         core = await self._core()
@@ -228,8 +229,14 @@ class Scheduler:
         checks.wait(where, wait_s)
         job.heard(asked.holder, core.clock.time())
         ticket = core.gangs.find(pipeline_id, asked.key) if asked.key else None
+        given, gone = checks.held(core, pipeline_id, asked.giving)
         if ticket is None:
+            if gone is not None:
+                raise gone
             ticket = self._ask(core, pipeline_id, cluster, phase, asked)
+        # When it has its place: by the queue's rules nobody comes in between. Asked again, what a scheduler that was
+        # ended in between has not come to.
+        core.endings.given_back(*given)
         core.gangs.stop_timer(ticket, "abandoned")
         if ticket.outcome is None:
             try:
@@ -246,7 +253,7 @@ class Scheduler:
 
     def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
         registration = core.state.registrations[pipeline_id]
-        found = check_gang_request(registration, cluster, phase)
+        found = check_gang_request(registration, cluster, phase, asked.devices)
         return core.request(pipeline_id, found, Phase(phase), asked)
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
@@ -265,11 +272,10 @@ class Scheduler:
         """
         checks.epochs(pipeline_id, epochs)
         core = await self._core()
-        held = {status.lease.epoch: status.lease for status in core.state.leases_of(pipeline_id)}
-        core.endings.given_back(*(held[epoch] for epoch in epochs if epoch in held))
-        if gone := [epoch for epoch in epochs if epoch not in held]:
-            names = ", ".join(f"{epoch} ({why})" if (why := core.endings.why(epoch)) else str(epoch) for epoch in gone)
-            raise StaleEpochError(f"lease {names} is not held by {pipeline_id!r} (any more)")
+        held, gone = checks.held(core, pipeline_id, epochs)
+        core.endings.given_back(*held)
+        if gone is not None:
+            raise gone
 
     async def poll_rollout(
         self,

@@ -63,6 +63,7 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+@_repeated
 def extent(box: Box) -> tuple[int, ...]:
     """The shape of what is in a box."""
     return tuple([stop - start for start, stop in box])
@@ -71,6 +72,12 @@ def extent(box: Box) -> tuple[int, ...]:
 @_repeated
 def elements(box: Box) -> int:
     return math.prod(extent(box))
+
+
+@_repeated
+def slices(box: Box) -> tuple[slice, ...]:
+    """As a tensor is indexed."""
+    return tuple([slice(*side) for side in box])
 
 
 @_repeated
