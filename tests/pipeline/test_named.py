@@ -160,6 +160,7 @@ def test_a_users_pipeline_with_options(tmp_path: Path) -> None:
         ({"schedule": "parts.py:Best"}, r"schedule\.name: .* not a subclass of rlix\.pipeline\.schedules\.Schedule$"),
         ({"source": "parts.py:Best"}, r"source\.name: .* not a subclass of rlix\.pipeline\.sources\.Source$"),
         ({"algorithm": "parts.py:Algorithm"}, r"algorithm\.name: .* has no estimate; write it$"),
+        ({"source": {"openai": "parts.py:measured"}}, r"source\.openai\.options\.more: is missing"),
         ({"source": {"task": "parts.py:Best"}}, r"source\.task\.name: .* not a subclass of rlix\.pipeline\.sources\.t"),
         (
             {"source": {"environment": "parts.py:Answer"}},

@@ -13,7 +13,16 @@ from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import ENVIRONMENT_GIVEN, REWARD_GIVEN, REWARDS, TASK_GIVEN, RewardSpec, SourceSpec
+from rlix.pipeline.spec.source import (
+    AGENT_GIVEN,
+    ENVIRONMENT_GIVEN,
+    REWARD_GIVEN,
+    REWARDS,
+    TASK_GIVEN,
+    AgentSpec,
+    RewardSpec,
+    SourceSpec,
+)
 from rlix.protocol.errors import SpecError
 
 _BASES = {
@@ -77,13 +86,23 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
         yield from _methods("source.environment.name", source.environment.target)
     if source.openai and is_own(source.openai.name):
-        yield from _own("source.openai", source.openai.name, {})
+        yield from _agent(source.openai)
     if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
         yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
         return
     for i, reward in enumerate(source.rewards):
         problems = list(_own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True))
         yield from problems or _reward_columns(f"source.rewards.{i}", reward, source)
+
+
+def _agent(agent: AgentSpec) -> Iterator[Problem]:
+    """A function is called with a `Call` and the options, a class with the options alone."""
+    if problems := list(_own("source.openai", agent.name, {})):
+        yield from problems
+        return
+    found = import_object(agent.name)
+    given = 0 if isinstance(found, type) else AGENT_GIVEN
+    yield from option_problems("source.openai.options", found, agent.options, given)
 
 
 def _adapter(folder: Path) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ AGENTS = {
     "external": "external",
     "verifiers": "rlix.integrations.openai.verifiers_agent:VerifiersAgent",
 }
-ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # an `Instance`; a tokenizer
+AGENT_GIVEN = ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # a `Call`; an `Instance`; a tokenizer
 REWARD_GIVEN = 3  # prompt, completion, answer
 
 
