@@ -29,6 +29,10 @@ class Grid:
     batches: Sequence[int]
     repeats: int = 3
 
+    def __post_init__(self) -> None:
+        if not self.widths or not self.batches or min(*self.widths, *self.batches, self.repeats) < 1:
+            raise SpecError(f"{self}: needs one width or more and one batch or more, and all numbers are 1 or more")
+
 
 def profile(flow: Flow, devices: Sequence[Device], grid: Grid, *, lease: Fence | None = None) -> Profile:
     """Run every part alone on each width that the devices allow and on each batch size.
