@@ -55,6 +55,8 @@ def test_ranks_are_where_they_were_asked_for(placement: Placement, expected: lis
         ("0:4", "no device 4 among 4"),
         ("gone:0", r"node\(s\) n9 of group 'gone' have no devices here"),
         ("1-0", "neither a number"),
+        (ByNode(per_rank=0), "per_rank is at least 1"),
+        (Flexible([0, 1]), "each rank has a list of devices"),  # type: ignore[list-item]
     ],
 )
 def test_what_cannot_be_placed_says_why(placement: Placement, message: str) -> None:
