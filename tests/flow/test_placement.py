@@ -62,3 +62,8 @@ def test_ranks_are_where_they_were_asked_for(placement: Placement, expected: lis
 def test_what_cannot_be_placed_says_why(placement: Placement, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         place(placement, POOL)
+
+
+def test_numbers_are_no_devices() -> None:
+    with pytest.raises(SpecError, match="0 is not a device"):
+        Pool([0, 1])  # type: ignore[list-item]

@@ -403,6 +403,9 @@ def test_nobody_goes_on_with_what_is_closed() -> None:
         with pytest.raises(ValueError, match="the plan has segments 0 to"):
             running.set_chunk(4, -1)
         assert running.step([0] * ITEMS) == [111] * ITEMS
+        assert running.planned is not None
+        running.switch(running.planned.others[0])
+        assert running.explain() == running.planned.others[0].explain()  # what runs, and not what was planned
     again = (lambda: running.step([]), running.keep, running.restart, lambda: running.switch(running.plan))
     for call in again:
         with pytest.raises(WorkerError, match="flow sums is closed"):

@@ -128,7 +128,9 @@ class Running:
         return self._drift.ratios
 
     def explain(self) -> str:
-        return self.planned.explain() if self.planned is not None else self.plan.explain()
+        if self.planned is not None and self.planned.best is self.plan:
+            return self.planned.explain()
+        return self.plan.explain()  # as after a `switch`
 
     def close(self) -> None:
         self._closed = True

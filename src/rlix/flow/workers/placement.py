@@ -68,6 +68,10 @@ class Pool:
     devices: Sequence[Device]
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if wrong := [device for device in self.devices if not isinstance(device, Device)]:
+            raise SpecError(f"{wrong[0]!r} is not a device: `client.devices()` of a job has them, by their numbers")
+
     @property
     def nodes(self) -> list[str]:
         return list(dict.fromkeys(device.node_id for device in self.devices))
