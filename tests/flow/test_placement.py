@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlix.flow.workers.launch import launch
 from rlix.flow.workers.placement import ByNode, Flexible, OnCpu, Packed, Placement, Pool, place
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, DeviceKind
@@ -64,6 +65,8 @@ def test_what_cannot_be_placed_says_why(placement: Placement, message: str) -> N
         place(placement, POOL)
 
 
-def test_numbers_are_no_devices() -> None:
+def test_numbers_are_no_devices_and_other_classes_no_workers() -> None:
     with pytest.raises(SpecError, match="0 is not a device"):
         Pool([0, 1])  # type: ignore[list-item]
+    with pytest.raises(SpecError, match=r"dict.* is not a class derived from rlix\.flow\.Worker"):
+        launch(dict, "all", POOL)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 
 ITEMS, DEVICES = 16, 4
@@ -391,6 +392,9 @@ def test_what_makes_no_sense_is_refused_before_anybody_starts(monkeypatch: pytes
         Running(flow(), POOL, profile=known, cluster="flow")
     with pytest.raises(SpecError, match=r"the plan is for 4 device\(s\), and there are 2"):
         Running(flow(), POOL[:2], plan=plan)
+    endless = replace(plan, segments=(replace(plan.segments[0], chunk=0), *plan.segments[1:]))
+    with pytest.raises(SpecError, match=r"chunks of 0 items, and its parts take multiples of 1"):
+        Running(flow(), POOL, plan=endless)
     other = Flow("f", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS)
     with pytest.raises(SpecError, match=r"of parts \['more', 'ones', 'tens'\], and the flow has \['ones'\]"):
         Running(other, POOL, plan=plan)
@@ -402,12 +406,14 @@ def test_nobody_goes_on_with_what_is_closed() -> None:
             running.restart("hundreds")
         with pytest.raises(ValueError, match="the plan has segments 0 to"):
             running.set_chunk(4, -1)
+        with running._stepping, pytest.raises(RlixError, match="a step is running in another thread"):
+            running.step([0] * ITEMS)
         assert running.step([0] * ITEMS) == [111] * ITEMS
         assert running.planned is not None
         running.switch(running.planned.others[0])
         assert running.explain() == running.planned.others[0].explain()  # what runs, and not what was planned
     again = (lambda: running.step([]), running.keep, running.restart, lambda: running.switch(running.plan))
     for call in again:
-        with pytest.raises(WorkerError, match="flow sums is closed"):
+        with pytest.raises(RlixError, match="flow sums is closed"):
             call()
     assert running.groups == {}

@@ -1,5 +1,6 @@
 """What runs a flow, without running it: pieces of batches, drift, and profiles in files."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,13 @@ def test_what_is_no_list_is_not_taken_for_one(made: object) -> None:
     worker.made = lambda items: made
     with pytest.raises(TypeError, match=rf"made\(\) returned {type(made).__name__}: a part returns a list"):
         worker._rlix_part("made", [[]])
+
+
+def test_a_part_that_exits_is_an_error_and_lives() -> None:
+    worker: Any = FlowWorker()
+    worker.exits = sys.exit
+    with pytest.raises(RuntimeError, match=r"exits\(\) was left by SystemExit\(\[\]\)"):
+        worker._rlix_part("exits", [[]])
 
 
 def test_a_second_ctrl_c_waits_for_nobody() -> None:

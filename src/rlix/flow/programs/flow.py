@@ -13,6 +13,7 @@ empty, so that they may speak to each other.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 from rlix.flow.planner import Edge, Graph, Mode, Plan, Planned, make_plan
@@ -122,14 +123,22 @@ class Flow:
         return next(part for part in self.parts if part.name == name)
 
     def check(self, plan: Plan, devices: int) -> None:
-        """Raises SpecError: the plan is of other parts than these, or of more devices."""
+        """Raises SpecError: the plan is of other parts, of more devices, or of chunks that the parts do not take."""
         planned, mine = sorted(part.name for part in plan.parts), sorted(part.name for part in self.parts)
         if planned != mine:
             raise SpecError(f"flow {self.name}: the plan is of parts {planned}, and the flow has {mine}")
-        if plan.devices > devices or any(part.first + part.devices > devices for part in plan.parts):
+        used = max(plan.devices, *(part.first + part.devices for part in plan.parts))
+        if used > devices:
             raise SpecError(
-                f"flow {self.name}: the plan is for {plan.devices} device(s), and there are {devices}: plan it again"
+                f"flow {self.name}: the plan is for {used} device(s), and there are {devices}: plan it again"
             )
+        for segment in plan.segments:
+            multiple = lcm(*(self.part(part.name).chunk for stage in segment.stages for part in stage.parts))
+            if segment.chunk < 1 or segment.chunk % multiple:
+                raise SpecError(
+                    f"flow {self.name}: the plan has chunks of {segment.chunk} items, and its parts take multiples of "
+                    f"{multiple}"
+                )
 
     def graph(self, profile: Profile) -> Graph:
         shapes: dict[str, dict[str, int | None]] = {

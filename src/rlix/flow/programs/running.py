@@ -21,7 +21,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.launch import Group
-from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, Fence
 from rlix.protocol.types import Phase
 
@@ -76,6 +76,7 @@ class Running:
         self._chunks: dict[int, int] = {}
         self._segment: SegmentRun | None = None
         self._started = self._closed = False
+        self._stepping = threading.Lock()
         try:
             self._start()
         except BaseException:  # raised again; nobody has anything to close then
@@ -89,8 +90,17 @@ class Running:
             SpecError: a part does not take so many items, or the job's gang has other devices than the plan counts.
             WorkerError: a part raised or died.
             WaitTimeoutError: a part, which is named with its ranks, did not answer.
+            RlixError: it is closed, or a step is running in another thread.
         """
         self._check_open()
+        if not self._stepping.acquire(blocking=False):
+            raise RlixError(f"flow {self.flow.name}: a step is running in another thread; one runs at a time")
+        try:
+            return self._step(items)
+        finally:
+            self._stepping.release()
+
+    def _step(self, items: Sequence[Any]) -> list[Any]:
         for part in self.flow.parts:
             if len(items) % part.chunk:
                 raise SpecError(
@@ -189,7 +199,7 @@ class Running:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise WorkerError(f"flow {self.flow.name} is closed: make another `Running`")
+            raise RlixError(f"flow {self.flow.name} is closed: make another `Running`")
 
     def _start(self) -> None:
         names = {part.name: f"{self.flow.name}/{part.name}" for part in self.plan.parts}

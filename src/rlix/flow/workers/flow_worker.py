@@ -74,7 +74,10 @@ class FlowWorker(Worker):
         items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
         call: Callable[[list[Any]], Any] = getattr(self, method)
         with self._busy or contextlib.nullcontext():
-            made = call(items)
+            try:
+                made = call(items)
+            except SystemExit as error:  # Ray would end the process, and with it what it has learnt
+                raise RuntimeError(f"{method}() was left by {error!r}") from error
             if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
                 raise TypeError(
                     f"{method}() returned {type(made).__name__}: a part returns a list, one item for each it got "

@@ -10,6 +10,7 @@ from rlix.flow.workers.flow_worker import Piece
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
 from rlix.flow.workers.worker import Worker
+from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, Fence
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -121,5 +122,7 @@ def launch(
 
     Raises what `place` and `WorkerGroup` raise.
     """
+    if not (isinstance(worker_cls, type) and issubclass(worker_cls, Worker)):
+        raise SpecError(f"{worker_cls!r} is not a class derived from rlix.flow.Worker")
     placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
     return Group(WorkerGroup(worker_cls, name=name or worker_cls.__name__, placements=placements, **options))
