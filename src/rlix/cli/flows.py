@@ -14,6 +14,7 @@ from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid, profile
 from rlix.flow.profiler.profile import Profile, halves, path_of
 from rlix.flow.programs.flow import Flow
+from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
 
@@ -27,7 +28,7 @@ def load_flow(name: str) -> Flow:
     """The flow of `path/to/file.py:flow`.
 
     Raises:
-        SpecError: there is no such file, or it defines no flow of that name.
+        SpecError: there is no such file, it cannot be imported, or it defines no flow of that name.
     """
     file, _, variable = name.partition(":")
     path = Path(file)
@@ -40,7 +41,10 @@ def load_flow(name: str) -> Flow:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.absolute()))  # workers import the file by its name
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may raise anything while it is imported
+        raise SpecError(f"{file} cannot be imported: {where_raised(error)}") from error
     flow = getattr(module, variable, None)
     if not isinstance(flow, Flow):
         raise SpecError(f"{file} defines no flow {variable!r}")
