@@ -118,11 +118,15 @@ def measured(mode: str, specs: Sequence[JobSpec], seconds: float) -> list[RunRec
 
 
 def counted(record: RunRecord, begin: float, seconds: float) -> RunRecord:
-    """With the steps that ended in `seconds` from `begin` (Unix seconds), and how late decoding was since then."""
-    before = [row["decode_late_s"] for row in record.metrics if row["time"] <= begin]
-    rows = [row for row in record.metrics if begin < row["time"] <= begin + seconds]
-    late_s = before[-1] if before else 0.0
-    return replace(record, metrics=tuple({**row, "decode_late_s": row["decode_late_s"] - late_s} for row in rows))
+    """With the row of the last step that ended by `begin` (Unix seconds) and those that ended in `seconds` after it."""
+    rows = [row for row in record.metrics if row["time"] <= begin + seconds]
+    return replace(record, metrics=tuple(rows[max(0, sum(row["time"] <= begin for row in rows) - 1) :]))
+
+
+def steps_per_h(record: RunRecord) -> float:
+    """Of whole steps alone: those that a window cuts would count for as much as chance lets them."""
+    first, last = record.metrics[0], record.metrics[-1]
+    return 3600 * (len(record.metrics) - 1) / max(last["time"] - first["time"], 1e-9)
 
 
 def first_step(folder: Path, running: "subprocess.Popen[bytes]") -> float:
@@ -172,8 +176,8 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
             "jobs": [job],
         }
     )
-    steps = SIMULATED_STEPS * len(records)
-    return 3600 * steps / fmean(simulate_one(workload, POLICY[mode], seed).makespan_s for seed in range(5))
+    jobs_s = [simulate_one(workload, POLICY[mode], seed).job_s.values() for seed in range(5)]
+    return fmean(sum(3600 * SIMULATED_STEPS / job_s for job_s in found) for found in jobs_s)
 
 
 def median_of(mean: float, sigma: float, cap: float) -> float:
@@ -192,8 +196,8 @@ def median_of(mean: float, sigma: float, cap: float) -> float:
 
 
 def lateness(records: Sequence[RunRecord]) -> float:
-    rows = [row for record in records for row in record.metrics]
-    decode_late_s = sum(row["decode_late_s"] for record in records for row in record.metrics[-1:])
+    rows = [row for record in records for row in record.metrics[1:]]
+    decode_late_s = sum(record.metrics[-1]["decode_late_s"] - record.metrics[0]["decode_late_s"] for record in records)
     late_s = sum(row["late_s"] for row in rows) + decode_late_s
     return late_s / sum(row["step_s"] for row in rows)
 
@@ -226,7 +230,7 @@ def main() -> None:
         for mode in args.only or MODES:
             records = measured(mode, specs, args.seconds)
             rows[mode] = {
-                "measured": sum(len(record.metrics) for record in records) * 3600 / args.seconds,
+                "measured": sum(map(steps_per_h, records)),
                 "simulated": predicted(mode, specs, records),
                 "late": lateness(records),
             }

@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 from rlix.engine import placement
 from rlix.engine.weights import channel, streams, sync
-from rlix.engine.weights.buckets import ALIGNMENT, spread
+from rlix.engine.weights.buckets import ALIGNMENT, WeightEntry
 from rlix.engine.weights.channel import Delivery, Ticket
-from rlix.engine.weights.layout import Cut, Layout, Part, shard
+from rlix.engine.weights.layout import Cut, Layout, Part, shard, whole
 from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.sync import Channel, Trainer
@@ -91,14 +91,13 @@ class Member:
 
     def receive(self, published: PublishedWeights) -> None:
         assert published.delivery is not None
-        first = {name: part.pieces[0].box[0][0] for name, part in self.layout.parts.items()}
-        for flat, entries in streams.receive(published.delivery):
-            places = []
-            for entry in entries:
-                assert entry.box is not None
-                (start, stop), _ = entry.box
-                places.append(self.tensors[entry.name][start - first[entry.name] : stop - first[entry.name]])
-            spread(flat, entries, places)
+        for bucket in streams.receive(published.delivery):
+            bucket.copy_to(self.tensors, lambda tensor, entry: tensor[self._rows(entry)])
+
+    def _rows(self, entry: WeightEntry) -> slice:
+        (start, stop), _ = entry.box or whole(entry.shape)
+        first = self.part * (self.shape[0] // self.parts)
+        return slice(start - first, stop - first)
 
     def funnel(self) -> None:
         """Gather in buckets to rank 0, broadcast them to the workers, keep what is mine."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rehearsal import counted, lateness
+from benchmarks.rehearsal import counted, lateness, steps_per_h
 from rlix.monitor.records import load_run
 from tests.monitor.synthetic import write_run
 
@@ -15,5 +15,6 @@ def test_only_what_was_late_while_steps_were_counted_counts(tmp_path: Path) -> N
         {"step": i, "time": 10.0 * i, "step_s": 10.0, "late_s": 0.5, "decode_late_s": late_s[i]} for i in range(5)
     ]
     record = counted(load_run(write_run(tmp_path / "run", events=[], metrics=metrics)), 10.0, 20.0)
-    assert [row["step"] for row in record.metrics] == [2, 3]
+    assert [row["step"] for row in record.metrics] == [1, 2, 3]
+    assert steps_per_h(record) == pytest.approx(2 * 3600 / 20.0)
     assert lateness([record, record]) == pytest.approx((2 * 0.5 + 9.0 - 7.0) / 20.0)

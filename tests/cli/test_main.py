@@ -69,6 +69,9 @@ def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:
 
 def test_no_devices_at_all() -> None:
     assert "--devices" in mistake("run", GOOD_SPEC, "--devices", "0")
+    assert "--memory" in mistake("check", GOOD_SPEC, "--memory", "inf")
+    for option in ("--width", "--batch"):
+        assert option in mistake("profile", GOOD_SPEC, option, "0")
 
 
 def test_report_of_what_is_no_run(tmp_path: Path) -> None:

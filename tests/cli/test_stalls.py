@@ -39,6 +39,9 @@ def test_who_waits_for_what_and_on_whom() -> None:
         "ft_3 holds 1 for critic training; copy waits for 0–1, too"
     )
     assert second.sentence().startswith("copy waits for devices 0–1 (actor train): ")
+    asked = Waiting("ft_1", "actor_train", Phase.ACTOR_TRAINING, 1e9, "", ((1,),))  # a part of its devices
+    first, _ = waits(replace(status, waiting=(asked,)), [SORT, COPY])
+    assert first.sentence().startswith("sort waits for devices 1 (actor train): ft_3 holds 1 for critic training; ")
 
 
 def test_a_wait_says_since_when_the_control_plane_knows_of_it() -> None:

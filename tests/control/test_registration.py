@@ -117,6 +117,14 @@ def test_gang_requests_that_make_no_sense(cluster: str, phase: Any, message: str
     assert check_gang_request(registration, "actor_train", 1).devices == (0,)
 
 
+@pytest.mark.parametrize("devices", [(0, 1, 2, 3), (3,), (1, 1)])
+def test_devices_that_a_gang_does_not_have_are_refused(devices: tuple[int, ...]) -> None:
+    registration = build({"flow": 1}, {"flow": [0, 1]})
+    with pytest.raises(SpecError, match=r"gang 'flow' has devices 0-1, and device.* were asked for: ask for some"):
+        check_gang_request(registration, "flow", Phase.ACTOR_TRAINING, devices)
+    assert check_gang_request(registration, "flow", Phase.ACTOR_TRAINING, (1,)).name == "flow"
+
+
 def test_any_number_of_clusters_may_be_elastic() -> None:
     arguments = ({"policy": 1, "draft": 2, "judge": 1}, {"policy": [0], "draft": [0, 1], "judge": [2]})
     got = build_registration("ft_1", "ns", *arguments, DEVICES, elastic_clusters=["draft", "judge"])

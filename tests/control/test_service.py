@@ -48,6 +48,9 @@ def rolling(process_: Any = None, held: Any = (), draining: Any = (), wait_s: An
         asking(holder=Process("node", 7, "then")),  # type: ignore[arg-type]
         asking(holding=("x",)),
         asking(holding=7),
+        asking(giving=("x",)),
+        asking(devices=[0]),
+        asking(devices=(7,)),
         asking(timeout_s="soon"),
         asking(timeout_s=float("nan")),
         asking(longest_s=-1.0),
@@ -95,6 +98,33 @@ def test_nobody_gives_back_what_another_job_holds() -> None:
     world.run(5.0)
     assert world.held("ft_1") == (lease,)
     assert world.machine.killed == []
+
+
+def test_what_is_given_back_with_a_question_goes_to_whoever_waits_and_to_no_rollout_in_between() -> None:
+    world = World()
+    (mine, theirs), service = (world.gang("ft_1"), world.ask("ft_2")), service_of(world)
+    world.roll("ft_2", 50)  # beside it, on devices 2 and 3
+
+    def change(devices: tuple[int, ...], *giving: int) -> None:
+        again = Asked(f"for {devices}", process(7), devices=devices, giving=giving)
+        asyncio.run(service.poll_gang("ft_1", TRAIN.name, GANG, again, 0.0))
+        world.run(1.0)
+
+    change((0, 1), mine.epoch)
+    (first,) = [lease for lease in world.held("ft_2") if lease == theirs.outcome]
+    assert world.held("ft_1") == ()
+    world.release(first)
+    (mine,) = world.held("ft_1")
+    assert mine.devices == (0, 1)
+    change((1,), mine.epoch)
+    (mine,) = world.held("ft_1")
+    assert mine.devices == (1,)
+    assert sorted(lease.devices for lease in world.note("ft_2")) == [(0,), (2,), (3,)]  # what is not used any more
+    assert "shrinking" not in [record.event for record in world.core.log.since("ft_2", 0)]
+    with pytest.raises(StaleEpochError, match=f"lease {first.epoch} is not held by 'ft_1'"):
+        change((0,), mine.epoch, first.epoch)
+    assert world.held("ft_1") == (mine,)
+    assert world.core.state.requests == {}
 
 
 def test_who_has_left_ray_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

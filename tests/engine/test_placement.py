@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.placement import choose, select
+from rlix.engine.placement import check_bundles, choose, select
 from rlix.protocol.messages import Device, DeviceKind
 
 
@@ -67,6 +67,12 @@ def test_numbers_are_no_devices() -> None:
 def test_named_devices_keep_their_order() -> None:
     named = [NODES[4], NODES[0], NODES[3], NODES[1]]
     assert choose(4, bundle=2, devices=named) == tuple(named)
+
+
+def test_a_replica_over_two_nodes_is_refused() -> None:
+    check_bundles(NODES, 3)
+    with pytest.raises(ValueError, match=r"^tensor_parallel_size=2: .* one node, but .* 2 on .*, 3 on .*; take a"):
+        check_bundles(NODES, 2)
 
 
 @pytest.mark.parametrize("condition", ["colocate_with", "not_colocate_with"])

@@ -1,5 +1,6 @@
 """What is done about ranks that wait for one that failed; the ranks are futures."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -9,52 +10,67 @@ from rlix.protocol.errors import WaitTimeoutError
 
 
 class Ranks:
-    """Rank 0 has failed; each other one comes back when the process of the rank before it has ended."""
+    """Rank 0 has failed; each other one comes back when the process of the rank before it has ended.
+
+    `stuck` does not, and answers beside that; `mute` answers nobody, and what `broken` holds is lost.
+    """
 
     name = "train"
 
-    def __init__(self, count: int, changes: list[int], *, stuck: int | None = None, broken: int | None = None) -> None:
-        self.killed: list[int] = []
-        self._changes, self._stuck, self._broken = changes, stuck, broken
-        self._futures: dict[str, list[Future[Any]]] = {
-            method: [Future() for _ in range(count)] for method in ("abort", "hand_over", "changes")
-        }
+    def __init__(
+        self, changes: list[int], *, stuck: int | None = None, mute: int | None = None, broken: int | None = None
+    ) -> None:
+        self.world_size, self.killed = len(changes), list[int]()
+        self._changes, self._stuck, self._mute, self._broken = changes, stuck, mute, broken
+        self._asked: list[tuple[int, str, bool, Future[Any]]] = []
 
-    def call(self, method: str) -> list[Any]:
-        if method == "changes":
-            self._come_back(0)
-        return [SimpleNamespace(future=lambda found=future: found) for future in self._futures[method]]
+    def call(self, method: str, ranks: Sequence[int] = (), *, at_once: bool = False) -> list[Any]:
+        futures: list[Future[Any]] = [Future() for _ in ranks]
+        self._asked += [(rank, method, at_once, future) for rank, future in zip(ranks, futures, strict=True)]
+        self._answer()
+        return [SimpleNamespace(future=lambda found=future: found) for future in futures]
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
-        if rank + 1 < len(self._changes):
-            self._come_back(rank + 1)
+        self._answer()
 
-    def _come_back(self, rank: int) -> None:
-        if rank == self._broken:
-            self._futures["hand_over"][rank].set_exception(ValueError("no state"))
-        elif rank != self._stuck:
-            self._futures["hand_over"][rank].set_result(f"part {rank}")
-        if rank != self._stuck:
-            self._futures["changes"][rank].set_result(self._changes[rank])
+    def _answer(self) -> None:
+        for rank, method, at_once, future in self._asked:
+            came_back = rank != self._stuck and (rank == 0 or rank - 1 in self.killed)
+            if future.done() or rank == self._mute or not (at_once or came_back):
+                continue
+            if (rank, method) == (self._broken, "hand_over"):
+                future.set_exception(ValueError("no state"))
+            else:
+                future.set_result(f"part {rank}" if method == "hand_over" else self._changes[rank])
 
 
 def test_each_rank_is_ended_once_it_has_handed_over_which_frees_the_next() -> None:
-    ranks = Ranks(4, [2, 2, 2, 2])
-    state: Any = evacuate(ranks, 5.0)  # type: ignore[arg-type]
+    ranks = Ranks([2, 2, 2, 2])
+    state: Any = evacuate(ranks, 5.0, 5.0)  # type: ignore[arg-type]
     assert state.agree
     assert [part.future().result() for part in state.parts] == [f"part {rank}" for rank in range(4)]
     assert ranks.killed == [0, 1, 2, 3]
 
 
 def test_ranks_that_wrote_differently_do_not_agree() -> None:
-    state: Any = evacuate(Ranks(3, [0, 27, 27]), 5.0)  # type: ignore[arg-type]
+    state: Any = evacuate(Ranks([0, 27, 27]), 5.0, 5.0)  # type: ignore[arg-type]
+    assert not state.agree
+
+
+def test_what_a_rank_holds_that_hangs_counts_as_far_as_it_has_not_begun_to_change_it() -> None:
+    ranks = Ranks([0, 0, 0], stuck=1)
+    state: Any = evacuate(ranks, 0.05, 0.05)  # type: ignore[arg-type]
+    assert state.agree
+    assert [part.future().result() for part in state.parts] == ["part 0", "part 1", "part 2"]
+    assert ranks.killed == [0, 1, 2]
+    state = evacuate(Ranks([3, 3, 3], stuck=1), 0.05, 0.05)  # type: ignore[arg-type]
     assert not state.agree
 
 
 def test_nothing_is_left_of_a_state_of_which_a_part_is_missing() -> None:
-    assert evacuate(Ranks(3, [0, 0, 0], stuck=1), 0.05) is None  # type: ignore[arg-type]
-    assert evacuate(Ranks(3, [0, 0, 0], broken=2), 5.0) is None  # type: ignore[arg-type]
+    assert evacuate(Ranks([0, 0, 0], mute=1), 0.05, 0.05) is None  # type: ignore[arg-type]
+    assert evacuate(Ranks([0, 0, 0], broken=2), 5.0, 5.0) is None  # type: ignore[arg-type]
 
 
 def test_collectives_are_in_step_where_all_members_have_begun_as_many() -> None:

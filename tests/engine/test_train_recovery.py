@@ -14,7 +14,7 @@ from rlix.engine.placement import pool_devices
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import publication
-from rlix.protocol.errors import NotResidentError, RlixError, WorkerError
+from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from tests.engine.models import qwen
 from tests.engine.training_models import Several, Swapping, batch, policy
 
@@ -73,12 +73,32 @@ def test_weights_that_only_some_ranks_changed_are_dropped_and_the_error_says_so(
     assert train(engine, range(2, 4)) == unbroken[2:4]
 
 
-def test_ranks_that_do_not_come_back_are_ended(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_costs_a_moment_too(
+    engine: TrainEngine, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lifecycle, "SETTLE_TIMEOUT_S", 0.5)
-    with pytest.raises(KeyError, match=r"did not come back .* weights and optimizer state are lost; build\(\)"):
-        engine.sleep_on_the_others(60.0)
-    with pytest.raises(RlixError, match="given up after an error"):
-        engine.count([[1]])
+    losses = train(engine, range(3))
+    with pytest.raises(KeyError, match="started anew with their weights and optimizer state"):
+        engine.sleep_on_the_others(600.0)
+    assert losses + train(engine, range(3, 8)) == unbroken
+
+
+def test_one_rank_alone_that_hangs_is_started_anew_and_ended_where_it_does_not_even_answer(
+    ray_session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TrainEngine(policy()).build(seed=11) as engine:
+        engine.train_step(batch(0))
+        expected = engine.state_dict()
+        monkeypatch.setattr(lifecycle, "SETTLE_TIMEOUT_S", 0.5)
+        call = ("call", "sleep_on_the_others", (600.0,), {}, None, False)
+        with pytest.raises(WaitTimeoutError, match=r"did not answer sleep_on_the_others.*started anew"):
+            engine._run(*call, timeout_s=0.5)
+        assert same(engine.state_dict(), expected)
+        monkeypatch.setattr(lifecycle, "HAND_OVER_TIMEOUT_S", 0.5)
+        with pytest.raises(WaitTimeoutError, match=r"weights and optimizer state are lost; build\(\)"):
+            engine._run("call", "sleep_deaf", (600,), {}, None, False, timeout_s=0.5)
+        with pytest.raises(RlixError, match="given up after an error"):
+            engine.count([[1]])
 
 
 def test_the_same_calls_are_allowed_wherever_the_bytes_are(ray_session: Any, tmp_path: Path) -> None:

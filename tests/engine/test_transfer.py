@@ -144,10 +144,10 @@ class Replicas:
         mine = published.received_by(replica=replica).received_by(worker=worker)
         assert mine.delivery is not None
         with closing(streams.receive(mine.delivery)) as buckets:
-            for number, (flat, entries) in enumerate(buckets):
+            for number, bucket in enumerate(buckets):
                 if number == self.leave_after and (replica, worker) == (0, 0):
                     raise KeyError("out of memory")
-                for entry, view in views(flat, entries):
+                for entry, view in views(bucket.flat, bucket.entries):
                     place = self.values[replica, worker][entry.name]
                     place[tuple(slice(*side) for side in entry.box or ())] = view
 

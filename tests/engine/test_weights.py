@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
-from rlix.engine.weights.buckets import ALIGNMENT, Bytes, fill, pack, pack_stream, spread
+from rlix.engine.weights.buckets import ALIGNMENT, Bytes, Contents, fill, pack, pack_stream, runs_of
 from rlix.engine.weights.publication import PublishedWeights, apply, named_weights, publish, stream, tied_names, unpack
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
@@ -65,9 +65,11 @@ def test_what_is_put_into_a_bucket_comes_out_converted(
     named = ((f"t{i}", tensor.to(dtype)) for i, (tensor, dtype) in enumerate(zip(tensors, wire, strict=True)))
     (bucket,) = pack_stream(named, 2**20)
     flat = torch.zeros_like(bucket.data)
-    fill(flat, bucket.entries, [tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for tensor in tensors])
+    runs = runs_of(bucket.entries)
+    fill(flat, runs, [tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for tensor in tensors])
     places = [torch.full_like(tensor, -1, dtype=torch.float32) for tensor in tensors]
-    spread(flat, bucket.entries, places)
+    names = [entry.name for entry in bucket.entries]
+    Contents(flat, bucket.entries, runs).copy_to(dict(zip(names, places, strict=True)))
     for tensor, dtype, place in zip(tensors, wire, places, strict=True):
         assert torch.equal(tensor.to(dtype).float(), place)
 
@@ -76,7 +78,11 @@ class Copies(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+        self.count += func in (
+            torch.ops.aten.copy_.default,
+            torch.ops.aten._foreach_copy_.default,
+            torch.ops.aten.cat.out,
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -84,7 +90,7 @@ def test_small_tensors_are_copied_together() -> None:
     named = [(f"t{i}", torch.full((3, 8), float(i))) for i in range(100)]
     (bucket,) = pack_stream(named, 2**20)
     with Copies() as copies:
-        fill(torch.zeros_like(bucket.data), bucket.entries, [tensor for _, tensor in named])
+        fill(torch.zeros_like(bucket.data), runs_of(bucket.entries), [tensor for _, tensor in named])
     assert copies.count == 1
 
 
@@ -176,6 +182,9 @@ def test_a_publication_is_cheap_to_send() -> None:
     published = publication(Qwen2ForCausalLM(qwen(num_hidden_layers=4)))
     references = PublishedWeights(published.version, published.manifest, tuple(range(len(published.buckets))))
     assert len(pickle.dumps(references)) < 10_000
+    once, again = (pickle.loads(pickle.dumps(references.manifest)) for _ in range(2))
+    assert once is again  # with all that was made of it
+    assert once.entries == published.manifest.entries
 
 
 def test_bucket_bytes_must_be_positive() -> None:

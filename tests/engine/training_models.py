@@ -1,5 +1,6 @@
 """A small policy that trains, for the training engine's tests."""
 
+import ctypes
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -80,6 +81,10 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         if self.rank == 1:
             raise KeyError("only here")
         time.sleep(seconds)
+
+    def sleep_deaf(self, seconds: int) -> None:
+        """No other thread of the process runs meanwhile."""
+        ctypes.PyDLL(None).sleep(seconds)
 
     @rlix.nn.configures
     def use_sgd(self, learning_rate: float) -> None:

@@ -49,6 +49,7 @@ def test_a_torn_last_line_is_dropped_with_a_warning(tmp_path: Path, caplog: pyte
         ("[1]", "expected a JSON object"),
         (json.dumps({"type": "span", "device": 0}), "'cluster' is missing"),
         (json.dumps({"type": "job", "event": "started", "time": "noon"}), "could not convert"),
+        (json.dumps({"type": "job", "event": "started", "time": 10**400}), "too large"),
     ],
 )
 def test_a_bad_line_names_file_and_line(tmp_path: Path, line: str, complaint: str) -> None:

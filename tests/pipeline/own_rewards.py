@@ -6,6 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rlix.pipeline.sources.rewards import Reward
+
 
 def length(prompt: str, completion: str, answer: str) -> float:
     sys.stdout.write("this must not get among the answers\n")
@@ -36,6 +40,8 @@ def moody(prompt: str, completion: str, answer: str, mood: str) -> Any:
             return float("inf")
         case "exit":
             sys.exit(4)
+        case "numpy":
+            return Reward(np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
         case "meet":  # ends when three are there at a time
             here = Path(answer)
             (here / completion).touch()

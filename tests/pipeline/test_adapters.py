@@ -16,12 +16,13 @@ from rlix.engine import lora
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
+from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.protocol.errors import SpecError, WeightSyncError
 from tests.pipeline import plain_training as plain
-from tests.pipeline.training_scenarios import TEMPERATURE, built, scenario, write_model
+from tests.pipeline.training_scenarios import TEMPERATURE, Hangs, built, scenario, write_model
 
 OPTIMIZERS = {
     "small": OptimizerSpec(learning_rate=1e-2),
@@ -57,7 +58,9 @@ class World:
 
     def add(self, name: str, folder: Path | None = None) -> None:
         seed = list(CONFIGS).index(name)
-        self.module.add_adapter(name, CONFIGS[name], OPTIMIZERS[name], UPDATES[name], seed, folder)
+        self.module.add_adapter(name, CONFIGS[name], OPTIMIZERS[name], UPDATES[name], seed)
+        if folder is not None:
+            self.module.load_adapter(name, folder, OPTIMIZERS[name], UPDATES[name])
         self.done.setdefault(name, 0)
 
     def step(self, name: str) -> dict[str, float]:
@@ -173,11 +176,11 @@ def test_what_cannot_be_an_adapter_says_so(folder: Path, tmp_path: Path) -> None
     with pytest.raises(SpecError, match=r"no linear layers called \['query'\]"):
         world.module.add_adapter("x", AdapterConfig(2, 2.0, targets=("query",)), OptimizerSpec())
     world.module.save_adapter("small", tmp_path / "a")
+    world.module.add_adapter("x", AdapterConfig(3, 2.0, targets=("q_proj", "v_proj")), OptimizerSpec())
+    before = of_adapter(world.module, "x")
     with pytest.raises(WeightSyncError, match="does not fit"):
-        world.module.add_adapter(
-            "x", AdapterConfig(3, 2.0, targets=("q_proj", "v_proj")), OptimizerSpec(), 1, 0, tmp_path / "a"
-        )
-    assert world.module.adapters() == ("small",)
+        world.module.load_adapter("x", tmp_path / "a", OptimizerSpec())
+    assert of_adapter(world.module, "x") == before
     with pytest.raises(SpecError, match="no PEFT adapter"):
         AdapterConfig.of_folder(tmp_path)
 
@@ -199,9 +202,13 @@ def test_memory_is_the_base_once_and_each_adapter_with_its_optimizer(folder: Pat
 
 @pytest.mark.ray
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [2])
-def test_on_several_ranks_too(ray_session: Any, folder: Path, tmp_path: Path, ranks: int) -> None:
-    """Together, with a move to the host and a save in between, as each alone after the others have left."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_several_ranks_too(
+    ray_session: Any, folder: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, with ranks that hang, a move to the host and a save in between, as each alone after that."""
+    monkeypatch.setattr(lifecycle, "GRACE_S", 0.5)
+    monkeypatch.setattr(lifecycle, "SETTLE_TIMEOUT_S", 0.5)
 
     def run(world: World, names: Sequence[str]) -> dict[str, Any]:
         engine, found = world.module, {name: [] for name in names}
@@ -212,6 +219,10 @@ def test_on_several_ranks_too(ray_session: Any, folder: Path, tmp_path: Path, ra
             for name in names:
                 if turn < UPDATES[name]:
                     found[name].append(world.step(name))
+            if turn == 2 and len(names) > 1:
+                tensors: Any = NeedParallel(scenario("grpo", batch("wide", turn)).tensors)
+                with pytest.raises(RuntimeError, match=r"no loss here.*started anew"):
+                    engine.policy_step(tensors, 1.0, Hangs(), TEMPERATURE, 1.0, "wide")
         engine.cpu()
         for name in names:
             engine.read("save_adapter", name, tmp_path / "-".join(names) / name)

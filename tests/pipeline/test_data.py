@@ -166,6 +166,24 @@ class TestFiles:
         assert rows["answer"][:] == ["0123", "1.50", "NA"]
         assert rows["level"][:2] == [3, 4]  # other columns are what they look like
 
+    @pytest.mark.parametrize(
+        ("answers", "read"),
+        [
+            ([1, 2.5], ["1", "2.5"]),
+            (["2020-01-01", "2021-02-03"], ["2020-01-01", "2021-02-03"]),
+            (["1", 2], ["1", "2"]),
+        ],
+    )
+    def test_answers_of_json_are_as_they_were_written(self, tmp_path: Path, answers: Any, read: list[str]) -> None:
+        path = tmp_path / "rows.jsonl"
+        rows = [json.dumps({"prompt": f"{i}=", "answer": answer}) for i, answer in enumerate(answers)]
+        path.write_text("\ufeff" + "\n".join(rows), encoding="utf-8")
+        data = DataSpec(path=str(path))
+        assert not list(column_problems(data))
+        tokenizer = character_tokenizer("0123456789.-=")
+        found = DataTask(data, load_tables(data), [RewardSpec(name="exact_match")], tokenizer).prompts(0, 0, 2)
+        assert sorted(prompt.answer for prompt in found) == read
+
     def test_json_may_be_one_list(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.json"
         path.write_text(json.dumps(ROWS, indent=1))
@@ -248,11 +266,12 @@ class TestStream:
         assert sorted(flat[:29]) == sorted(flat[29:58])
         assert flat[:29] != flat[29:58]
 
-    def test_what_is_too_long_is_left_out(self, tmp_path: Path) -> None:
+    def test_what_is_too_long_is_left_out_and_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         prompts = self.stream(tmp_path, longest=5).prompts(0, 0, 18)
         assert {len(p.prompt_ids) for p in prompts} == {5}
         with pytest.raises(SpecError, match="no row of the stream can be used"):
             self.stream(tmp_path, longest=1).prompts(0, 0, 1)
+        assert "its prompt has 7 tokens, more than 1" in caplog.text
 
 
 def test_math_verify_judges_in_processes_of_its_own() -> None:

@@ -1,12 +1,15 @@
 """Episodes end, in time, whatever their environments do; and a retry is invisible."""
 
 import asyncio
+import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -108,6 +111,44 @@ def test_as_many_instances_fail_as_asked_for() -> None:
     once = replace(LIMITS, attempts=1)
     ends = [episode(partial(DigitLookup, failure_rate=0.1), once, seed=seed).end for seed in range(300)]
     assert 15 <= ends.count(End.FAILED) <= 45
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Transition("", reward=math.nan), "the reward nan, which is no finite number"),
+        (Transition("", reward="1"), "the reward '1', which is no finite number"),  # type: ignore[arg-type]
+        (Transition(None), "step gave None to read"),  # type: ignore[arg-type]
+        (("", 1.0, True), "which is no Transition"),
+        (None, "step returned None, which is no Transition"),
+    ],
+)
+def test_what_cannot_be_learnt_from_costs_its_trajectory(found: Any, said: str) -> None:
+    class Wrong(DigitLookup):
+        async def step(self, action: Action) -> Transition:
+            return found  # type: ignore[no-any-return]
+
+    played = episode(partial(Wrong, failure_rate=0.0))
+    assert played.end is End.FAILED
+    assert said in str(played.error)
+
+
+def test_numbers_of_other_libraries_are_numbers_and_the_last_observation_may_be_missing() -> None:
+    class Numpy(DigitLookup):
+        async def step(self, action: Action) -> Transition:
+            return Transition(None, np.float32(0.5), np.bool_(True), np.bool_(True))  # type: ignore[arg-type]
+
+    played = episode(partial(Numpy, failure_rate=0.0))
+    assert (played.end, played.reward, played.exact) == (End.DONE, 0.5, True)
+    assert type(played.reward) is float
+
+
+def test_methods_that_are_no_coroutines_cost_their_trajectory() -> None:
+    class Plain(DigitLookup):
+        def reset(self, seed: int) -> str:  # type: ignore[override]
+            return ">"
+
+    assert "write 'async def reset'" in str(episode(partial(Plain, failure_rate=0.0)).error)
 
 
 def test_an_episode_that_begins_with_nothing_has_failed() -> None:

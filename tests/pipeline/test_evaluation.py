@@ -58,9 +58,10 @@ def test_the_same_prompts_every_time_greedily_and_with_the_newest_weights(schedu
 def test_held_out_data_have_a_source_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"prompt": "77>", "answer": "77"}\n')
     held_out = {"data": {"path": str(tmp_path / "held.jsonl")}, "rewards": ["exact_match"]}
-    spec = job("data", "on_policy", "grpo", tmp_path, evaluation={**HELD_OUT, "prompts": 1, "source": held_out})
+    spec = job("data", "on_policy", "grpo", tmp_path, evaluation={**HELD_OUT, "prompts": 8, "source": held_out})
     pipeline = InProcess(spec, tmp_path)
-    pipeline.run_steps()
+    metrics = pipeline.run_steps()
+    assert metrics[1]["eval/trajectories"] == 2  # of the one row, once: not of eight
     asked = {t.prompt_ids for t, _ in pipeline.rollouts.answered if t.id.startswith("evaluation/")}
     trained = {t.prompt_ids for t, _ in pipeline.rollouts.answered if not t.id.startswith("evaluation/")}
     assert len(asked) == 1

@@ -19,6 +19,7 @@ vllm = pytest.mark.skipif(vllm_options.known() is None, reason="needs vLLM")
         ("vllm", {"dtype": "bfloat16"}, "dtype", "is written as 'model.dtype'"),
         ("vllm", {"async_scheduling": True}, "async_scheduling", "is set by RLix"),
         ("vllm", {"enable_lora": True}, "enable_lora", "is set by RLix"),
+        ("vllm", {"nnodes": 2}, "nnodes", "is set by RLix"),
         ("vllm", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", "must be less than or equal to 1, not 1.5"),
         ("vllm", {"enforce_eager": "yes"}, "enforce_eager", "must be a valid boolean, not 'yes'"),
         ("vllm", {"max_model_len": 100}, "max_model_len", "100 leaves no room for a prompt before the 100 tokens"),

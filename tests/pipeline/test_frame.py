@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+import torch
 
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs.run_folder import RunFolder
@@ -116,6 +118,18 @@ def test_a_step_that_returns_no_reward_is_told(tmp_path: Path, returned: Any) ->
     with pytest.raises(TypeError, match=r"Toy\.step returned .*; it must return metrics by name, 'reward' among them"):
         pipeline.run()
     assert not (tmp_path / "job" / "metrics.jsonl").exists()
+
+
+def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
+    pipeline: Any = toy(tmp_path / "job", steps=1)
+    pipeline.step = lambda _: {"reward": np.float32(0.5), "loss": torch.tensor(2.0)}
+    assert pipeline.run().state == "finished"
+    (row,) = rows(tmp_path / "job" / "metrics.jsonl")
+    assert (row["reward"], row["loss"]) == (0.5, 2.0)
+    pipeline = toy(tmp_path / "other")
+    pipeline.step = lambda _: {"reward": 0.0, "note": "fine"}
+    with pytest.raises(TypeError, match=r"Toy\.step returned \{'note': 'fine'\} among its metrics"):
+        pipeline.run()
 
 
 def test_an_evaluation_that_fails_costs_its_metrics_alone(tmp_path: Path) -> None:

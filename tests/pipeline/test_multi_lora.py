@@ -74,7 +74,12 @@ class AdapterGenerator(Generator):
 
     versions: dict[str, int]
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.bases: list[tuple[str, Any]] = []
+
     def publish(self, weights: Any) -> None:
+        self.bases.append((weights.publication, weights.buckets))
         self.versions = {adapter.name: adapter.weights.version for adapter in weights.adapters}
 
     def wait(
@@ -98,12 +103,13 @@ class AdapterGenerator(Generator):
 
 
 class AdapterEngine(Engine):
+    processes: Mapping[int, str] = {0: "worker"}
+
     def read(self, name: str, *args: Any) -> Any:
-        more = (lambda data: data,) if name == "publish_adapter" else ()
-        return getattr(self.module, name)(*args, *more)
+        return getattr(self.module, name)(*args)
 
     def publish(self, version: int) -> Any:
-        return PublishedWeights(version, Manifest(()))
+        return PublishedWeights(version, Manifest(()), (self.processes[0],))
 
     def acquire(self, lease: object) -> None: ...
 
@@ -142,7 +148,8 @@ class Here:
         built = InProcess.build_train_engine(self, "actor_train", module, self.model_path, self.spec.optimizer)
         self.actor = AdapterEngine(built.module, self.model_path)
         config = built.module.config
-        self.served = Served(AdapterGenerator(int(config.vocab_size), int(config.eos_token_id)))  # type: ignore[arg-type]
+        generator: Any = AdapterGenerator(int(config.vocab_size), int(config.eos_token_id))
+        self.served = Served(generator, store=lambda adapter: adapter)
         self.rollouts = AdapterRollouts(self.served, self.adapter)
 
     def _write_lease_events(self) -> None: ...
@@ -239,9 +246,13 @@ def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str
     broken = {"source": {"task": f"{parts}:RefusesStepOne"}}
     torn = {"algorithm": {"name": f"{parts}:BreaksInStepOne", "options": {"sharpness": 1.0}}}
     many = Many(job({"small": RUNS["small"], "broken": broken, "torn": torn}), tmp_path / "job")
+    many.on_step["small", 1] = lambda: setattr(many.actor, "processes", {0: "another"})  # as after a call that hung
     with pytest.raises(RlixError, match=r"2 of 3 runs failed, .* broken: .*no prompts today.*; torn: .*no loss today"):
         many.run()
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
+    publications, stored = zip(*many.served.rollouts.bases, strict=True)
+    assert len(set(publications)) == 1, "replicas that have the model keep it"
+    assert list(dict.fromkeys(stored)) == [("worker",), ("another",)], "and others find it"
     states = {"small": "finished", "broken": "failed", "torn": "failed"}
     assert {run.name: run.state for run in many.status().runs} == states
     kept = {run: sorted(p.name for p in tmp_path.glob(f"job/runs/{run}/checkpoints/*")) for run in ("broken", "torn")}

@@ -159,6 +159,7 @@ def test_a_users_pipeline_with_options(tmp_path: Path) -> None:
         ({"algorithm": "parts.py:measured"}, r"algorithm\.name: .* not a subclass of rlix\.pipeline\.algorithms\.Alg"),
         ({"schedule": "parts.py:Best"}, r"schedule\.name: .* not a subclass of rlix\.pipeline\.schedules\.Schedule$"),
         ({"source": "parts.py:Best"}, r"source\.name: .* not a subclass of rlix\.pipeline\.sources\.Source$"),
+        ({"algorithm": "parts.py:Algorithm"}, r"algorithm\.name: .* has no estimate; write it$"),
         ({"source": {"task": "parts.py:Best"}}, r"source\.task\.name: .* not a subclass of rlix\.pipeline\.sources\.t"),
         (
             {"source": {"environment": "parts.py:Answer"}},

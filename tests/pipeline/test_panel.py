@@ -52,6 +52,11 @@ def test_rewards_are_added_up_by_weight_and_shown_apart(panels: Any) -> None:
     assert panels(RewardSpec(name="number_match")).judge([asked("it is 12")]) == [Reward(1.0, True)]
 
 
+def test_two_of_the_same_name_are_shown_apart_and_numpy_counts(panels: Any) -> None:
+    panel = panels(reward("moody"), reward("moody", options={"mood": "numpy"}))
+    assert panel.judge([asked(mood="good")]) == [Reward(1.5, True, (("moody", 1.0), ("moody_2", 0.5)))]
+
+
 def test_columns_and_options_go_to_who_has_parameters_for_them(panels: Any) -> None:
     panel = panels(reward("told", options={"factor": 0.5}), reward("length"), reward("any_columns"))
     (verdict,) = panel.judge([asked(level=3, source="somewhere", tags=["a"], completion="a column")])

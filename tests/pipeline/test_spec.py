@@ -79,7 +79,7 @@ class TestGood:
     @pytest.mark.parametrize("spelling", ["4-8", "4 - 8", {"min": 4, "max": 8}])
     def test_a_range_in_a_pipeline_of_ones_own(self, tmp_path: Path, spelling: Any) -> None:
         clusters = {"actor_train": {"gpus": spelling, "tensor_parallel": 2}}
-        spec = load_job(write(tmp_path, with_keys(pipeline="rlix.pipeline:Pipeline", clusters=clusters)))
+        spec = load_job(write(tmp_path, with_keys(pipeline="rlix.pipeline:FullFinetunePipeline", clusters=clusters)))
         cluster = spec.clusters.actor_train
         assert (cluster.mapping, cluster.count, cluster.least) == ({"min": 4, "max": 8}, 8, 4)
         assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
@@ -211,6 +211,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"rollout": {"max_new_tokens": 5, "temperature": 0}}, "rollout.temperature", "greater than 0"),
     ({"rollout": {"max_new_tokens": 5, "executor": "vllm"}}, "model.heads", "vLLM needs 32 or more"),
     ({"optimizer": {"betas": [0.9, 1.5]}}, "optimizer.betas.1", "less than 1, not 1.5"),
+    ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1", "is missing and has no default; add it"),
     ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate", "finite number"),
     ({"warmup": {"steps": 3, "batch_size": 63}}, "warmup.batch_size", "use a multiple of 2"),
     ({"source": {"data": {"path": "x.jsonl"}, "rewards": "exact_match"}}, "source.data.path", "there is no file"),
@@ -301,7 +302,7 @@ class TestBad:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_train": {"gpus": {"min": 2, "max": 4}}}))
         assert re.match(r"job\.yaml:\d+: clusters\.actor_train\.gpus: 2-4 is a range, but this job", line)
         assert "give one number, e.g. 'gpus: 4' (a range is for a pipeline of your own" in line
-        own = "rlix.pipeline:Pipeline"
+        own = "rlix.pipeline:FullFinetunePipeline"
         text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})
         assert "no multiple of tensor_parallel 4 lies from 5 to 7" in failure(tmp_path, text)[0]
 
@@ -328,6 +329,7 @@ class TestBad:
             ("- a\n- b\n", "job.yaml: is a list"),
             ("name: a\nsteps: 1\nname: b\n", "job.yaml:3: name: given twice, first on line 1; keep one"),
             ("a: !!python/object:os.system {}\n", "not valid YAML: could not determine a constructor"),
+            ("name: &a [*a]\n", "not valid YAML: nested too deeply, or an alias is part of itself"),
         ],
     )
     def test_files_that_are_not_a_mapping(self, tmp_path: Path, text: str, message: str) -> None:
@@ -381,6 +383,15 @@ class TestPool:
             check_jobs([spec], range(8))
         (line,) = str(caught.value).splitlines()
         assert message in line
+
+    def test_a_replica_larger_than_a_node(self, tmp_path: Path) -> None:
+        clusters = {"actor_train": {"gpus": 4, "tensor_parallel": 4}, "actor_infer": {"gpus": 4, "tensor_parallel": 4}}
+        spec = load_job(write(tmp_path, with_keys(clusters=clusters)))
+        check_jobs([spec], range(8), node=4)
+        with pytest.raises(SpecError) as caught:
+            check_jobs([spec], range(8), node=3)
+        (line,) = str(caught.value).splitlines()
+        assert "clusters.actor_infer.tensor_parallel: the devices of a replica must be on one node, and" in line
 
     def test_two_jobs_of_one_name(self, tmp_path: Path) -> None:
         first = load_job(write(tmp_path, VALID, "a.yaml"))

@@ -1,11 +1,13 @@
 """Every algorithm's update twice: as rlix computes it, and as `plain_training` writes it."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
@@ -172,3 +174,12 @@ def _backward(model: torch.nn.Module, loss: Tensor) -> tuple[float, Gradients]:
 
 def _whole(grad: Any) -> Tensor:
     return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+
+
+class Hangs:
+    """An algorithm whose loss raises on rank 1 and returns on no other."""
+
+    def loss(self, *_: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no loss here")
+        time.sleep(600)

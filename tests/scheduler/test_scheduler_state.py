@@ -63,6 +63,7 @@ def registered(*clusters: Cluster) -> PipelineRegistered:
         (GangRequested(2, "a", TRAIN, Phase.ACTOR_TRAINING), "does not grow"),
         (GangRequested(3, "a", TRAIN, Phase.ROLLOUT), "asks for no gang"),
         (GangRequested(3, "a", "critic", Phase.ACTOR_TRAINING), "no cluster 'critic'"),
+        (GangRequested(3, "a", TRAIN, Phase.ACTOR_TRAINING, first=(3,), exact=True), r"has no devices \(3,\); it has"),
         (GangCancelled(1), "not waiting"),
         (DemandReported("a", INFER, Demand(-1)), "negative"),
         (DemandReported("b", INFER, Demand(1)), "not registered"),

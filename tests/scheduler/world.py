@@ -79,9 +79,11 @@ class World:
     def demand(self, name: str, trajectories: int) -> None:
         self.apply(DemandReported(name, INFER, Demand(trajectories)))
 
-    def request(self, name: str, phase: Phase = Phase.ACTOR_TRAINING, cluster: str = TRAIN) -> int:
+    def request(
+        self, name: str, phase: Phase = Phase.ACTOR_TRAINING, cluster: str = TRAIN, exactly: tuple[int, ...] = ()
+    ) -> int:
         request_id = self.state.next_request_id
-        self.apply(GangRequested(request_id, name, cluster, phase))
+        self.apply(GangRequested(request_id, name, cluster, phase, first=exactly, exact=bool(exactly)))
         return request_id
 
     def cycle(self) -> Plan:

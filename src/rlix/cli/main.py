@@ -98,7 +98,7 @@ def run(
 def check(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
     memory: Annotated[
-        float | None, typer.Option(min=0.1, help="GiB of memory of a device (default: of the machine's GPUs).")
+        float | None, typer.Option(min=0.1, max=1e6, help="GiB of memory of a device (default: of the machine's GPUs).")
     ] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Devices in the pool.")] = None,
     model_config: Annotated[
@@ -241,10 +241,12 @@ def profile(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Measure on up to this many devices (default: of a flow 4, of a job all).")
     ] = None,
-    width: Annotated[list[int] | None, typer.Option(help="Ranks; repeatable. Default: 1, 2, 4 up to --gpus.")] = None,
+    width: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks; repeatable. Default: 1, 2, 4 up to --gpus.")
+    ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(help="Items, of a job prompts; repeatable. Default: a step's down to 1/16, of a job 1/4."),
+        typer.Option(min=1, help="Items, of a job prompts; repeatable. Default: a step's down to 1/16, of a job 1/4."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls or steps of each.")] = 3,
 ) -> None:

@@ -1,7 +1,7 @@
 """Who waits, since when, for what, and on whose lease: sentences for people."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlix.cli.text import clock, device_list, words
@@ -43,7 +43,7 @@ def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ..
     since = {(wait.pipeline_id, wait.cluster): wait.since for wait in control.waiting}
     found = []
     for pipeline in control.pipelines:
-        for cluster in pipeline.clusters:
+        for cluster in (_asked(control, pipeline, cluster) for cluster in pipeline.clusters):
             if cluster.name in pipeline.waiting:
                 what = f"devices {' or '.join(device_list(choice) for choice in cluster.choices)}"
             elif _waits_for_a_bundle(pipeline, cluster, control):
@@ -62,6 +62,14 @@ def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ..
                 )
             )
     return tuple(found)
+
+
+def _asked(control: ControlStatus, pipeline: PipelineStatus, cluster: Cluster) -> Cluster:
+    """The cluster with the devices that it waits for, which may be some of its own."""
+    for wait in control.waiting:
+        if (wait.pipeline_id, wait.cluster) == (pipeline.pipeline_id, cluster.name) and wait.choices:
+            return replace(cluster, devices=wait.choices[0], alternatives=wait.choices[1:])
+    return cluster
 
 
 class Stalls:

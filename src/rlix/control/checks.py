@@ -11,8 +11,8 @@ from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
 from rlix.control.job import Job
 from rlix.control.registration import job_name
-from rlix.protocol.errors import PipelineGoneError, SpecError
-from rlix.protocol.messages import Demand, Process, Registration
+from rlix.protocol.errors import PipelineGoneError, SpecError, StaleEpochError
+from rlix.protocol.messages import Demand, Lease, Process, Registration
 
 
 def registration(core: Core, pipeline_id: str) -> Registration:
@@ -70,6 +70,14 @@ def epochs(where: str, value: object) -> None:
         raise SpecError(f"{where}: needs the epochs of leases, got {value!r}")
 
 
+def held(core: Core, pipeline_id: str, epochs: Sequence[int]) -> tuple[list[Lease], StaleEpochError | None]:
+    """The leases with these epochs that the pipeline holds, and what is to be said if it holds some of them not."""
+    found = {s.lease.epoch: s.lease for s in core.state.leases_of(pipeline_id) if s.lease.epoch in epochs}
+    names = [f"{e} ({why})" if (why := core.endings.why(e)) else str(e) for e in epochs if e not in found]
+    text = f"lease {', '.join(names)} is not held by {pipeline_id!r} (any more)"
+    return list(found.values()), StaleEpochError(text) if names else None
+
+
 def wait(where: str, value: object) -> None:
     """Raises SpecError unless it is a number of seconds."""
     if not _is_seconds(value):
@@ -89,6 +97,9 @@ def asked(where: str, value: object) -> None:
     text(where, "key", value.key)
     process(where, value.holder, optional=True)
     epochs(where, value.holding)
+    epochs(where, value.giving)
+    if not isinstance(value.devices, tuple) or not all(_is_count(device) for device in value.devices):
+        raise SpecError(f"{where}: needs a tuple of device ids, got {value.devices!r}")
     for field, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
         if limit is not None and not (_is_seconds(limit) and limit > 0):
             raise SpecError(f"{where}: {field} must be positive or None, got {limit!r}")

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -98,6 +98,8 @@ class JobClient:
         *,
         longest_s: float | None = None,
         stop: threading.Event | None = None,
+        devices: Sequence[int] = (),
+        giving: Sequence[Lease] = (),
     ) -> Lease:
         """Waits until all devices of the cluster are this pipeline's; the caller must `release` them.
 
@@ -105,12 +107,16 @@ class JobClient:
             timeout_s: longest wait; by default as long as it takes.
             longest_s: after so many seconds with the devices the lease is taken back and its workers are ended.
             stop: ends the wait when it is set.
+            devices: exactly these of the cluster's, in place of any that it may have.
+            giving: leases that are given back first, as `release` does. It is one question: who waits for their devices
+                already goes first by the rules of the queue, and rollouts do not get them for a moment in between.
 
         Raises:
             SpecError: the request makes no sense.
             PipelineGoneError: the pipeline is not admitted, or ended meanwhile.
             WaitTimeoutError: not granted within `timeout_s` seconds; says who holds the devices.
             DeadlockError: it waits for what this job itself keeps.
+            StaleEpochError: a lease to be given back is not held any more; nothing was asked for or given back.
             InterruptedError: `stop` was set.
         """
         if not isinstance(phase, Phase):
@@ -120,14 +126,17 @@ class JobClient:
         key = uuid.uuid4().hex
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         holding = tuple(self._held_here())
+        given = tuple(lease.epoch for lease in giving)
         try:
             while True:
                 _go_on(stop, f"{cluster} ({phase.name})")
                 # A wait that is over is still answered: with who holds the devices.
                 left_s = None if deadline is None else max(0.001, round(deadline - time.monotonic(), 3))
                 wait_s = self._poll_s if stop is None else min(self._poll_s, _STOP_POLL_S)
-                asked = Asked(key, self.process, holding, left_s, longest_s)
+                asked = Asked(key, self.process, holding, left_s, longest_s, tuple(devices), given)
                 answer: GangAnswer = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)
+                for epoch in given:
+                    self.heartbeat.gave_back(epoch)
                 if answer.lease is not None:
                     self.heartbeat.holds(answer.lease.epoch)
                     return answer.lease

@@ -256,7 +256,16 @@ class Core:
         request_id = self.state.next_request_id
         ticket = self.gangs.open(request_id, asked.key, pipeline_id, cluster, phase)
         event = GangRequested(
-            request_id, pipeline_id, cluster.name, phase, asked.key, asked.holder, asked.holding, asked.longest_s
+            request_id,
+            pipeline_id,
+            cluster.name,
+            phase,
+            asked.key,
+            asked.holder,
+            asked.holding,
+            asked.longest_s,
+            asked.devices,
+            exact=bool(asked.devices),
         )
         self.record(event)
         if not self._can_run(ticket):
@@ -308,20 +317,24 @@ class Core:
                 self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
 
     def _can_run(self, ticket: Ticket) -> bool:
-        choices = self.state.requests.get(ticket.request_id, ticket.cluster).choices
-        return any(all(self.state.device(d) is not None for d in choice) for choice in choices)
+        return any(all(self.state.device(d) is not None for d in choice) for choice in self.choices(ticket))
+
+    def choices(self, ticket: Ticket) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices of which a request waits for one."""
+        granted = None if ticket.epoch is None else self.state.answered_by(ticket.epoch)
+        return (self.state.requests.get(ticket.request_id) or granted or ticket.cluster).choices
 
     def _expire(self, ticket: Ticket, timeout_s: float) -> None:
         if ticket.outcome is not None:
             return
         what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
-        wanted = " or ".join(str(list(devices)) for devices in ticket.cluster.choices)
+        wanted = " or ".join(str(list(devices)) for devices in self.choices(ticket))
         text = f"devices {wanted} were not granted to {what} within {timeout_s:g} s; {self.behind(ticket)}"
         self.withdraw(ticket, WaitTimeoutError(text))
 
     def behind(self, ticket: Ticket) -> str:
         """Who is in the way of a request: for people."""
-        wanted = set().union(*ticket.cluster.choices)
+        wanted = set().union(*self.choices(ticket))
         held = [
             f"{s.lease.pipeline_id}/{s.lease.cluster} ({s.lease.phase.name}, {s.state}) holds {sorted(common)}"
             for s in self.state.leases.values()

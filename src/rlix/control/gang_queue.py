@@ -11,13 +11,19 @@ from rlix.protocol.types import Phase
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a gang request may carry besides what it asks for; times are seconds. See `GangRequested`."""
+    """What a gang request may carry besides what it asks for; times are seconds. See `GangRequested`.
+
+    `devices`: exactly these of the cluster's, in place of any of its choices. `giving`: the epochs of leases that are
+    given back by the same question, once it has its place in the queue.
+    """
 
     key: str = ""
     holder: Process | None = None
     holding: tuple[int, ...] = ()
     timeout_s: float | None = None
     longest_s: float | None = None
+    devices: tuple[int, ...] = ()
+    giving: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -92,11 +92,13 @@ def _placed(
     return tuple(replace(c, alternatives=sets[c.name]) if sets[c.name] else c for c in placed)
 
 
-def check_gang_request(registration: Registration, cluster: object, phase: object) -> Cluster:
-    """The cluster a gang request names, if it may ask for one in this phase.
+def check_gang_request(
+    registration: Registration, cluster: object, phase: object, devices: tuple[int, ...] = ()
+) -> Cluster:
+    """The cluster a gang request names, if it may ask for one in this phase, and for these devices of it.
 
     Raises:
-        SpecError: unknown cluster or phase, or a rollout asked for as a gang.
+        SpecError: unknown cluster or phase, a rollout asked for as a gang, or devices that are not the cluster's.
     """
     where = job_name(registration)
     if isinstance(phase, bool) or not isinstance(phase, int) or phase not in list(Phase):
@@ -112,6 +114,11 @@ def check_gang_request(registration: Registration, cluster: object, phase: objec
         raise SpecError(
             f"{where}: cluster {found.name!r}, phase ROLLOUT: rollouts are elastic and cannot be held for a phase; use "
             f"rollout() and {_elastic_names(registration)}"
+        )
+    if devices and not found.has(devices):
+        raise SpecError(
+            f"{where}: gang {found.name!r} has {describe_ids(found.devices)}, and {describe_ids(devices)} were asked "
+            "for: ask for some of the gang's, each once"
         )
     return found
 

@@ -24,7 +24,7 @@ from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
-from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     ControlStatus,
@@ -220,6 +220,7 @@ class Scheduler:
             SpecError: the request makes no sense.
             PipelineGoneError: the pipeline is not admitted, or ended meanwhile.
             WaitTimeoutError: not granted within the `timeout_s` asked for; says who holds the devices.
+            StaleEpochError: what it gives back it does not hold (any more).
             DeadlockError: it waits for what its own caller keeps.
         """
         core = await self._core()
@@ -246,8 +247,13 @@ class Scheduler:
 
     def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
         registration = core.state.registrations[pipeline_id]
-        found = check_gang_request(registration, cluster, phase)
-        return core.request(pipeline_id, found, Phase(phase), asked)
+        found = check_gang_request(registration, cluster, phase, asked.devices)
+        given, gone = checks.held(core, pipeline_id, asked.giving)
+        if gone is not None:
+            raise gone
+        ticket = core.request(pipeline_id, found, Phase(phase), asked)
+        core.endings.given_back(*given)  # when it has its place: by the queue's rules nobody comes in between
+        return ticket
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
         """Nobody wants what was asked for under this key any more; fine when there is nothing."""
@@ -265,11 +271,10 @@ class Scheduler:
         """
         checks.epochs(pipeline_id, epochs)
         core = await self._core()
-        held = {status.lease.epoch: status.lease for status in core.state.leases_of(pipeline_id)}
-        core.endings.given_back(*(held[epoch] for epoch in epochs if epoch in held))
-        if gone := [epoch for epoch in epochs if epoch not in held]:
-            names = ", ".join(f"{epoch} ({why})" if (why := core.endings.why(epoch)) else str(epoch) for epoch in gone)
-            raise StaleEpochError(f"lease {names} is not held by {pipeline_id!r} (any more)")
+        held, gone = checks.held(core, pipeline_id, epochs)
+        core.endings.given_back(*held)
+        if gone is not None:
+            raise gone
 
     async def poll_rollout(
         self,

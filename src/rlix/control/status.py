@@ -9,7 +9,12 @@ def status_of(core: Core) -> ControlStatus:
     state, now, wall = core.state, core.clock.time(), core.wall()
     waiting = tuple(
         Waiting(
-            ticket.pipeline_id, ticket.cluster.name, ticket.phase, wall - (now - ticket.asked_at), core.behind(ticket)
+            ticket.pipeline_id,
+            ticket.cluster.name,
+            ticket.phase,
+            wall - (now - ticket.asked_at),
+            core.behind(ticket),
+            core.choices(ticket),
         )
         for ticket in core.gangs.waiting()
     )

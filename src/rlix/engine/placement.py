@@ -121,6 +121,17 @@ def select(
     return tuple(device for chosen in sorted(in_order, key=lambda chosen: order[chosen[0]]) for device in chosen)
 
 
+def check_bundles(devices: Sequence[Device], size: int) -> None:
+    """Raise ValueError unless each `size` devices, in this order, are on one node."""
+    for bundle in (devices[first : first + size] for first in range(0, len(devices), size)):
+        if len({device.node_id for device in bundle}) > 1:
+            on = ", ".join(f"{device.id} on {device.node_ip}" for device in bundle)
+            raise ValueError(
+                f"tensor_parallel_size={size}: the devices of a replica must be on one node, but these are {on}; "
+                "take a smaller one, and a smaller dtype or a quantization where the weights do not fit then"
+            )
+
+
 def _on_one_node(
     nodes: Mapping[str, Sequence[Device]], size: int, load: Counter[Device], count: int = 1
 ) -> list[Sequence[Device]]:

@@ -207,7 +207,7 @@ def _parse(where: str, row: dict[str, Any], parser: Callable[[dict[str, Any]], T
         return parser(row)
     except KeyError as error:
         raise SpecError(f"{where}: the key {error} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise SpecError(f"{where}: {error}") from error
 
 

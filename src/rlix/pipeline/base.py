@@ -17,7 +17,7 @@ from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
-from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics
+from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.job import JobSpec
@@ -295,7 +295,7 @@ class Pipeline(ABC):
         self._update(phase="evaluation")
         start = time.time()
         try:
-            metrics = dict(self.evaluate(done))
+            metrics = as_numbers(self.evaluate(done), f"{type(self).__name__}.evaluate")
         except InterruptedError:
             return {}
         except RlixError as error:  # it teaches nothing, so training goes on without it

@@ -1,5 +1,6 @@
 """What the policy does on held-out prompts, on the same elastic rollout and without a trace in what is learnt."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ from rlix.pipeline.sources.choice import build_source
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.protocol.messages import Demand
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -45,6 +48,9 @@ class Evaluation:
             generator=lambda: self._generator,
         )
         self._source = build_source(spec.source or source, held_out)
+        self._groups = self._source.different
+        if self._groups is not None and self._groups < spec.prompts:
+            logger.info("evaluation: there are %d prompts, not %d; each is asked once", self._groups, spec.prompts)
 
     def run(self, step: int) -> Samples:
         """With the weights that rollouts have after `step` steps.
@@ -53,7 +59,7 @@ class Evaluation:
             WaitTimeoutError, InterruptedError: as `Source.finish`.
         """
         self._generator.step = step
-        return self._source.finish(self._source.begin(0))
+        return self._source.finish(self._source.begin(0, self._groups))
 
     def close(self) -> None:
         self._source.close()

@@ -60,9 +60,10 @@ class LoraFinetunePipeline(FullFinetunePipeline):
     def attach(self, folder: Path | None, step: int | None = None) -> None:
         """Put the adapter on the model and have the replicas serve it: new, with the values in `folder`, or as it was
         saved there after `step` steps, optimizer and all."""
-        config, spec, goes_on = adapter_config(self.spec.lora or LoraSpec()), self.spec, step is not None
-        args = (self.adapter, config, spec.optimizer, spec.updates, spec.seed, folder)
-        self.actor.add_adapter(*args, goes_on=goes_on)
+        config, spec = adapter_config(self.spec.lora or LoraSpec()), self.spec
+        self.actor.add_adapter(self.adapter, config, spec.optimizer, spec.updates, spec.seed)
+        if folder is not None:
+            self.actor.load_adapter(self.adapter, folder, spec.optimizer, spec.updates, goes_on=step is not None)
         self.publish(self.weights(step or 0))
 
     def serve_base(self) -> None:

@@ -24,7 +24,7 @@ from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import LoraSpec, RunSpec
 from rlix.pipeline.spec.runs import with_run
 from rlix.pipeline.turns import Turns
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import NotResidentError, RlixError, SpecError
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import ClusterName, Phase
 
@@ -61,6 +61,7 @@ class AdapterRun(LoraFinetunePipeline):
                 yield None
             finally:
                 self._had_s += time.time() - begin
+                self.job.look_after_base()
 
     def step(self, step: int) -> dict[str, float]:
         self._waited_s = self._had_s = 0.0
@@ -338,6 +339,17 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             self._unsaved = False
 
     # ---- the gang --------------------------------------------------------------------------------------------
+
+    def serve_base(self) -> None:
+        super().serve_base()
+        self._base_of = self.actor.processes
+
+    def look_after_base(self) -> None:
+        """Have workers that took the place of others, after a call that failed, publish the model that those had."""
+        if self.actor.processes not in ({}, self._base_of):  # {}: there are none any more
+            with suppress(NotResidentError):  # they came with nothing
+                self.served.serve_again(self.actor.publish(0))
+            self._base_of = self.actor.processes
 
     @contextmanager
     def _held(self, phase: Phase) -> Iterator[None]:

@@ -62,6 +62,9 @@ class GangRequested:
     `key` is the client's own name for the request, by which it may ask again; `holder` is the process that asks, and
     `holding` are the epochs that it keeps until this request is granted. `longest_s`: after so many seconds with the
     devices the lease is ended, whatever its holder does.
+
+    An `exact` request is for the devices `first`, which may be a part of the cluster's. Of another one they are in a
+    compacted journal only: which of the choices it waits for depends on when it asked.
     """
 
     request_id: int
@@ -72,7 +75,8 @@ class GangRequested:
     holder: Process | None = None
     holding: tuple[int, ...] = ()
     longest_s: float | None = None
-    first: tuple[int, ...] = ()  # in a compacted journal: the devices it waits for, which depend on when it asked
+    first: tuple[int, ...] = ()
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +132,14 @@ class LeaseReleased:
 
 @dataclass(frozen=True, slots=True)
 class LeaseKept:
-    """In a compacted journal: a lease as it stands, and the request that it answers while it is pending."""
+    """In a compacted journal: a lease as it stands, and the request that it answers while it is pending.
+
+    `exact`: so is that request.
+    """
 
     status: LeaseStatus
     request_id: int | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

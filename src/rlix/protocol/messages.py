@@ -82,6 +82,10 @@ class Cluster:
         """Every set of devices a gang may run on, the declared one first."""
         return (self.devices, *self.alternatives)
 
+    def has(self, devices: tuple[int, ...]) -> bool:
+        """Whether these are devices, none twice, of one of the choices."""
+        return 0 < len(devices) == len(set(devices)) and any(set(devices) <= set(choice) for choice in self.choices)
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -226,13 +230,17 @@ class PipelineStatus:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A gang request that stands in the queue, since when (unix seconds), and what is in its way."""
+    """A gang request that stands in the queue, since when (unix seconds), and what is in its way.
+
+    `choices`: the sets of devices of which it waits for one.
+    """
 
     pipeline_id: str
     cluster: str
     phase: Phase
     since: float
     behind: str
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def _events(state: State) -> Iterator[Event]:
             yield PipelineAdmitted(pipeline_id)
     for epoch, status in state.leases.items():
         answered = state.answered_by(epoch)
-        yield LeaseKept(status, None if answered is None else answered.id)
+        yield LeaseKept(status) if answered is None else LeaseKept(status, answered.id, answered.exact)
     for request in sorted(state.requests.values(), key=lambda request: request.id):
         yield GangRequested(
             request.id,
@@ -47,6 +47,7 @@ def _events(state: State) -> Iterator[Event]:
             request.holding,
             request.longest_s,
             request.devices,
+            request.exact,
         )
     for pipeline_id, reason in state.ending.items():
         yield PipelineEnding(pipeline_id, reason)

@@ -148,7 +148,7 @@ class Known:
         """
         kept = {d for epoch in asked.holding if epoch in self._leases for d in self._leases[epoch].lease.devices}
         apart = [c for c in cluster.choices if kept.isdisjoint(c) and self._devices.keys() >= set(c)] if kept else []
-        choices = apart or cluster.choices
+        choices = [asked.first] if asked.exact else apart or cluster.choices
         first = asked.first or self._expected_on(asked.pipeline_id, cluster)
         first = first if first in choices else choices[0]
         others = tuple(devices for devices in choices if devices != first)
@@ -163,6 +163,7 @@ class Known:
             asked.holder,
             asked.holding,
             asked.longest_s,
+            asked.exact,
             self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
         )
 

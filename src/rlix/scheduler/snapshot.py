@@ -22,6 +22,7 @@ class GangRequest:
     """A cluster waits for exactly these devices, or all of one of the alternatives.
 
     `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
+    Those of an `exact` request are what was asked for, which may be a part of the cluster's, and its only choice.
     `key`, `holder`, `holding` and `longest_s` are the client's: see `GangRequested`. `work_gpu_s` are the GPU-seconds
     that this phase of the cluster took the last time, as far as is remembered; 0: not known.
     """
@@ -36,6 +37,7 @@ class GangRequest:
     holder: Process | None = None
     holding: tuple[int, ...] = ()
     longest_s: float | None = None
+    exact: bool = False
     work_gpu_s: float = field(default=0.0, compare=False)
 
     @property

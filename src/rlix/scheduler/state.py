@@ -172,6 +172,8 @@ class State(Known):
             raise StateError(f"request id {event.request_id} does not grow; the last one was {self._last_request}")
         if event.phase.preemptible:
             raise StateError(f"{event.phase.name} asks for no gang; report demand for cluster {event.cluster!r}")
+        if event.exact and not cluster.has(event.first):
+            raise StateError(f"cluster {event.cluster!r} has no devices {event.first}; it has {cluster.choices}")
         self._last_request = event.request_id
         self._requests[event.request_id] = self._placed(event, cluster)
         return ()
@@ -235,6 +237,8 @@ class State(Known):
                 lease.key,
                 lease.holder,
                 longest_s=lease.longest_s,
+                first=lease.devices if event.exact else (),
+                exact=event.exact,
             )
             self._answered[lease.epoch] = self._placed(asked, cluster)
         elif cluster.alternatives and lease.phase is not Phase.ROLLOUT:

@@ -1,6 +1,5 @@
 """Running a flow with workers that are plain objects: what follows from drift, and that every mode makes the same."""
 
-import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.types import Phase
 
 ITEMS, DEVICES = 16, 4
 POOL = [Device(i, "here", "::1", i, DeviceKind.CPU) for i in range(DEVICES)]
@@ -157,16 +157,53 @@ def test_parts_get_multiples_of_their_chunk_only() -> None:
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
-def test_a_plan_for_other_devices_than_the_gangs_is_refused() -> None:
-    lease = SimpleNamespace(devices=(0, 1))
-    client = SimpleNamespace(phase=lambda *_: contextlib.nullcontext(lease), fence=lambda lease: None)
-    job: Any = SimpleNamespace(client=client, name_holders=lambda *_: None)
+class Pool:
+    """As a job of the pool: what is asked for and given back, in order."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.client = self
+
+    def acquire(self, cluster: str, phase: Phase, *, devices: Sequence[int], giving: Sequence[Any]) -> Any:
+        self.said.append(f"{cluster}: {list(devices)} for {[lease.devices for lease in giving]}")
+        return SimpleNamespace(devices=list(devices))
+
+    def release(self, *leases: Any) -> None:
+        self.said.append(f"back: {[lease.devices for lease in leases]}")
+
+    def fence(self, lease: Any) -> Any:
+        return lease
+
+    def name_holders(self, cluster: str, processes: Any) -> None: ...
+
+
+def test_a_segment_holds_the_devices_that_it_uses_and_passes_them_on_without_a_byte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One question between two segments; nobody is asked for more devices than work, and nobody for none."""
+    job: Any = Pool()
+    for move in ("onload", "offload"):
+        monkeypatch.setattr(Group, move, lambda group, move=move: job.said.append(f"{group.name} {move}"))
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}, most=1),
+        Part("more", Adds, "add", ("tens",), kwargs={"number": 100}, cpu_ranks=2),
+    ]
     known = profile(ones=0.1, tens=0.2, more=0.3)
-    with (
-        Running(flow(), POOL, profile=known, job=job, cluster="flow") as running,
-        pytest.raises(SpecError, match=r"gang 'flow' has devices \[0, 1\], and the plan is for \[0, 1, 2, 3\]"),
-    ):
-        running.step([0] * ITEMS)
+    sums = Flow("sums", parts, ITEMS)
+    with Running(sums, POOL, plan=Mode.COLLOCATED, profile=known, job=job, cluster="gang") as running:
+        assert running.step(list(range(ITEMS))) == [n + 111 for n in range(ITEMS)]
+    assert job.said == [
+        "gang: [0, 1, 2, 3] for []",
+        "sums/ones onload",
+        "sums/ones offload",
+        "gang: [0] for [[0, 1, 2, 3]]",
+        "sums/tens onload",
+        "sums/tens offload",
+        "back: [[0]]",
+        "sums/more onload",
+        "sums/more offload",
+    ]
 
 
 def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
@@ -285,15 +322,14 @@ def test_what_went_wrong_first_is_what_a_step_raises(monkeypatch: pytest.MonkeyP
     def fails(*_: object) -> None:
         raise WorkerError("rank 1 died")
 
-    lease = SimpleNamespace(devices=tuple(range(DEVICES)))
-    client = SimpleNamespace(phase=lambda *_: contextlib.nullcontext(lease), fence=lambda lease: None)
-    job: Any = SimpleNamespace(client=client, name_holders=lambda *_: None)
+    job: Any = Pool()
     known = profile(ones=0.1, tens=0.1, more=0.1)
     with Running(flow(), POOL, profile=known, job=job, cluster="gang") as running:
         monkeypatch.setattr(Group, "part", fails)
         monkeypatch.setattr(Group, "offload", lambda _: (_ for _ in ()).throw(WaitTimeoutError("does not leave")))
         with pytest.raises(WorkerError, match="rank 1 died"):
             running.step(list(range(ITEMS)))
+    assert job.said == ["gang: [0, 1, 2, 3] for []", "back: [[0, 1, 2, 3]]"]
 
 
 def test_what_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,24 @@
 """One flow on real workers in every mode, without a branch: same results, turns, chunks that change, and errors."""
 
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
+from rlix.control.client import JobClient
 from rlix.flow.planner import Mode, Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import WorkerError
+from rlix.protocol.types import Phase
 from tests.flow.test_worker_group import devices
 
 pytestmark = pytest.mark.ray
@@ -108,3 +116,70 @@ def test_a_part_whose_rank_was_killed_is_started_again(running: Running) -> None
     running.restart("ones")
     assert running.step([0] * ITEMS) == [11] * ITEMS
     assert running.groups["ones"].on(0).count().wait()[0] > before
+
+
+class Waits(Adds):
+    """Goes on when somebody has opened the other end of its pipe, and closed it again."""
+
+    def __init__(self, number: int, pipe: str) -> None:
+        super().__init__(number)
+        self.pipe = Path(pipe)
+
+    def add(self, items: list[int]) -> list[int]:
+        if self.ctx.rank == 0:
+            self.pipe.read_bytes()
+        return super().add(items)
+
+
+def until_it_reads(pipe: Path, step: "Future[list[Any]]") -> int:
+    """The end to write to, once a part of the step is at work."""
+    while True:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads
+            assert not step.done(), step.exception()
+            time.sleep(0.01)
+
+
+def job_of(orchestrator: Any, devices: dict[str, list[int]]) -> JobClient:
+    job_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=30)
+    registered = orchestrator.register_pipeline.remote(job_id, job_id, dict.fromkeys(devices, 1), devices)
+    ray.get(registered, timeout=30)
+    ray.get(orchestrator.admit_pipeline.remote(job_id), timeout=30)
+    return JobClient(job_id)
+
+
+def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tmp_path: Path) -> None:
+    """Those that both segments use between them, and the one that the second does not use as long as it takes."""
+    mine, other = job_of(ray_session, {"flow": [0, 1]}), job_of(ray_session, {"both": [0, 1], "one": [1]})
+    job: Any = SimpleNamespace(client=mine, name_holders=mine.name_holders)
+    pipes = [tmp_path / "ones", tmp_path / "tens"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    parts = [
+        Part("ones", Waits, "add", kwargs={"number": 1, "pipe": str(pipes[0])}),
+        Part("tens", Waits, "add", ("ones",), kwargs={"number": 10, "pipe": str(pipes[1])}, most=1),
+    ]
+    pool, known = [mine.devices()[i] for i in (0, 1)], profile(60.0, 0.1)
+    options: dict[str, Any] = {"device_bytes": 80.0, "job": job, "cluster": "flow", "timeout_s": 120.0}
+    with (
+        ThreadPoolExecutor(2) as threads,
+        Running(Flow("gaps", parts, ITEMS), pool, plan="collocated", profile=known, **options) as running,
+    ):
+        step = threads.submit(running.step, list(range(ITEMS)))
+        first = until_it_reads(pipes[0], step)
+        asked = threads.submit(other.acquire, "both", Phase.ACTOR_TRAINING, 120.0)
+        while other.pipeline_id not in {w.pipeline_id for w in ray.get(ray_session.status.remote()).waiting}:
+            assert not asked.done()
+        os.close(first)
+        lease = asked.result()
+        assert not step.done()
+        assert running.groups["tens"].count().wait() == [0]
+        other.release(lease)
+        second = until_it_reads(pipes[1], step)
+        with other.phase("one", Phase.ACTOR_TRAINING, 120.0):
+            assert not step.done()
+        os.close(second)
+        assert step.result(120) == [n + 11 for n in range(ITEMS)]
+    for client in (mine, other):
+        client.unregister("the test is over")

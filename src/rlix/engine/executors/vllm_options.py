@@ -22,14 +22,20 @@ BUILD = frozenset(
 """Options of vLLM that are arguments of `InferenceEngine.build`."""
 OURS = BUILD | {
     "async_scheduling",
+    "data_parallel_size",
     "distributed_executor_backend",
     "enable_lora",
     "enable_sleep_mode",
     "logprobs_mode",
+    "master_addr",
+    "master_port",
     "max_cpu_loras",
     "max_lora_rank",
     "max_loras",
     "model",
+    "nnodes",
+    "node_rank",
+    "pipeline_parallel_size",
     "worker_extension_cls",
 }
 """Options of vLLM that are `build`'s own, or on which RLix depends."""

@@ -125,6 +125,7 @@ class InferenceEngine(Engine):
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
         )
+        placement.check_bundles(chosen, tensor_parallel_size)
         if gradual_moves and not self._backend.gradual:
             raise ValueError(f"gradual_moves: executor {self.executor!r} leaves and comes as a whole")
         virtual = chosen[0].kind is DeviceKind.CPU

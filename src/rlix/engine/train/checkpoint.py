@@ -323,11 +323,25 @@ def _prepare(module: BaseTrainModule, optimizer: Optimizer, saved: Json) -> None
     wanted = set(saved.get("parameters", _stepped(module, optimizer)))
     if not optimizer.state or wanted - set(_stepped(module, optimizer)):
         optimizer.state.clear()
-        get_optimizer_state_dict(module, optimizer)
+        with _learning(optimizer):
+            get_optimizer_state_dict(module, optimizer)
     if "parameters" in saved:
         for name, parameter in _stepped(module, optimizer).items():
             if name not in wanted:
                 del optimizer.state[parameter]
+
+
+@contextmanager
+def _learning(optimizer: Optimizer) -> Iterator[None]:
+    """Its parameters are trained within the block, those too that are not in use, as of an adapter among others."""
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _set_options(optimizer: Optimizer, groups: list[Json]) -> None:

@@ -7,24 +7,45 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.messages import DeviceKind
 
 logger = logging.getLogger(__name__)
 
 Begun = Mapping[tuple[int, ...], Sequence[int]]
 """By members, how many collectives one rank has begun in each of its process groups."""
+_DRAIN_S = 1.0  # for what a device was given to do before a call failed
 
 
 @dataclass(frozen=True, slots=True)
 class Evacuated:
     """Ray's references to what each rank handed over (`Handover`), which the calling process owns.
 
-    `agree`: no rank, or each as often as the others, has written to its parameters during the last call.
+    `agree`: no rank, or each as often as the others, has written to its parameters during the last call; none at all
+    where one did not come back from it.
     """
 
     parts: tuple[Any, ...]
     agree: bool
+
+
+def standing(kind: DeviceKind) -> tuple[Begun, bool]:
+    """Of this process, a rank: the collectives it has begun, and whether its device is through."""
+    begun: dict[tuple[int, ...], list[int]] = {}
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    for group in groups:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        begun.setdefault(ranks, []).append(group._get_sequence_number_for_group())
+    if kind is not DeviceKind.CUDA:
+        return begun, True
+    deadline = time.monotonic() + _DRAIN_S
+    while not (drained := torch.cuda.current_stream().query()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return begun, drained
 
 
 def in_step(begun: Sequence[Begun]) -> bool:
@@ -42,26 +63,42 @@ def settled(group: WorkerGroup, timeout_s: float) -> bool:
     return all(drained for _, drained in standing) and in_step([begun for begun, _ in standing])
 
 
-def evacuate(group: WorkerGroup, timeout_s: float) -> Evacuated | None:
-    """Have every rank hand over what it holds, and end it; None when one did not within `timeout_s`, or is dead.
+def evacuate(group: WorkerGroup, settle_s: float, hand_over_s: float) -> Evacuated | None:
+    """Have every rank hand over what it holds, and end it; None when one cannot, or is dead.
 
     A rank that waits for others in a collective comes back when their processes end: so each is ended as soon as it
-    has handed over.
+    has handed over. Of those that do not come back within `settle_s` it is taken while they hang, within `hand_over_s`.
     """
     group.call("abort")
-    parts = group.call("hand_over")
-    handed = [ref.future() for ref in parts]
-    changes = [ref.future() for ref in group.call("changes")]  # ends after the former
-    waiting = dict(zip(changes, range(len(changes)), strict=True))
+    everyone = range(group.world_size)
+    found = _handed_over(group, everyone, settle_s, at_once=False)
+    if hanging := [rank for rank in everyone if rank not in found]:
+        found |= _handed_over(group, hanging, hand_over_s, at_once=True)
+    if len(found) < len(everyone):
+        return None
+    written = {count for _, count in found.values()}
+    agree = written == {0} if hanging else len(written) == 1
+    return Evacuated(tuple(found[rank][0] for rank in everyone), agree)
+
+
+def _handed_over(
+    group: WorkerGroup, ranks: Sequence[int], timeout_s: float, *, at_once: bool
+) -> dict[int, tuple[Any, int]]:
+    """By rank, what those hand over that can, and how often they have written to their parameters; they are ended."""
+    parts = dict(zip(ranks, group.call("hand_over", ranks=ranks, at_once=at_once), strict=True))
+    changes = group.call("changes", ranks=ranks, at_once=at_once)  # ends after the former
+    waiting = {ref.future(): rank for rank, ref in zip(ranks, changes, strict=True)}
+    found: dict[int, tuple[Any, int]] = {}
     deadline = time.monotonic() + timeout_s
     while waiting:
         ended, _ = wait(waiting, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
         if not ended:
-            return None
+            break
         for future in ended:
             rank = waiting.pop(future)
-            if error := future.exception() or handed[rank].exception():
+            if error := future.exception() or parts[rank].future().exception():
                 logger.error("%s: rank %d could not hand over its state: %s", group.name, rank, error)
-                return None
-            group.kill(rank)
-    return Evacuated(tuple(parts), len({future.result() for future in changes}) == 1)
+            else:
+                group.kill(rank)
+                found[rank] = parts[rank], future.result()
+    return found

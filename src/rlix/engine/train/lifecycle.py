@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 3.0
 """After one rank failed: how long the others may take to end the same call before they are held to wait for it."""
 SETTLE_TIMEOUT_S = 15.0
-"""How long ranks that wait for one that failed may take to come back before the engine is given up."""
+"""How long ranks that wait for one that failed may take to come back before they are held to hang."""
+HAND_OVER_TIMEOUT_S = 60.0
+"""How long ranks that hang may take to tell what they hold before the engine is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class TrainWorkers(Engine):
                 own.args = (f"{own}; {lost}",)
             raise own from error.__cause__
         except WaitTimeoutError as error:
-            if lost := self._recover(group, name):
+            if lost := self._recover(group, name, late=True):
                 error.args = (f"{error}; {lost}",)
             raise
 
@@ -185,23 +187,24 @@ class TrainWorkers(Engine):
                 group.call("skip", self._calls)
                 raise
 
-    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False) -> str:
+    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False, late: bool = False) -> str:
         """After a call that did not end well: make sure that the next one meets no collective of this one.
 
-        Returns what is lost, if anything. `dead`: a rank has ended.
+        Returns what is lost, if anything. `dead`: a rank has ended; `late`: one has not ended the call in time.
         """
         if dead and group is self._group and group.world_size == 1:
             self._end(graceful=False)
             return "its only worker has ended, and its state is lost; build() the engine and load a state"
-        if group is not self._group or group.world_size == 1 or settled(group, GRACE_S):
+        alone = group.world_size == 1 and not late
+        if group is not self._group or alone or settled(group, GRACE_S):
             return ""
-        logger.warning("%s: ranks wait for one that failed in %s(): starting its workers anew", self.name, method)
-        state = evacuate(group, SETTLE_TIMEOUT_S)
+        logger.warning("%s: not all ranks came back from %s(): starting its workers anew", self.name, method)
+        state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S)
         if state is None:
             self._end(graceful=False)
             return (
-                "other ranks did not come back from it, so the workers were ended: weights and optimizer state are "
-                "lost; build() the engine and load a state"
+                "not all ranks came back from it or told what they hold, so the workers were ended: weights and "
+                "optimizer state are lost; build() the engine and load a state"
             )
         group.close(graceful=False)
         residency = self.residency
@@ -216,9 +219,7 @@ class TrainWorkers(Engine):
             return f"new workers could not take its state, which is lost ({error}); build() the engine and load a state"
         if not state.agree:
             return (
-                "some ranks had changed their weights by then and others not, so weights and optimizer state were "
-                "dropped: load_state() or load() brings the engine back"
+                "weights had been changed by then, not by all ranks alike or not to the end, so weights and optimizer "
+                "state were dropped: load_state() or load() brings the engine back"
             )
-        return (
-            "ranks that waited for it were started anew with their weights and optimizer state; gradients are dropped"
-        )
+        return "its workers were started anew with their weights and optimizer state; gradients are dropped"

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from rlix.engine.parallel import like
 from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
 from rlix.engine.train import checkpoint
 from rlix.engine.train.adapters import Exported, aliases_of, to_publish
+from rlix.engine.train.evacuation import Begun, standing
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.handover import Handover, pack, unpack
 from rlix.engine.train.layout import Layout
@@ -39,7 +39,7 @@ from rlix.protocol.messages import DeviceKind, Fence
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
-_DRAIN_S = 1.0  # for what a device was given to do before a call failed
+_LEAVES_BYTES = ("call", "read")  # where they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class TrainWorker(Worker):
         self._saver: BackgroundSaver | None = None
         self._calls = 0
         self._versions = 0  # of the parameters, when the last call began
+        self._shards: int | None = None  # when the call that runs now began; -1: it may move them
 
     def setup(
         self,
@@ -115,7 +116,11 @@ class TrainWorker(Worker):
                 "its collectives would meet those of another call"
             )
         self._versions = self._written()
-        return getattr(self, method)(*args)
+        self._shards = self._count_shards() if method in _LEAVES_BYTES else -1
+        try:
+            return getattr(self, method)(*args)
+        finally:
+            self._shards = None
 
     def skip(self, number: int) -> None:
         """What the `number`th call sends could not be sent to every rank: the next one follows all the same."""
@@ -292,9 +297,15 @@ class TrainWorker(Worker):
     # ---- to other ranks ----------------------------------------------------------------------------------------
 
     def hand_over(self) -> Handover | None:
-        """This rank's part of the training state, wherever its bytes are; asks nothing of the other ranks."""
+        """This rank's part of the training state, wherever its bytes are; asks nothing of the other ranks.
+
+        Raises RlixError beside a move, or a forward pass, which has gathered what is not handed over.
+        """
         if self._resident.state is Residency.META:
             return None
+        self._executor.settle(self._module)
+        if self._shards not in (None, self._count_shards()):
+            raise RlixError("a move or a forward pass is not through")
         with self._resident.readable():
             snapshot = checkpoint.capture(self._module, copy=False, parts=self._executor)
             pieces, data = pack(snapshot.tensors, self.ctx.rank)
@@ -315,19 +326,9 @@ class TrainWorker(Worker):
             torch.manual_seed(torch.initial_seed() + self.ctx.rank)
         return self.status()
 
-    def collectives(self) -> tuple[dict[tuple[int, ...], list[int]], bool]:
-        """By members, how many collectives this rank has begun in each group; and whether the device is through."""
-        begun: dict[tuple[int, ...], list[int]] = {}
-        groups: list[Any] = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-        for group in groups:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            begun.setdefault(ranks, []).append(group._get_sequence_number_for_group())
-        if self.ctx.kind is not DeviceKind.CUDA:
-            return begun, True
-        deadline = time.monotonic() + _DRAIN_S
-        while not (drained := torch.cuda.current_stream().query()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return begun, drained
+    def collectives(self) -> tuple[Begun, bool]:
+        """How many collectives this rank has begun, and whether its device is through."""
+        return standing(self.ctx.kind)
 
     @ray.method(concurrency_group=CONTROL)
     def abort(self) -> None:
@@ -378,6 +379,10 @@ class TrainWorker(Worker):
 
     def _epoch(self) -> int | None:
         return None if self._lease is None else self._lease.epoch
+
+    def _count_shards(self) -> int:
+        """Parameters that this rank has a part of, which those that are gathered are not among."""
+        return sum(isinstance(parameter, DTensor) for parameter in self._module.parameters())
 
     def _written(self) -> int:
         """How often this rank's parameters have been written to, as sharded ones or as their shards."""

@@ -5,9 +5,11 @@ says which tensor lies where.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from rlix.engine.weights.layout import Box, elements, extent
+from rlix.engine.weights.layout import Box, elements, extent, slices
 
 ALIGNMENT = 16
 """Bytes; every tensor starts at a multiple of it, which suits every dtype and leaves few gaps between tensors."""
@@ -63,6 +65,24 @@ class WeightEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours in a bucket that are copied at once: of one dtype, each right after the other; a large one is alone.
+
+    `first` and `last` count the bucket's entries, `start` and `stop` its bytes.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    dtype: str
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements in a bucket's bytes."""
+        return flat[self.start : self.stop].view(getattr(torch, self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSlice:
     """In place of a name where a tensor is not packed whole: a box of one of this shape (None: all of it)."""
 
@@ -74,14 +94,29 @@ class WeightSlice:
 Named = Iterable[tuple[str | WeightSlice, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
+    """Sent with every version, and mostly the same: what is made of one, its bytes included, is made once."""
+
     entries: tuple[WeightEntry, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (_as_sent(self),)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, without padding."""
         return sum(entry.nbytes for entry in self.entries)
+
+
+@lru_cache(maxsize=4)
+def _as_sent(manifest: Manifest) -> bytes:
+    return pickle.dumps(tuple(zip(*(entry.__reduce__()[1] for entry in manifest.entries), strict=True)))
+
+
+@lru_cache(maxsize=4)
+def _received(columns: bytes) -> Manifest:
+    return Manifest(tuple(WeightEntry(*row) for row in zip(*pickle.loads(columns), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +195,15 @@ def _packed(entries: Sequence[WeightEntry], tensors: list[torch.Tensor], buffer:
     if len(tensors) == 1:
         return to_bytes(tensors[0]).to(buffer.device)
     target = buffer[: entries[-1].offset + entries[-1].nbytes]
+    runs = runs_of(entries)
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        fill(target, entries, [tensor.to(buffer.device) for tensor in tensors])
+        fill(target, runs, [tensor.to(buffer.device) for tensor in tensors])
     elif devices == {buffer.device}:
-        fill(target, entries, tensors)
+        fill(target, runs, tensors)
     else:  # one transfer between devices instead of one for each tensor
         staged = torch.empty_like(target, device=tensors[0].device)
-        fill(staged, entries, tensors)
+        fill(staged, runs, tensors)
         target.copy_(staged)
     return target
 
@@ -204,46 +240,73 @@ def views(flat: torch.Tensor, entries: Sequence[WeightEntry]) -> Iterator[tuple[
         yield entry, all_of_it.narrow(0, entry.offset // itemsize, math.prod(extent)).view(extent)
 
 
-def fill(flat: torch.Tensor, entries: Sequence[WeightEntry], tensors: Sequence[torch.Tensor]) -> None:
+def fill(flat: torch.Tensor, runs: Sequence[Run], tensors: Sequence[torch.Tensor]) -> None:
     """Copy these tensors to their places in a bucket's bytes: small ones that lie side by side at once."""
-    for first, last in _runs(entries):
-        run, place = tensors[first:last], _stretch(flat, entries[first:last])
-        if len(run) == 1:
-            place.view(run[0].shape).copy_(run[0])
-            continue
-        if len({tensor.dtype for tensor in run}) > 1:
-            run = [tensor.to(place.dtype) for tensor in run]
-        place.copy_(_flatten_dense_tensors(run))
+    for run in runs:
+        some, place = tensors[run.first : run.last], run.of(flat)
+        dtypes = {tensor.dtype for tensor in some}
+        if len(some) == 1:
+            place.view(some[0].shape).copy_(some[0])
+        elif dtypes == {place.dtype}:
+            torch.cat([tensor.reshape(-1) for tensor in some], out=place)
+        else:
+            same = some if len(dtypes) == 1 else [tensor.to(place.dtype) for tensor in some]
+            place.copy_(_flatten_dense_tensors(same))
 
 
-def spread(flat: torch.Tensor, entries: Sequence[WeightEntry], places: Sequence[torch.Tensor]) -> None:
-    """Copy what lies in a bucket's bytes to places of the same shapes."""
-    into = [place for place in places if place.numel()]
-    present = [entry for entry, place in zip(entries, places, strict=True) if place.numel()]
-    found: list[torch.Tensor] = []
-    for first, last in _runs(present):
-        found.extend(_unflatten_dense_tensors(_stretch(flat, present[first:last]), into[first:last]))
-    if into:
-        torch._foreach_copy_(into, found)
+def boxed(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
+    """The entry's place in the whole tensor."""
+    return tensor if entry.box is None else tensor[slices(entry.box)]
 
 
-def _runs(entries: Sequence[WeightEntry]) -> Iterator[tuple[int, int]]:
-    """First and last of those that have one dtype and lie one right after the other; a large tensor is alone."""
-    first, end, dtype = 0, -1, ""
+class Contents:
+    """A bucket's bytes, and what lies in them.
+
+    Whoever keeps it for the next version's bytes in the same memory keeps the views with which they are copied: to make
+    them costs several times as much as to copy small tensors.
+    """
+
+    def __init__(self, flat: torch.Tensor, entries: Sequence[WeightEntry], runs: Sequence[Run]) -> None:
+        self.flat, self.entries, self.runs = flat, entries, runs
+        self._present = [entry for run in runs for entry in entries[run.first : run.last]]
+        self._into: list[torch.Tensor] = []
+        self._found: list[torch.Tensor] = []
+        self._distances: list[int] = []
+
+    def copy_to(
+        self, targets: Mapping[str, torch.Tensor], place: Callable[[torch.Tensor, WeightEntry], torch.Tensor] = boxed
+    ) -> None:
+        """Copy all of it to the targets of these names, each to its `place` there."""
+        owners = [targets[entry.name] for entry in self._present]
+        if not self._into or self._away_from(owners) != self._distances:
+            self._into = [place(owner, entry) for owner, entry in zip(owners, self._present, strict=True)]
+            self._distances = self._away_from(owners)
+            left = iter(self._into)
+            rows = [(run, list(islice(left, run.last - run.first))) for run in self.runs]
+            self._found = [view for run, row in rows for view in _unflatten_dense_tensors(run.of(self.flat), row)]
+        if self._into:
+            torch._foreach_copy_(self._into, self._found)
+
+    def _away_from(self, owners: Sequence[torch.Tensor]) -> list[int]:
+        """Where the places are in memory, seen from the tensors that they are parts of; other if these have moved."""
+        return [view.data_ptr() - owner.data_ptr() for view, owner in zip(self._into, owners, strict=True)]
+
+
+def runs_of(entries: Sequence[WeightEntry]) -> tuple[Run, ...]:
+    """All bytes of a bucket with these entries, in the fewest runs; what is empty is in none."""
+    found: list[Run] = []
+    first, start, stop, dtype, large = 0, 0, 0, "", False
     for index, entry in enumerate(entries):
         size = entry.nbytes
-        if index and (entry.offset != end or entry.dtype != dtype or size >= _LARGE_BYTES):
-            yield first, index
-            first = index
-        end = -1 if size >= _LARGE_BYTES else entry.offset + size
-        dtype = entry.dtype
-    if entries:
-        yield first, len(entries)
-
-
-def _stretch(flat: torch.Tensor, run: Sequence[WeightEntry]) -> torch.Tensor:
-    """A run's elements."""
-    return flat[run[0].offset : run[-1].offset + run[-1].nbytes].view(getattr(torch, run[0].dtype))
+        if not size or large or size >= _LARGE_BYTES or (entry.offset, entry.dtype) != (stop, dtype):
+            if stop > start:
+                found.append(Run(first, index, start, stop, dtype))
+            first, start, stop, dtype = index + (not size), entry.offset, entry.offset, entry.dtype
+        stop += size
+        large = size >= _LARGE_BYTES
+    if stop > start:
+        found.append(Run(first, len(entries), start, stop, dtype))
+    return tuple(found)
 
 
 def part_of(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

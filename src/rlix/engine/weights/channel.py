@@ -10,7 +10,7 @@ leaves is noticed at once.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlix.engine.life_cycle import WeightsId
-from rlix.engine.weights.buckets import ALIGNMENT, HOST
+from rlix.engine.weights.buckets import ALIGNMENT, HOST, Contents
 from rlix.engine.weights.group import open_nccl, open_store
 from rlix.engine.weights.links import Links, Listener, connect
 from rlix.engine.weights.memory import GpuMemory, HostMemory, opened_gpu, opened_host
@@ -28,8 +28,6 @@ from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 SLOTS = 2
 """Rounds whose buckets exist at a time: one is written while another is read."""
-
-_POLL_S = 0.001
 
 
 class TransferError(RlixError):
@@ -92,9 +90,11 @@ OPENING = 0
 """In place of a transfer's number, which begin at 1: while a channel is being opened."""
 
 
-def failed_key(number: int) -> str:
-    """In the store, set when one side failed: the reason, for all who still wait for the transfer to begin."""
-    return f"failed/{number}"
+def refuse(store: Any, number: int, error: BaseException) -> None:
+    """Tell all who wait for a transfer to begin that it does not, and why; the first reason counts."""
+    store.compare_set(f"failed/{number}", "", str(error) or type(error).__name__)
+    for what in ("come", "open", "ready"):
+        store.set(f"{what}/{number}/over", "yes")
 
 
 class Member:
@@ -109,6 +109,9 @@ class Member:
         self._own: dict[Way, HostMemory | GpuMemory] = {}
         self._mapped: dict[tuple[int, Way], torch.Tensor] = {}
         self._slot: dict[tuple[int, Way], int] = {}
+        self._message = torch.empty(0, dtype=torch.uint8)  # as large as the largest; one at a time is sent or received
+        self._chosen: tuple[frozenset[str] | None, tuple[Load, ...]] = None, ticket.loads
+        self.read: dict[Load, Contents] = {}  # what a target keeps of the loads that were chosen last
 
     @property
     def name(self) -> str:
@@ -145,8 +148,7 @@ class Member:
         if ticket.member < ticket.sources:
             listener = Listener(ticket.channel, (ticket.host, ticket.port))
             self._store.set(f"address/{ticket.member}", listener.address)
-        self._say("come")
-        self._await("come", everyone, OPENING)
+        self._meet("come", OPENING)
         with self._named("connect to the other side"):
             if listener is not None:
                 self._links = listener.accept(everyone[ticket.sources :], self._deadline)
@@ -158,15 +160,14 @@ class Member:
                 self._nccl = self._within(lambda: open_nccl(self._store, *place, ticket.timeout_s, self.device))
         for source, way in self._slot:
             self._mapped[source, way] = self._map(source, way)
-        self._say("open")
-        self._await("open", everyone, OPENING)
+        self._meet("open", OPENING)
 
     def _slots(self) -> dict[tuple[int, Way], int]:
         """Bytes of one bucket at most, by source and way, of what is shared."""
         sizes: defaultdict[tuple[int, Way], int] = defaultdict(int)
         for load in self.ticket.loads:
             if load.way != "p2p":
-                size = load.nbytes + -load.nbytes % ALIGNMENT
+                size = load.start + load.nbytes + -load.nbytes % ALIGNMENT
                 sizes[load.source, load.way] = max(sizes[load.source, load.way], size)
         if self.ticket.member >= self.ticket.sources:  # a reader may see less of a bucket than there is in it
             return dict.fromkeys(sizes, 0)
@@ -189,7 +190,7 @@ class Member:
             nccl.abort()
         for memory in self._own.values():
             memory.close()
-        self._own, self._mapped = {}, {}
+        self._own, self._mapped, self.read = {}, {}, {}
 
     # ---- one transfer ------------------------------------------------------------------------------------------
 
@@ -204,13 +205,15 @@ class Member:
         try:
             try:
                 self._deadline = time.monotonic() + self.ticket.timeout_s
-                self._say(f"ready {delivery.number}")
-                self._await(f"ready {delivery.number}", range(len(self.ticket.members)), delivery.number)
+                self._meet("ready", delivery.number)
             except RuntimeError as error:
                 if isinstance(error, RlixError) and not isinstance(error, TransferError):
                     raise  # it says itself who did not come
                 raise RefusedError(f"weights were not sent, and nothing was changed: {error}") from error
-            yield tuple(load for each in self.ticket.loads if (load := each.only(delivery.names)) is not None)
+            if delivery.names != self._chosen[0]:
+                found = (load.only(delivery.names) for load in self.ticket.loads)
+                self._chosen, self.read = (delivery.names, tuple(load for load in found if load is not None)), {}
+            yield self._chosen[1]
         except BaseException as error:  # re-raised
             self.refuse(delivery.number, error)
             leave(self.ticket.channel, self.ticket.member)
@@ -221,14 +224,17 @@ class Member:
         if self._store is None:
             return
         with suppress(RuntimeError):  # the store is gone with the process that asked for all this
-            self._store.compare_set(failed_key(number), "", str(error) or type(error).__name__)
+            refuse(self._store, number, error)
 
     def bucket(self, load: Load) -> torch.Tensor:
-        """The memory of a bucket: shared, or for messages new."""
+        """The memory of a bucket: shared, or for messages this member's own."""
         if load.way == "p2p":
-            return torch.empty(load.nbytes, dtype=torch.uint8, device=self.device if self._nccl is not None else HOST)
+            if not self._message.numel():
+                size = max(each.nbytes for each in self.ticket.loads if each.way == "p2p")
+                self._message = torch.empty(size, dtype=torch.uint8, device=HOST if self._nccl is None else self.device)
+            return self._message[: load.nbytes]
         slot = self._slot[load.source, load.way]
-        start = load.round % SLOTS * slot
+        start = load.round % SLOTS * slot + load.start
         return self._mapped[load.source, load.way][start : start + load.nbytes]
 
     def send(self, load: Load, data: torch.Tensor) -> None:
@@ -289,24 +295,24 @@ class Member:
             raise RuntimeError("the other members did not connect in time")
         return result[0]
 
-    def _say(self, what: str) -> None:
-        with self._named(f"say {what!r}"):
-            self._store.set(f"{what}/{self.ticket.member}", "yes")
-
-    def _await(self, what: str, members: Iterable[int], number: int) -> None:
-        """Until each of these members has said it, unless somebody refuses transfer `number`."""
-        stop = failed_key(number)
-        keys = {f"{what}/{member}": self.ticket.members[member] for member in members}
+    def _meet(self, what: str, number: int) -> None:
+        """Say that this member is so far, and wait until all are, unless somebody refuses transfer `number`."""
+        key, members = f"{what}/{number}", self.ticket.members
         with self._named(f"wait for {what!r}"):
-            while not self._store.check(list(keys)):
-                if self._store.check([stop]):
-                    raise TransferError(self._store.get(stop).decode())
-                if time.monotonic() > self._deadline:
-                    late = [who for key, who in keys.items() if not self._store.check([key])]
+            count = self._store.add(key, 1)
+            self._store.set(f"{key}/{self.ticket.member}", "yes")
+            if count == len(members):
+                self._store.set(f"{key}/over", "yes")
+            try:
+                self._store.wait([f"{key}/over"], timedelta(seconds=self._left()))
+            except RuntimeError:  # the time is over, or the store is gone: then so is what follows
+                late = [who for member, who in enumerate(members) if not self._store.check([f"{key}/{member}"])]
+                if late:
                     raise WaitTimeoutError(
                         f"{self.name} waited {self.ticket.timeout_s:g} s for {'; '.join(late)} to say {what!r}"
-                    )
-                time.sleep(_POLL_S)
+                    ) from None
+            if self._store.add(key, 0) < len(members):
+                raise TransferError(self._store.get(f"failed/{number}").decode())
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

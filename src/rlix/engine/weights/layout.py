@@ -74,6 +74,12 @@ def elements(box: Box) -> int:
 
 
 @_repeated
+def slices(box: Box) -> tuple[slice, ...]:
+    """As a tensor is indexed."""
+    return tuple([slice(*side) for side in box])
+
+
+@_repeated
 def common(a: Box, b: Box) -> Box | None:
     """What is in both; None when nothing is."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,16 @@ from rlix.engine.weights.buckets import (
     HOST,
     Aliases,
     Bytes,
+    Contents,
     Manifest,
     Named,
+    Run,
     WeightEntry,
     as_array,
+    boxed,
     dtype_name,
     pack_stream,
-    part_of,
-    spread,
+    runs_of,
     views,
 )
 from rlix.engine.weights.channel import Delivery, TransferError
@@ -90,6 +93,13 @@ class PublishedAdapter:
         """Pulled from where they are stored; never to be written to."""
         return {entry.name: tensor for entry, tensor in stream(self.weights)}
 
+    def stored(self) -> "PublishedAdapter":
+        """With references in place of bytes, stored by this process: they live as long as it does."""
+        import ray
+
+        buckets = tuple(ray.put(bucket) for bucket in self.weights.buckets)
+        return replace(self, weights=replace(self.weights, buckets=buckets))
+
 
 Published = PublishedWeights | PublishedAdapter
 
@@ -139,7 +149,7 @@ def joined(shares: Sequence[PublishedWeights]) -> PublishedWeights:
 
 def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """The tensors, as views of the buckets (no copy). They may lie in read-only shared memory: never write to them."""
-    for index, entries in _by_bucket(manifest):
+    for index, entries, _ in _by_bucket(manifest):
         yield from views(_as_tensor(buckets[index]), entries)
 
 
@@ -157,14 +167,14 @@ def stream(
     begun: dict[str, torch.Tensor] = {}
     aliases = {entry.name: entry.aliases for entry in published.manifest.entries}
     with closing(_arriving(published, timeout_s, fetch)) as buckets:
-        for flat, entries in buckets:
-            for entry, view in views(flat, entries):
+        for bucket in buckets:
+            for entry, view in views(bucket.flat, bucket.entries):
                 if entry.box is None:
                     yield entry, view
                     continue
                 if entry.name not in begun:
                     begun[entry.name] = torch.empty(entry.shape, dtype=view.dtype, device=device)
-                _boxed(begun[entry.name], entry).copy_(view)
+                boxed(begun[entry.name], entry).copy_(view)
                 missing[entry.name] -= 1
                 if not missing[entry.name]:
                     yield replace(entry, box=None, aliases=aliases[entry.name]), begun.pop(entry.name)
@@ -190,13 +200,13 @@ def apply(
     devices = {target.device for target in targets.values()}
     moved = 0
     with torch.no_grad(), closing(_arriving(published, timeout_s, fetch)) as buckets:
-        for bucket, entries in buckets:
-            places = [_boxed(targets[entry.name], entry) for entry in entries]
-            if len(places) > 1 and len(devices) == 1:
-                (device,) = devices
-                bucket = bucket.to(device)  # noqa: PLW2901 - one transfer instead of one for each tensor
-            spread(bucket, entries, places)
-            moved += sum(entry.nbytes for entry in entries)
+        for bucket in buckets:
+            if len(bucket.entries) > 1 and len(devices) == 1 and bucket.flat.device not in devices:
+                flat = bucket.flat.to(next(iter(devices)))  # one transfer instead of one for each tensor
+                Contents(flat, bucket.entries, bucket.runs).copy_to(targets)
+            else:
+                bucket.copy_to(targets)
+            moved += sum(run.stop - run.start for run in bucket.runs)
     return ApplyReport(published.version, len(targets), moved, time.perf_counter() - start)
 
 
@@ -245,36 +255,31 @@ def _as_tensor(data: Bytes) -> torch.Tensor:
     return torch.from_numpy(data if data.flags.writeable else np.asarray(_Writable(data)))
 
 
-def _arriving(
-    published: PublishedWeights, timeout_s: float, fetch: Fetch | None
-) -> Generator[tuple[torch.Tensor, list[WeightEntry]]]:
+def _arriving(published: PublishedWeights, timeout_s: float, fetch: Fetch | None) -> Generator[Contents]:
     """Bucket after bucket: pulled from where they were put, or received while they are being sent."""
     if published.delivery is not None:
         yield from streams.receive(published.delivery)
         return
-    for number, (index, entries) in enumerate(_by_bucket(published.manifest)):
+    for number, (index, entries, runs) in enumerate(_by_bucket(published.manifest)):
         try:
             data = _fetch(published, index, timeout_s, fetch)
         except RlixError as error:
             if number:
                 raise
             raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
-        yield _as_tensor(data), entries
+        yield Contents(_as_tensor(data), entries, runs)
 
 
-def _boxed(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
-    """The entry's place in the whole tensor."""
-    return tensor if entry.box is None else part_of(tensor, [start for start, _ in entry.box], entry.extent)
-
-
-def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry]]]:
+@lru_cache(maxsize=4)
+def _by_bucket(manifest: Manifest) -> list[tuple[int, list[WeightEntry], tuple[Run, ...]]]:
     """The buckets, those that hold the same tensor near each other."""
     groups: dict[int, list[WeightEntry]] = {}
     place: dict[str, int] = {}
     for entry in manifest.entries:
         groups.setdefault(entry.bucket, []).append(entry)
         place.setdefault(entry.name, len(place))
-    return sorted(groups.items(), key=lambda group: (place[group[1][0].name], group[0]))
+    found = sorted(groups.items(), key=lambda group: (place[group[1][0].name], group[0]))
+    return [(index, entries, runs_of(entries)) for index, entries in found]
 
 
 def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fetch | None) -> Bytes:
@@ -331,7 +336,7 @@ def targets_of(model: torch.nn.Module, published: PublishedWeights) -> dict[str,
 
 
 def _mismatch(entry: WeightEntry, target: torch.Tensor) -> list[str]:
-    if tuple(target.shape) != entry.shape:
+    if target.shape != entry.shape:
         return [f"shape of {entry.name}: published {list(entry.shape)}, here {list(target.shape)}"]
     published = getattr(torch, entry.dtype)
     if target.dtype != published and not (target.dtype.is_floating_point and published.is_floating_point):

@@ -1,18 +1,19 @@
 """A plan's transfers in buckets and rounds: who writes and reads what, where and in which order. Pure.
 
-A *load* is one bucket that a source fills in one round: in memory that it shares with the targets on its node, each box
-written once for all that read it there, or in a message to one target. All sources end a round at the same tensor. So
-whoever takes the loads of all sources in the order of rounds never waits for one that waits for another of its own,
-also where sources must compute a tensor together before they can send it.
+A *load* is what a source has for the same targets in one round: a part of a bucket in memory that it shares with those
+on its node, each box written once for all that read it there, or a message to one target. All sources end a round at
+the same tensor. So whoever takes the loads of all sources in their order never waits for one that waits for another of
+its own, also where sources must compute a tensor together before they can send it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
-from rlix.engine.weights.buckets import ALIGNMENT, WeightEntry, itemsize
+from rlix.engine.weights.buckets import ALIGNMENT, Run, WeightEntry, itemsize, runs_of
 from rlix.engine.weights.layout import Box, divided, elements
 from rlix.engine.weights.plan import Transfer
 
@@ -20,18 +21,23 @@ Way = Literal["shm", "ipc", "p2p"]
 """Host memory shared on a node, memory of one GPU shared by processes (CUDA IPC), or messages (gloo, NCCL)."""
 
 _Key = tuple[int, Way, int]  # of a stream: its source, the way, and of messages the target
+_Row = tuple[tuple[int, ...], WeightEntry]  # and who reads it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """One bucket. `readers` has, for each entry, the targets that need it."""
+    """What the same targets read of a bucket, from byte `start` of it on; `runs` copy all of it."""
 
     round: int
     source: int
     way: Way
     targets: tuple[int, ...]
+    start: int
     entries: tuple[WeightEntry, ...]
-    readers: tuple[tuple[int, ...], ...]
+    runs: tuple[Run, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", runs_of(self.entries))
 
     @property
     def nbytes(self) -> int:
@@ -39,23 +45,13 @@ class Load:
 
     def only(self, names: Collection[str] | None) -> "Load | None":
         """What of it moves when only tensors of these names do; nothing else changes its place."""
-        if names is None:
-            return self
-        kept = [(entry, who) for entry, who in zip(self.entries, self.readers, strict=True) if entry.name in names]
-        if not kept:
-            return None
-        entries, readers = (tuple(column) for column in zip(*kept, strict=True))
-        return replace(self, targets=_everyone(readers), entries=entries, readers=readers)
-
-    def read_by(self, target: int) -> "Load | None":
-        """As one target sees it."""
-        kept = [entry for entry, who in zip(self.entries, self.readers, strict=True) if target in who]
-        return replace(self, targets=(target,), entries=tuple(kept), readers=((target,),) * len(kept)) if kept else None
+        kept = tuple(entry for entry in self.entries if names is None or entry.name in names)
+        return self if len(kept) == len(self.entries) else replace(self, entries=kept) if kept else None
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What one source writes for one group of readers."""
+    """What one source writes in one way, in messages to one target."""
 
     round: int = 0
     end: int = 0  # of what is in the current round's bucket
@@ -73,7 +69,7 @@ def schedule(
     `way` says how bytes go from a source to a target.
     """
     streams: defaultdict[_Key, _Stream] = defaultdict(_Stream)
-    filled: defaultdict[tuple[int, _Key], list[tuple[WeightEntry, tuple[int, ...]]]] = defaultdict(list)
+    filled: defaultdict[tuple[int, _Key], list[_Row]] = defaultdict(list)
     current = 0
     for name, of_tensor in groupby(transfers, key=lambda transfer: transfer.name):
         boxes = _readers(of_tensor, way, first_target)
@@ -93,15 +89,24 @@ def schedule(
                     size = _aligned(part, dtype)
                     if stream.end and stream.end + size > bucket_bytes:
                         stream.round, stream.end = stream.round + 1, 0
-                    entry = WeightEntry(name, dtype, shapes[name], 0, stream.end, box=part)
-                    filled[stream.round, key].append((entry, tuple(who)))
+                    entry = WeightEntry(name, dtype, shapes[name], 0, 0, box=part)
+                    filled[stream.round, key].append((tuple(who), entry))
                     stream.end += size
             last = max(last, stream.round)
         current = last
-    return tuple(
-        Load(number, key[0], key[1], _everyone(who for _, who in rows), *(tuple(c) for c in zip(*rows, strict=True)))
-        for (number, key), rows in sorted(filled.items())
-    )
+    return tuple(load for (number, key), rows in sorted(filled.items()) for load in _loads(number, key, rows))
+
+
+def _loads(number: int, key: _Key, rows: Sequence[_Row]) -> Iterator[Load]:
+    """One for each set of targets, so that what each of them reads lies together."""
+    start = 0
+    for targets, row in groupby(sorted(rows, key=itemgetter(0)), key=itemgetter(0)):
+        end, entries = 0, []
+        for _, entry in row:
+            entries.append(replace(entry, offset=end))
+            end += entry.nbytes + -entry.nbytes % ALIGNMENT
+        yield Load(number, key[0], key[1], targets, start, tuple(entries))
+        start += end
 
 
 def _readers(
@@ -121,7 +126,3 @@ def _readers(
 def _aligned(box: Box, dtype: str) -> int:
     size = elements(box) * itemsize(dtype)
     return size + -size % ALIGNMENT
-
-
-def _everyone(readers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted({target for who in readers for target in who}))

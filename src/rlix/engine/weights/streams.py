@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from rlix.engine.weights.buckets import WeightEntry, fill, part_of
+from rlix.engine.weights.buckets import Contents, WeightEntry, fill, part_of
 from rlix.engine.weights.channel import SLOTS, Delivery, Member, joined, synchronize
 from rlix.engine.weights.layout import Box, Piece, common, extent, moved, whole
 from rlix.engine.weights.schedule import Load
@@ -22,34 +22,33 @@ def send(delivery: Delivery, weights: Iterable[tuple[str, Callable[[], Held]]]) 
     """
     member = joined(delivery)
     with member.transfer(delivery) as loads:
-        due: defaultdict[str, list[tuple[Load, WeightEntry]]] = defaultdict(list)
-        for load in loads:
-            for entry in load.entries:
-                due[entry.name].append((load, entry))
-        writer = _Writer(member)
+        writer = _Writer(member, loads)
         for name, held in weights:
             if delivery.names is None or name in delivery.names:
-                writer.write(due[name], held())
+                writer.write(name, held())
         writer.finish()
 
 
 class _Writer:
     """Fills the buckets of one round after the other."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, loads: Sequence[Load]) -> None:
         self._member = member
+        self._due: defaultdict[str, list[tuple[Load, int, Box]]] = defaultdict(list)
+        self._rounds: defaultdict[int, dict[Load, dict[int, torch.Tensor]]] = defaultdict(dict)  # by place in the load
+        for load in loads:
+            self._rounds[load.round][load] = {}
+            for place, entry in enumerate(load.entries):
+                self._due[entry.name].append((load, place, entry.box or whole(entry.shape)))
         self._round = -1
-        self._open: dict[int, tuple[Load, list[WeightEntry], list[torch.Tensor]]] = {}
         self._unread: list[tuple[Load, torch.Tensor]] = []
 
-    def write(self, due: Sequence[tuple[Load, WeightEntry]], held: Held) -> None:
-        for load, entry in due:
+    def write(self, name: str, held: Held) -> None:
+        for load, place, box in self._due[name]:
             if load.round > self._round:
                 self._flush()
                 self._round = load.round
-            _, entries, tensors = self._open.setdefault(id(load), (load, [], []))
-            entries.append(entry)
-            tensors.append(cut_out(entry.box or whole(entry.shape), held))
+            self._rounds[load.round][load][place] = cut_out(box, held)
 
     def finish(self) -> None:
         """Until every target has taken everything."""
@@ -59,18 +58,18 @@ class _Writer:
     def _flush(self) -> None:
         self._reclaim(self._round - SLOTS)
         with torch.no_grad():
-            for load, entries, tensors in self._open.values():
+            for load, parts in self._rounds.pop(self._round, {}).items():
+                tensors = [parts[place] for place in range(len(load.entries))]
                 bucket = self._member.bucket(load)
                 staged = bucket
                 if bucket.device != tensors[0].device:  # one transfer between devices instead of one for each tensor
                     staged = torch.empty_like(bucket, device=tensors[0].device)
-                fill(staged, entries, tensors)
+                fill(staged, load.runs, tensors)
                 if staged is not bucket:
                     bucket.copy_(staged)
                 synchronize(self._member.device)
                 self._member.send(load, bucket)
                 self._unread.append((load, bucket))
-        self._open.clear()
 
     def _reclaim(self, last: int) -> None:
         """Wait until the buckets of all rounds up to `last` have been taken."""
@@ -94,7 +93,7 @@ def cut_out(box: Box, held: Held) -> torch.Tensor:
     raise WeightSyncError(f"{box} is not held here: weights are laid out in another way than when they were planned")
 
 
-def receive(delivery: Delivery) -> Iterator[tuple[torch.Tensor, list[WeightEntry]]]:
+def receive(delivery: Delivery) -> Iterator[Contents]:
     """The buckets of a target, one after the other; each may be written to again as soon as the next one is asked for.
 
     Raises as `Member.transfer`, and TransferError when a source has gone, or is late.
@@ -102,7 +101,10 @@ def receive(delivery: Delivery) -> Iterator[tuple[torch.Tensor, list[WeightEntry
     member = joined(delivery)
     with member.transfer(delivery) as loads:
         for load in loads:
-            yield member.receive(load), list(load.entries)
+            flat = member.receive(load)
+            if load not in member.read:
+                member.read[load] = Contents(flat, load.entries, load.runs)
+            yield member.read[load]
             member.taken(load)
 
 

@@ -13,12 +13,12 @@ from ray.exceptions import RayError
 from rlix.engine import placement
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
-from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, failed_key
+from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, refuse
 from rlix.engine.weights.group import open_store
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.plan import plan
 from rlix.engine.weights.publication import PublishedWeights, joined
-from rlix.engine.weights.schedule import Load, Way, schedule
+from rlix.engine.weights.schedule import Way, schedule
 from rlix.engine.weights.shards import described, shares
 from rlix.flow.workers.group import PerRank
 from rlix.protocol.errors import RlixError, WeightSyncError
@@ -180,7 +180,8 @@ class Channel:
         loads = schedule(made, shapes, way, bucket_bytes, len(held))
         base = Ticket(self.name, host, self._store.port, members, len(held), 0, (), nccl, timeout_s)
         tickets = [
-            replace(base, member=member, loads=_of_member(loads, base, member)) for member in range(len(members))
+            replace(base, member=member, loads=tuple(load for load in loads if member in (load.source, *load.targets)))
+            for member in range(len(members))
         ]
         theirs = [tickets[first : first + size] for first, size in zip(self._firsts, sizes, strict=True)]
         self._both(OPENING, lambda: trainer.join_channel(tickets[: len(held)]), lambda: engine.join_channel(theirs))
@@ -238,7 +239,7 @@ class Channel:
                 action()
             except BaseException as error:  # noqa: BLE001 - raised below, once the other side knows; Ctrl-C too
                 failed.append(error)
-                self._store.compare_set(failed_key(number), "", str(error))
+                refuse(self._store, number, error)
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
             sent = pool.submit(side, sending)
@@ -250,12 +251,6 @@ class Channel:
 
 def _on(layout: Layout, device: Device) -> Layout:
     return replace(layout, node=device.node_id)
-
-
-def _of_member(loads: Sequence[Load], base: Ticket, member: int) -> tuple[Load, ...]:
-    if member < base.sources:
-        return tuple(load for load in loads if load.source == member)
-    return tuple(mine for load in loads if (mine := load.read_by(member)) is not None)
 
 
 def _called(name: str, sizes: Sequence[int]) -> list[str]:

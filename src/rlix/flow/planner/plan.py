@@ -69,6 +69,11 @@ class SegmentPlan:
     seconds: float
     ahead: bool = False
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Numbers of the devices that work."""
+        return tuple(stage.first + i for stage in self.stages for i in range(stage.used))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -20,10 +20,10 @@ from rlix.flow.programs.drift import Drift, rescaled
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
+from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.workers.launch import Group
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
-from rlix.protocol.messages import Device, Fence
-from rlix.protocol.types import Phase
+from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class Running:
         devices: those the plan counts, in its order.
         plan: "auto" (the fastest by the profile), a mode (the fastest of that mode), or a plan.
         profile: needed unless a plan is given; with it the flow is planned anew when times drift.
-        job, cluster: a job of the pool and its gang of these devices. Between steps the devices are others' to use.
+        job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses;
+            between segments, and between steps, they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
     """
 
@@ -87,7 +88,7 @@ class Running:
         """One step of the flow, by another plan if times have drifted.
 
         Raises:
-            SpecError: a part does not take so many items, or the job's gang has other devices than the plan counts.
+            SpecError: a part does not take so many items, or the devices are not of the job's gang.
             WorkerError: a part raised or died.
             WaitTimeoutError: a part, which is named with its ranks, did not answer.
             RlixError: it is closed, or a step is running in another thread.
@@ -110,11 +111,8 @@ class Running:
         if not self._started:
             self._start()  # an earlier move to another plan failed on the way
         began = time.monotonic()
-        with self._lease() as lease:
-            for group in self.groups.values():
-                group.lease = lease
-            made = self._segments(items)
-            result = self._fetch(made[self.flow.parts[-1].name])
+        made = self._segments(items)
+        result = self._fetch(made[self.flow.parts[-1].name])
         self.step_s.append(time.monotonic() - began)
         return result
 
@@ -231,13 +229,17 @@ class Running:
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
         source: Pieces = [(ray.put(list(items)), 0, len(items))]
         made: dict[str, Pieces] = {}
-        for index, segment in enumerate(self.plan.segments):
-            chunk = self._chunks.get(index, segment.chunk)
-            run = SegmentRun(self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s)
-            self._segment = run
-            self._run_stages(run, segment)
-            made |= run.outputs()
-            self._drift.saw(run.seconds)
+        with self._lease() as lease:
+            for index, segment in enumerate(self.plan.segments):
+                self._bring_devices(segment, lease)
+                chunk = self._chunks.get(index, segment.chunk)
+                run = SegmentRun(
+                    self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s
+                )
+                self._segment = run
+                self._run_stages(run, segment)
+                made |= run.outputs()
+                self._drift.saw(run.seconds)
         self._segment = None
         return made
 
@@ -263,20 +265,14 @@ class Running:
         return [item for (_, start, stop), items in zip(pieces, lists, strict=True) for item in items[start:stop]]
 
     @contextlib.contextmanager
-    def _lease(self) -> Iterator[Fence | None]:
-        """The job's devices for a step; at its end every part has left them."""
+    def _lease(self) -> Iterator[StepLease | None]:
+        """What brings the job its devices during a step; at its end every part has left them."""
         if self._job is None:
             yield None
             return
-        with self._job.client.phase(self._cluster or "", Phase.ACTOR_TRAINING) as lease:
-            mine = {device.id for device in self.devices}
-            if set(lease.devices) != mine:
-                raise SpecError(
-                    f"{self.flow.name}: gang {self._cluster!r} has devices {sorted(lease.devices)}, and the plan is "
-                    f"for {sorted(mine)}: give `Running` the gang's"
-                )
+        with StepLease(self._job.client, self._cluster or "") as lease:
             try:
-                yield self._job.client.fence(lease)
+                yield lease
             except BaseException:  # raised again; what went wrong first says more than that a part does not leave
                 try:
                     self._lock.clear()
@@ -284,6 +280,15 @@ class Running:
                     logger.warning("%s: devices were not freed: %s", self.flow.name, error)
                 raise
             self._lock.clear()
+
+    def _bring_devices(self, segment: SegmentPlan, lease: StepLease | None) -> None:
+        """Those of the segment, after every part has left those of the one before."""
+        if lease is None:
+            return
+        self._lock.clear()
+        fence = lease.change([self.devices[i].id for i in segment.used])
+        for group in self.groups.values():
+            group.lease = fence
 
     def _make_plan(self, profile: Profile | None) -> Any:
         if profile is None:

@@ -141,19 +141,21 @@ class WorkerGroup:
         self.close()
 
     def call(
-        self, method: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, at_once: bool = False, **kwargs: Any
     ) -> "list[ray.ObjectRef[Any]]":
         """Call `method` on `ranks` (default: all) and return their futures, in the order of `ranks`.
 
+        `at_once`: beside the method that runs, even where one runs at a time and this one hangs.
         An argument that is large and the same for all ranks is best passed as `ray.put(argument)`.
         """
         self.check_usable(method)
         called = self._ranks(ranks)
         self._check_per_rank(method, called, args, kwargs)
+        options = {"concurrency_group": CONTROL} if at_once else {}
         return [
-            getattr(self._handles[rank], method).remote(
-                *(_pick(value, i) for value in args), **{key: _pick(value, i) for key, value in kwargs.items()}
-            )
+            getattr(self._handles[rank], method)
+            .options(**options)
+            .remote(*(_pick(value, i) for value in args), **{key: _pick(value, i) for key, value in kwargs.items()})
             for i, rank in enumerate(called)
         ]
 

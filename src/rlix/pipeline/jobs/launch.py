@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -179,7 +180,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]
     specs = [choose(spec, ids, Settings.from_env().home).spec if spec.is_unplanned else spec for spec in specs]
-    check_jobs(specs, ids, virtual=all(device.kind is DeviceKind.CPU for device in status.devices))
+    largest = max(Counter(device.node_id for device in status.devices).values(), default=None)
+    check_jobs(specs, ids, virtual=all(device.kind is DeviceKind.CPU for device in status.devices), node=largest)
     for spec in specs:
         check_importable(spec)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start

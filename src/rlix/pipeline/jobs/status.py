@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlix.pipeline.rollout.shares import Share
 from rlix.pipeline.spec.job import JobSpec
@@ -72,4 +73,11 @@ def as_metrics(found: object, whose: str) -> dict[str, float]:
     """What a step returned. Raises TypeError when it is no metrics with a reward; `whose` names the step."""
     if not isinstance(found, Mapping) or "reward" not in found:
         raise TypeError(f"{whose} returned {found!r}; it must return metrics by name, 'reward' among them")
-    return dict(found)
+    return as_numbers(found, whose)
+
+
+def as_numbers(found: Mapping[str, Any], whose: str) -> dict[str, float]:
+    """Metrics as numbers of Python's own, of which JSON can be made. Raises TypeError for what is none."""
+    if wrong := {name: value for name, value in found.items() if not hasattr(value, "__float__")}:
+        raise TypeError(f"{whose} returned {wrong!r} among its metrics, which must be numbers")
+    return {name: float(value) for name, value in found.items()}

@@ -1,7 +1,7 @@
 """Rollouts of one adapter among others: the same replicas serve all of them from one model."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -13,10 +13,16 @@ from rlix.protocol.messages import Demand
 
 
 class Served:
-    """What the replicas of a job serve: a model, and adapters that come, step and go. For any thread."""
+    """What the replicas of a job serve: a model, and adapters that come, step and go. For any thread.
 
-    def __init__(self, rollouts: RolloutManager) -> None:
-        self.rollouts = rollouts
+    Args:
+        store: puts an adapter where replicas find it, for longer than the worker lives that it comes from.
+    """
+
+    def __init__(
+        self, rollouts: RolloutManager, store: Callable[[PublishedAdapter], PublishedAdapter] = PublishedAdapter.stored
+    ) -> None:
+        self.rollouts, self._store = rollouts, store
         self._base: PublishedWeights | None = None
         self._adapters: dict[str, PublishedAdapter] = {}
         self._count = 0
@@ -27,10 +33,17 @@ class Served:
         with self._lock:
             self._base = base
 
+    def serve_again(self, base: PublishedWeights) -> None:
+        """The same model, published by workers that took the place of others: replicas that have it keep it."""
+        with self._lock:
+            if self._base is not None:
+                self._base = replace(base, publication=self._base.publication)
+                self._publish()
+
     def put(self, adapter: PublishedAdapter) -> None:
         """Generate with this version of the adapter from now on; nothing but the adapter moves."""
         with self._lock:
-            self._adapters[adapter.name] = adapter
+            self._adapters[adapter.name] = self._store(adapter)
             self._publish()
 
     def drop(self, name: str) -> None:

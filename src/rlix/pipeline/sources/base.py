@@ -81,6 +81,11 @@ class Source(ABC):
     def longest(self) -> int:
         """The most tokens that the policy can generate in one sample."""
 
+    @property
+    def different(self) -> int | None:
+        """How many groups a step can have before the same comes again; None: there is always another."""
+        return None
+
     @abstractmethod
     def begin(self, step: int, groups: int | None = None) -> Any:
         """Start to make the samples of step `step`, or of the first `groups` of its groups, beside whatever else runs.

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
+from datetime import datetime, time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,12 @@ class DataTask(Task):
         self._mixture = Mixture(data.weights)
         self._tables = [self._table(number, data.tables[number], rows) for number, rows in enumerate(tables)]
         self._panel = Panel(rewards, stop=stop)
+
+    @property
+    def different(self) -> int | None:
+        """How many prompts there are; None where nobody knows, or tables are mixed by weight."""
+        first, *others = self._tables
+        return len(first) if isinstance(first, Shuffled) and not others else None
 
     def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
         return self._take("prompts", seed, step, n)
@@ -113,14 +120,21 @@ class DataTask(Task):
 
     def _can_use(self, spec: TableSpec, name: str, row: Row) -> bool:
         """Of a stream, whose rows are seen only when their turn has come."""
+        if (problem := self._problem(spec, name, row)) is None:
+            return True
+        self._skipped += 1
+        if self._skipped <= _SHOWN:
+            logger.warning("left out: %s", problem)
+        return False
+
+    def _problem(self, spec: TableSpec, name: str, row: Row) -> str | None:
         try:
             length = len(self._prompt("", spec, name, row).prompt_ids)
         except SpecError as error:
-            self._skipped += 1
-            if self._skipped <= _SHOWN:
-                logger.warning("left out: %s", error)
-            return False
-        return self._longest is None or length <= self._longest
+            return str(error)
+        if self._longest is None or length <= self._longest:
+            return None
+        return f"{spec.path}: {name}: its prompt has {length} tokens, more than {self._longest}"
 
     def _take(self, stream: str, seed: int, step: int, n: int) -> list[Prompt]:
         result = []
@@ -141,10 +155,10 @@ class DataTask(Task):
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         answer_ids: list[int] = []
         if spec.answer is not None:
-            answer_ids = [*self._encode(str(answer), where, special=False), self._tokenizer.eos_token_id]
+            answer_ids = [*self._encode(_text(answer), where, special=False), self._tokenizer.eos_token_id]
         others = {k: v for k, v in values.items() if k not in (spec.prompt, spec.answer)}
         prompt_ids = self._encode_prompt(given, where, spec.prompt)
-        return Prompt(id, text, tuple(prompt_ids), str(answer), tuple(answer_ids), others)
+        return Prompt(id, text, tuple(prompt_ids), _text(answer), tuple(answer_ids), others)
 
     def _encode_prompt(self, given: Any, where: str, column: str) -> list[int]:
         if self._tokenizer.chat_template is None and self._chat.template is None:
@@ -177,3 +191,12 @@ class DataTask(Task):
                 "add them to model.alphabet, or use another model"
             )
         return ids
+
+
+def _text(answer: Any) -> str:
+    """As it was most likely written: reading JSON made 1 a 1.0 when another row has a fraction, and a day a moment."""
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
+        return str(int(answer))
+    if isinstance(answer, datetime) and answer.time() == time():
+        return answer.date().isoformat()
+    return str(answer)

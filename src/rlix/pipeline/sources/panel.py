@@ -52,6 +52,7 @@ class Panel:
         self, rewards: Sequence[RewardSpec], processes: int = _PROCESSES, stop: threading.Event | None = None
     ) -> None:
         self._rewards = tuple(rewards)
+        self._names = _apart([spec.name.rpartition(":")[2] for spec in rewards])
         self._stop = stop or threading.Event()
         self._hung = 0  # calls in a row that did not return
         self._hopeless = _HUNG_PER_PROCESS * processes
@@ -76,8 +77,7 @@ class Panel:
             return failed
         given = [v for v in verdicts if isinstance(v, Reward)]
         total = sum(spec.weight * reward.reward for spec, reward in zip(self._rewards, given, strict=True))
-        names = [spec.name.rpartition(":")[2] for spec in self._rewards]
-        parts = tuple(zip(names, (reward.reward for reward in given), strict=True)) if len(given) > 1 else ()
+        parts = tuple(zip(self._names, (reward.reward for reward in given), strict=True)) if len(given) > 1 else ()
         return Reward(total, given[0].exact, parts)
 
     def _ask(self, spec: RewardSpec, asked: Asked) -> Any:
@@ -106,6 +106,12 @@ class Panel:
             return as_reward(_reward(answer), source)
         except ValueError as error:  # not a finite number
             return FAILURES.note(f"reward {spec.name}", str(error), texts, "")
+
+
+def _apart(names: Sequence[str]) -> list[str]:
+    """Names that are different: `score`, `score_2`."""
+    before = [names[:number].count(name) for number, name in enumerate(names)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
 
 
 def _shipped(name: str, asked: Asked) -> float | Reward:

@@ -34,6 +34,11 @@ class PromptSource(Source):
     def longest(self) -> int:
         return self.around.sampling.max_new_tokens
 
+    @property
+    def different(self) -> int | None:
+        found: int | None = getattr(self._task, "different", None)
+        return found
+
     def begin(self, step: int, groups: int | None = None) -> _Begun:
         prompts = self._task.prompts(self.around.seed, step, self.around.groups)[:groups]
         trajectories = [self._trajectory(p, k) for p in prompts for k in range(self.around.group_size)]

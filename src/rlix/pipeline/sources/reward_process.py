@@ -36,11 +36,10 @@ def call(request: Mapping[str, Any]) -> dict[str, Any]:
     function, takes = _function(request["function"])
     columns = {k: v for k, v in request["columns"].items() if takes(k)}
     value = function(*request["given"], **{**columns, **request["options"]})
-    if isinstance(value, Reward):
-        return {"reward": value.reward, "exact": value.exact}
-    if not hasattr(value, "__float__"):
+    given, exact = (value.reward, bool(value.exact)) if isinstance(value, Reward) else (value, None)
+    if not hasattr(given, "__float__"):
         raise TypeError(f"it returned {value!r}, which is no number")
-    return {"reward": float(value), "exact": None}
+    return {"reward": float(given), "exact": exact}
 
 
 def serve(functions: Sequence[str], requests: IO[str], answers: IO[str]) -> None:

@@ -49,14 +49,19 @@ TEXT_REWARDS: dict[str, TextReward] = {"exact_match": exact_match, "number_match
 
 def as_reward(value: float | Reward, source: str) -> Reward:
     """What a reward function returned, checked: it must be a finite number (or a Reward that holds one)."""
-    reward = value if isinstance(value, Reward) else Reward(value, _is_number(value) and value >= 1.0)
-    if not _is_number(reward.reward) or not math.isfinite(reward.reward):
+    given, exact, parts = (value.reward, value.exact, value.parts) if isinstance(value, Reward) else (value, None, ())
+    if (reward := finite(given)) is None:
         raise ValueError(f"{source} returned {value!r}; a reward must be a finite number or a rlix Reward")
-    return Reward(float(reward.reward), bool(reward.exact), reward.parts)
+    return Reward(reward, reward >= 1.0 if exact is None else bool(exact), parts)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def finite(value: object) -> float | None:
+    """A finite number of Python's, numpy's or torch's as a float; None when it is something else."""
+    try:
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # several in one array, or too large for a float
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _last_number(text: str) -> float | None:

@@ -47,6 +47,9 @@ class Shuffled:
         self._rows, self._used, self._number = rows, used, number
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
+    def __len__(self) -> int:
+        return len(self._used)
+
     def row(self, stream: str, seed: int, position: int) -> tuple[str, Row]:
         epoch, at = divmod(position, len(self._used))
         row = self._order(stream, seed, epoch)[at]

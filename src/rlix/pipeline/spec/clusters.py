@@ -61,7 +61,7 @@ class ClusterSpec(Section):
     devices: Annotated[tuple[Index, ...] | None, Field(strict=False)] = None
     """Ids of devices, where it matters which."""
     tensor_parallel: Count = 1
-    """Consecutive devices that hold one copy of the weights between them."""
+    """Consecutive devices that hold one copy of the weights between them. Those of a replica are on one node."""
 
     @field_validator("devices")
     @classmethod
@@ -194,3 +194,13 @@ def pool_problems(clusters: ClustersSpec, pool: Collection[int]) -> Iterator[Pro
             )
         elif least > len(pool):
             yield Problem(where, f"needs {least} devices, and the pool has {len(pool)}; ask for fewer, {_LARGER_POOL}")
+
+
+def node_problems(clusters: ClustersSpec, node: int) -> Iterator[Problem]:
+    """What the largest node of a pool, which has so many devices, is too small for."""
+    if clusters.actor_infer.tensor_parallel > node:
+        yield Problem(
+            "clusters.actor_infer.tensor_parallel",
+            f"the devices of a replica must be on one node, and the pool's largest has {node}; write at most that, and "
+            "where the weights do not fit then a smaller model.dtype or a rollout.executor_options.quantization",
+        )

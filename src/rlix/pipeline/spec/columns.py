@@ -132,7 +132,7 @@ def _csv_columns(path: Path) -> list[str]:
 
 
 def _json_columns(path: Path) -> list[str] | None:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         first = next((line for line in file if line.strip()), None)
     if first is None:
         raise SpecError(f"{path} is empty")

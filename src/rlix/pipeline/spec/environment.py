@@ -118,6 +118,9 @@ def _own(
         yield Problem(f"{field}.name", f"{name} is a {type(found).__name__}, not something that can be called")
     elif base is not None and not _derives(found, base, or_makes=given > 0):
         yield Problem(f"{field}.name", f"{name} is not a subclass of {_BASES[field].replace(':', '.')}")
+    elif inspect.isabstract(found):
+        lacks = " and no ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        yield Problem(f"{field}.name", f"{name} has no {lacks}; write it")
     elif name not in REWARDS.values() and not _takes(found, given):  # of ours token_match is given tokens
         yield Problem(f"{field}.name", f"{name} is called with {_GIVEN[given]}, and does not take as many arguments")
     elif getattr(found, "Options", None) is not None or given:

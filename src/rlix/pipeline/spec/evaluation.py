@@ -17,7 +17,8 @@ class EvaluationSpec(Section):
     """Where its prompts come from, written as the job's own source; left out: that one with other prompts or episodes,
     which data do not have."""
     prompts: Count = 64
-    """How many, the same every time: of data the first of an order that the job's seed decides."""
+    """How many, the same every time: of data the first of an order that the job's seed decides, and of one table no
+    more than it has."""
     samples_per_prompt: Count = 1
     temperature: NonNegative = 0.0
     """0 is greedy."""

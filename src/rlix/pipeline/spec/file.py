@@ -74,6 +74,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Origin]:
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
         raise SpecError(f"{where}: not valid YAML: {error.problem or error.context}{hint}") from error
+    except RecursionError as error:
+        raise SpecError(f"{name}: not valid YAML: nested too deeply, or an alias is part of itself") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: not valid YAML: {error}") from error
     finally:
@@ -199,7 +201,7 @@ def _without_tags(loc: FieldPath, data: Mapping[str, Any], may_end_outside: bool
     result: list[str | int] = []
     here: Any = data
     for position, part in enumerate(loc):
-        known = part in here if isinstance(here, Mapping) else isinstance(here, list) and isinstance(part, int)
+        known = part in (here if isinstance(here, Mapping) else range(len(here)) if isinstance(here, list) else ())
         if known:
             here = here[part]
         elif not (may_end_outside and position == len(loc) - 1):

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
-from rlix.pipeline.spec.clusters import ClusterSpec, pool_problems
+from rlix.pipeline.spec.clusters import ClusterSpec, node_problems, pool_problems
 from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import device_problems, environment_problems
 from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
@@ -139,12 +139,15 @@ def load_run(path: Path) -> RunSpec:
         raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
 
 
-def check_jobs(specs: Sequence[JobSpec], pool: Collection[int] | None, *, virtual: bool | None = None) -> None:
+def check_jobs(
+    specs: Sequence[JobSpec], pool: Collection[int] | None, *, virtual: bool | None = None, node: int | None = None
+) -> None:
     """Raise SpecError when the jobs cannot run together on a pool.
 
     Args:
         pool: ids of its devices; None: any pool.
         virtual: whether these are virtual GPUs; None: not known.
+        node: how many of them its largest node has; None: not known.
     """
     lines: list[str] = []
     first: dict[str, JobSpec] = {}
@@ -159,6 +162,8 @@ def check_jobs(specs: Sequence[JobSpec], pool: Collection[int] | None, *, virtua
             lines += [spec._origin.describe(problem) for problem in pool_problems(spec.clusters, pool)]
         if virtual is not None:
             lines += [spec._origin.describe(problem) for problem in device_problems(spec, virtual=virtual)]
+        if node is not None and (spec.pipeline is None or spec.multi_lora):
+            lines += [spec._origin.describe(problem) for problem in node_problems(spec.clusters, node)]
     if lines:
         raise SpecError("\n".join(lines))
 

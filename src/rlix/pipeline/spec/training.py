@@ -56,7 +56,7 @@ class TrainingSpec(Section):
     """Apply the model's own dropout in training steps; log-probs never have any."""
     timeout_s: Positive = 3600.0
     """Longest that one call of the training processes may take: an update of a minibatch, log-probs of a batch, a
-    checkpoint; then the job fails and says which device it waited for."""
+    checkpoint; then the job, or of `multi_lora` the run, fails and says which device it waited for."""
 
 
 class WarmupSpec(Section):

@@ -1,11 +1,12 @@
 """A model that stays as it is while LoRA adapters on it learn, each as if it were alone."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -46,19 +47,10 @@ class AdaptedModule(OptimizedModule):
         optimizer: OptimizerSpec,
         updates: int = 1,
         seed: int = 0,
-        folder: Path | None = None,
-        *,
-        goes_on: bool = True,
     ) -> None:
-        """From now on there is an adapter of this name; the model's own weights are frozen.
+        """From now on there is an adapter of this name, new, that takes `updates` steps in all; the model is frozen.
 
-        Args:
-            updates: optimizer steps that it will take in all.
-            folder: of a PEFT adapter whose values it begins with.
-            goes_on: also with its optimizer and schedule, where `save_adapter` wrote the folder.
-
-        Raises:
-            SpecError: the name is taken, or the model has no such layers. WeightSyncError: `folder` does not fit.
+        Raises SpecError when the name is taken, or the model has no such layers.
         """
         lora.add(self, name, config, stream_seed(seed, "adapter"))
         self.adapter_configs[name], self._adapter_seeds[name] = config, seed
@@ -71,16 +63,22 @@ class AdaptedModule(OptimizedModule):
         )
         factor = learning_rate_factor(optimizer, updates)
         self.adapter_schedulers[name] = torch.optim.lr_scheduler.LambdaLR(self.adapter_optimizers[name], factor)
-        if folder is not None:
-            try:
-                lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
-                if goes_on and (folder / PROGRESS_FILE).is_file():
-                    self._load_progress(name, folder)
-                group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
-                adjust(self.adapter_optimizers[name], self.adapter_schedulers[name], [group], optimizer, updates)
-            except BaseException:  # raised again: half an adapter is none
-                self.remove_adapter(name)
-                raise
+
+    def load_adapter(
+        self, name: str, folder: Path, optimizer: OptimizerSpec, updates: int = 1, *, goes_on: bool = True
+    ) -> None:
+        """Give an adapter the values that are in a PEFT folder.
+
+        Args:
+            goes_on: also its optimizer and schedule, where `save_adapter` wrote the folder.
+
+        Raises WeightSyncError when they do not fit; nothing was changed then.
+        """
+        lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
+        if goes_on and (folder / PROGRESS_FILE).is_file():
+            self._load_progress(name, folder)
+        group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
+        adjust(self.adapter_optimizers[name], self.adapter_schedulers[name], [group], optimizer, updates)
 
     @undoes("add_adapter")
     def remove_adapter(self, name: str) -> None:
@@ -159,10 +157,10 @@ class AdaptedModule(OptimizedModule):
 
     # ---- for others --------------------------------------------------------------------------------------------
 
-    def publish_adapter(self, name: str, version: int, put: Callable[[Any], Any] | None = None) -> PublishedAdapter:
-        """The adapter alone, for replicas that have the model. Reads only."""
+    def publish_adapter(self, name: str, version: int) -> PublishedAdapter:
+        """The adapter alone, its bytes and no references, for replicas that have the model. Reads only."""
         named = ((key, value.detach()) for key, value in lora.parameters(self, name).items())
-        return PublishedAdapter(name, self.adapter_configs[name], publish(named, version, put=put))
+        return PublishedAdapter(name, self.adapter_configs[name], publish(named, version, put=np.array))
 
     def save_adapter(self, name: str, folder: Path, base: str = "") -> None:
         """Write a folder that PEFT loads, with what training goes on from beside it. Reads only; rank 0 writes.

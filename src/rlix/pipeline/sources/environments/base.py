@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlix.pipeline.sources.rewards import finite
 from rlix.protocol.errors import RlixError
 
 Message = Mapping[str, Any]
@@ -56,6 +57,23 @@ class Transition:
     reward: float = 0.0
     done: bool = False
     exact: bool = False
+
+
+def observed(what: str, found: Any) -> Observation:
+    """What `what` has the policy read. Raises EnvironmentFailedError when it is nothing that can be read."""
+    if not isinstance(found, str | tuple | list):
+        raise EnvironmentFailedError(f"{what} gave {found!r} to read; it must be text, token ids or messages")
+    return found if isinstance(found, str) else tuple(found)
+
+
+def checked(found: object) -> Transition:
+    """What `step` returned, in Python's own numbers. Raises EnvironmentFailedError when it cannot be learnt from."""
+    if not isinstance(found, Transition):
+        raise EnvironmentFailedError(f"step returned {found!r}, which is no Transition")
+    if (reward := finite(found.reward)) is None:
+        raise EnvironmentFailedError(f"step gave the reward {found.reward!r}, which is no finite number")
+    observation = "" if found.done and found.observation is None else observed("step", found.observation)
+    return Transition(observation, reward, bool(found.done), bool(found.exact))
 
 
 @dataclass(frozen=True, slots=True)

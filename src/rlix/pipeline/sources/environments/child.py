@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from rlix.pipeline.sources.environments.base import Action, Environment, Instance, ToolCall
+from rlix.pipeline.sources.environments.base import Action, Environment, Instance, ToolCall, checked, observed
 from rlix.pipeline.spec.named import import_object, own_traceback, where_raised
 
 
@@ -20,10 +20,10 @@ async def answer(request: dict[str, Any], environment: Environment | None) -> tu
         return {}, factory(Instance(**request["instance"]), **request["options"])
     assert environment is not None, "the first request must be 'make'"
     if method == "reset":
-        return {"observation": await environment.reset(request["seed"])}, environment
+        return {"observation": observed("reset", await environment.reset(request["seed"]))}, environment
     calls = tuple(ToolCall(**call) for call in request["tool_calls"])
     transition = await environment.step(Action(request["text"], tuple(request["token_ids"]), calls))
-    return asdict(transition), environment
+    return asdict(checked(transition)), environment
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
@@ -33,9 +33,10 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         for line in requests:
             try:
                 reply, environment = runner.run(answer(json.loads(line), environment))
+                text = json.dumps(reply)
             except Exception as error:  # noqa: BLE001 - the other side raises it
-                reply = {"error": where_raised(error), "trace": own_traceback(error)}
-            answers.write(json.dumps(reply) + "\n")
+                text = json.dumps({"error": where_raised(error), "trace": own_traceback(error)})
+            answers.write(text + "\n")
             answers.flush()
 
 

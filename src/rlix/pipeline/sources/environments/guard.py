@@ -1,6 +1,7 @@
 """One trajectory's environment behind bounds: every call ends in time, and what fails is tried again or given up."""
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from rlix.pipeline.sources.environments.base import (
     Instance,
     Observation,
     Transition,
+    checked,
+    observed,
 )
 from rlix.pipeline.spec.named import own_traceback, where_raised
 
@@ -103,7 +106,7 @@ class GuardedEnvironment:
 
         async def call() -> Transition:
             environment = await self._replayed()
-            return await bounded("step", environment.step(action), self.limits.step_timeout_s)
+            return await self._stepped(environment, action)
 
         transition = await self._with_retries(call)
         self._history.append((action, transition))
@@ -158,15 +161,18 @@ class GuardedEnvironment:
             return self._environment
         environment = await self.runner.start(self.instance)
         self._environment = environment  # from here on `close` must see to it
-        first = await bounded("reset", environment.reset(self._seed), self.limits.reset_timeout_s)
+        first = observed("reset", await bounded("reset", environment.reset(self._seed), self.limits.reset_timeout_s))
         if self._first is not None and first != self._first:
             raise EnvironmentFailedError(f"reset({self._seed}) gave {first!r}, and {self._first!r} before")
         for number, (action, before) in enumerate(self._history):
-            again = await bounded("step", environment.step(action), self.limits.step_timeout_s)
+            again = await self._stepped(environment, action)
             if again != before:
                 raise EnvironmentFailedError(f"step {number} ({action.text!r}) gave {again}, and {before} before")
         self._first = first
         return environment
+
+    async def _stepped(self, environment: Environment, action: Action) -> Transition:
+        return checked(await bounded("step", environment.step(action), self.limits.step_timeout_s))
 
 
 async def bounded(what: str, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -175,6 +181,8 @@ async def bounded(what: str, call: Coroutine[Any, Any, T], timeout_s: float) -> 
     Raises:
         EnvironmentTimeoutError: out of time. EnvironmentFailedError: it raised, whatever it raised.
     """
+    if not inspect.isawaitable(call):
+        raise EnvironmentFailedError(f"{what} is no coroutine; write 'async def {what}'")
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
