@@ -97,7 +97,7 @@ def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
     profile = Profile("f", "m", {"a": PartProfile(points, 0.5, 0.25)}, {("a", "b"): (0.1, 0.2)})
     path = tmp_path / "deep" / "f.json"
     profile.write(path)
-    assert Profile.read(path) == profile
+    assert Profile.read(path) == Profile.read(str(path)) == profile
     assert "held-out error 0.0% mean" in profile.describe()
     assert profile.scaled({"a": 2.0}).parts["a"].points[1].seconds == 4.0
     with pytest.raises(SpecError, match="run `rlix profile` first"):

@@ -78,10 +78,10 @@ class Profile:
         new.replace(path)
 
     @staticmethod
-    def read(path: Path) -> "Profile":
+    def read(path: Path | str) -> "Profile":
         """Raises SpecError: there is none, or the file is no profile."""
         try:
-            value = json.loads(path.read_text())
+            value = json.loads(Path(path).read_text())
             parts = {
                 name: PartProfile(tuple(Point(**p) for p in part["points"]), part["load_s"], part["offload_s"])
                 for name, part in value["parts"].items()
