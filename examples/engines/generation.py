@@ -11,7 +11,7 @@ from pathlib import Path
 import rlix
 from rlix.engine.inference.turns import Turn
 from rlix.pipeline.models import write_tiny_model
-from rlix.pipeline.spec.job import TinyModel
+from rlix.pipeline.spec.model import TinyModel
 
 rlix.init(virtual_gpus=2)  # ignored where real GPUs exist
 model = sys.argv[1] if len(sys.argv) > 1 else write_tiny_model(TinyModel(), Path(tempfile.mkdtemp()), seed=0)

@@ -127,6 +127,22 @@ def test_a_replica_that_has_died_is_named_until_the_engine_is_built_again(engine
         engine.generate([[3]])
 
 
+def test_a_replica_that_died_while_it_generated_is_named_by_the_next_call(engine: InferenceEngine) -> None:
+    replicas: Any = engine.replicas
+    replicas.run = failing_once(replicas, "generate", lives=[SERVING, WorkerError("infer: rank 1 died")])
+    with pytest.raises(WorkerError, match="rank 1 failed"):
+        engine.generate([[3]])
+    with pytest.raises(NotResidentError, match=r"replica 1: infer: rank 1 died; close\(\) the engine and build\(\)"):
+        engine.generate([[3]])
+
+
+def test_one_request_is_aborted_by_its_name(engine: InferenceEngine) -> None:
+    replicas: Any = engine.replicas
+    replicas.run = lambda method, ids, **_: replicas.aborted.append((method, ids))
+    engine.abort("mine")
+    assert replicas.aborted == [("abort", ["mine"])]
+
+
 def failing_once(replicas: Replicas, method: str, *, lives: list[Any]) -> Any:
     """`run`, but for the first call of this method: it fails on a replica, and leaves these lives."""
     real = replicas.run

@@ -59,6 +59,11 @@ def test_devices_under_a_jobs_lease_are_not_taken() -> None:
         select(3, NODES, leased=frozenset(NODES[:4]), load=Counter())
 
 
+def test_numbers_are_no_devices() -> None:
+    with pytest.raises(ValueError, match=r"devices: 0 is none: choose from rlix\.engine\.placement\.pool_devices"):
+        choose(1, devices=[0])  # type: ignore[list-item]
+
+
 def test_named_devices_keep_their_order() -> None:
     named = [NODES[4], NODES[0], NODES[3], NODES[1]]
     assert choose(4, bundle=2, devices=named) == tuple(named)

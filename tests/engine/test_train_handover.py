@@ -66,6 +66,8 @@ def test_sizes_and_devices_agree() -> None:
         ((2, None, None, 3), "3 device"),
         ((1, 3, 2, None), "shard=2 does not divide data_parallel_size=3"),
         ((0, None, None, None), "at least 1"),
+        ((1, 0, None, None), "at least 1"),
+        ((1, None, 0, None), "at least 1"),
         ((1, 2, None, 4), r"4 device\(s\) do not fit tensor_parallel_size=1 x data_parallel_size=2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlix.flow.workers.launch import launch
 from rlix.flow.workers.placement import ByNode, Flexible, OnCpu, Packed, Placement, Pool, place
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, DeviceKind
@@ -55,8 +56,17 @@ def test_ranks_are_where_they_were_asked_for(placement: Placement, expected: lis
         ("0:4", "no device 4 among 4"),
         ("gone:0", r"node\(s\) n9 of group 'gone' have no devices here"),
         ("1-0", "neither a number"),
+        (ByNode(per_rank=0), "per_rank is at least 1"),
+        (Flexible([0, 1]), "each rank has a list of devices"),  # type: ignore[list-item]
     ],
 )
 def test_what_cannot_be_placed_says_why(placement: Placement, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         place(placement, POOL)
+
+
+def test_numbers_are_no_devices_and_other_classes_no_workers() -> None:
+    with pytest.raises(SpecError, match="0 is not a device"):
+        Pool([0, 1])  # type: ignore[list-item]
+    with pytest.raises(SpecError, match=r"dict.* is not a class derived from rlix\.flow\.Worker"):
+        launch(dict, "all", POOL)  # type: ignore[arg-type]

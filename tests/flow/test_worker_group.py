@@ -63,6 +63,8 @@ def test_arguments_go_to_all_ranks_or_one_each(group: WorkerGroup) -> None:
         group.call("add", PerRank([1]), 2)
     with pytest.raises(IndexError, match=r"ranks 0\.\.2, not 3"):
         group.call("facts", ranks=[3])
+    with pytest.raises(WorkerError, match="echo: workers of this name are there"):
+        WorkerGroup(EchoWorker, name="echo", placements=devices(1))
 
 
 def test_an_error_names_group_and_rank_and_keeps_its_cause(group: WorkerGroup) -> None:

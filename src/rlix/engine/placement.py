@@ -66,6 +66,8 @@ def choose(
         load.update(device for used in _occupied.values() for device in used)
         load.update(dict.fromkeys(_held_by_others(pool), _STRANGERS))
     else:
+        if wrong := [device for device in devices if not isinstance(device, Device)]:
+            raise ValueError(f"devices: {wrong[0]!r} is none: choose from rlix.engine.placement.pool_devices()")
         pool, bundle = tuple(devices), 1  # in the order in which they are named
     return select(
         count,

@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from rlix.flow.channels.channel import Channel
     from rlix.flow.planner import Mode, make_plan
     from rlix.flow.profiler.measure import Grid, profile
+    from rlix.flow.profiler.profile import Profile
     from rlix.flow.programs.flow import Circle, Flow, Part
     from rlix.flow.programs.running import Running
     from rlix.flow.workers.flow_worker import FlowWorker
     from rlix.flow.workers.launch import launch
+    from rlix.flow.workers.worker import Worker
 
 _LAZY = {
     "Channel": "rlix.flow.channels.channel",
@@ -23,7 +25,9 @@ _LAZY = {
     "Grid": "rlix.flow.profiler.measure",
     "Mode": "rlix.flow.planner",
     "Part": "rlix.flow.programs.flow",
+    "Profile": "rlix.flow.profiler.profile",
     "Running": "rlix.flow.programs.running",
+    "Worker": "rlix.flow.workers.worker",
     "launch": "rlix.flow.workers.launch",
     "make_plan": "rlix.flow.planner",
     "profile": "rlix.flow.profiler.measure",
@@ -37,7 +41,9 @@ __all__ = [
     "Grid",
     "Mode",
     "Part",
+    "Profile",
     "Running",
+    "Worker",
     "launch",
     "make_plan",
     "profile",

@@ -174,5 +174,3 @@ def test_the_end_of_the_actor_is_an_error_not_a_hang(ray_session: Any) -> None:
         channel.get()
     with pytest.raises(ChannelError, match="'gone': its actor died"):
         producer.close()
-    with pytest.raises(ValueError, match="capacity must be at least 1"):
-        Channel(0)

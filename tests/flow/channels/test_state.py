@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.flow.channels.channel import Producer
+from rlix.flow.channels.channel import Channel, Producer
 from rlix.flow.channels.codec import Parcel, pack
 from rlix.flow.channels.state import ChannelState, Want
 from rlix.protocol.errors import ChannelError
@@ -198,3 +198,16 @@ def test_what_makes_no_sense_is_refused() -> None:
         ChannelState(1, groups=("a", "a"))
     with pytest.raises(ChannelError, match="no consumer group 'x'"):
         ChannelState(1).take("c", group="x")
+
+
+def test_a_channel_that_makes_no_sense_is_refused_without_an_actor() -> None:
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        Channel(0)
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        Channel(4, capacity_bytes=0)
+    with pytest.raises(ValueError, match="one or more different names"):
+        Channel(4, groups=("a", "a"))
+    with pytest.raises(TypeError, match=r"write groups=\('train',\)"):
+        Channel(4, groups="train")
+    with pytest.raises(ValueError, match="nobody takes fewer items than 1"):
+        Want(count=0)

@@ -136,6 +136,12 @@ def test_who_waits_does_not_wait_longer_for_an_answer(
     assert max(actors.waits) <= 0.05
 
 
+def test_a_name_without_a_rank_is_refused_at_once(mailbox: Mailbox) -> None:
+    for call in (lambda: mailbox.send(1, ["a"], "", 60.0), lambda: mailbox.receive("a", "", 60.0)):
+        with pytest.raises(ValueError, match="names are `group:rank`, such as a:0"):
+            call()
+
+
 class Rank(Peer):
     """Whose messages go straight into a dict."""
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from rlix.protocol.types import Phase
 
@@ -412,3 +413,43 @@ def test_a_slice_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) ->
         assert loop.slices > 1
         with pytest.raises(WorkerError, match=r"act made \d items of \d"):
             running.step(list(range(ITEMS)))
+
+
+def test_what_makes_no_sense_is_refused_before_anybody_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("nobody should start")
+
+    monkeypatch.setattr(running_module, "start", start)
+    known = profile(ones=0.1, tens=0.2, more=0.3)
+    plan = flow().plan(known, DEVICES).best
+    with pytest.raises(SpecError, match="plan='fast' must be auto, collocated, disaggregated, hybrid, or a plan"):
+        Running(flow(), POOL, plan="fast", profile=known)
+    with pytest.raises(SpecError, match="`job` and `cluster`, its gang of these devices, go together"):
+        Running(flow(), POOL, profile=known, cluster="flow")
+    with pytest.raises(SpecError, match=r"the plan is for 4 device\(s\), and there are 2"):
+        Running(flow(), POOL[:2], plan=plan)
+    endless = replace(plan, segments=(replace(plan.segments[0], chunk=0), *plan.segments[1:]))
+    with pytest.raises(SpecError, match=r"chunks of 0 items, and its parts take multiples of 1"):
+        Running(flow(), POOL, plan=endless)
+    other = Flow("f", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS)
+    with pytest.raises(SpecError, match=r"of parts \['more', 'ones', 'tens'\], and the flow has \['ones'\]"):
+        Running(other, POOL, plan=plan)
+
+
+def test_nobody_goes_on_with_what_is_closed() -> None:
+    with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        with pytest.raises(SpecError, match="flow sums has no part hundreds"):
+            running.restart("hundreds")
+        with pytest.raises(ValueError, match="the plan has segments 0 to"):
+            running.set_chunk(4, -1)
+        with running._stepping, pytest.raises(RlixError, match="a step is running in another thread"):
+            running.step([0] * ITEMS)
+        assert running.step([0] * ITEMS) == [111] * ITEMS
+        assert running.planned is not None
+        running.switch(running.planned.others[0])
+        assert running.explain() == running.planned.others[0].explain()  # what runs, and not what was planned
+    again = (lambda: running.step([]), running.keep, running.restart, lambda: running.switch(running.plan))
+    for call in again:
+        with pytest.raises(RlixError, match="flow sums is closed"):
+            call()
+    assert running.groups == {}

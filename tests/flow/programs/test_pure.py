@@ -1,6 +1,9 @@
 """What runs a flow, without running it: pieces of batches, drift, and profiles in files."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,10 +11,12 @@ from hypothesis import strategies as st
 
 from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Point, SegmentPlan, StagePlan, Table, make_plan
 from rlix.flow.planner.plan import LoopPlan, PartPlan
+from rlix.flow.profiler.measure import Grid
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.drift import WINDOW, Drift, rescaled
 from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.programs.running import _join
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
 
@@ -92,12 +97,26 @@ def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
     profile = Profile("f", "m", {"a": PartProfile(points, 0.5, 0.25)}, {("a", "b"): (0.1, 0.2)})
     path = tmp_path / "deep" / "f.json"
     profile.write(path)
-    assert Profile.read(path) == profile
+    assert Profile.read(path) == Profile.read(str(path)) == profile
     assert "held-out error 0.0% mean" in profile.describe()
     assert profile.scaled({"a": 2.0}).parts["a"].points[1].seconds == 4.0
     with pytest.raises(SpecError, match="run `rlix profile` first"):
         Profile.read(tmp_path / "none.json")
     path.write_text("[]")
+    with pytest.raises(SpecError, match="is not a profile"):
+        Profile.read(path)
+    profile.write(path)
+    whole = path.read_text()
+    for number, wrong in (
+        ('"seconds": 2.0', '"seconds": -2.0'),
+        ('"seconds": 2.0', '"seconds": "2"'),
+        ('"items": 2', '"items": 0'),
+    ):
+        assert number in whole
+        path.write_text(whole.replace(number, wrong))
+        with pytest.raises(SpecError, match=f"{path} is not a profile"):
+            Profile.read(path)
+    path.write_text('{"parts": []}')
     with pytest.raises(SpecError, match="is not a profile"):
         Profile.read(path)
     flow = Flow("f", [Part("a", Nothing, "run"), Part("b", Nothing, "run", ("a",))], 4)
@@ -114,7 +133,57 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         Flow("f", [Part("b", Nothing, "run", ("c",))], 4)
     with pytest.raises(SpecError, match="Nothing has no method 'walk'"):
         Flow("f", [Part("a", Nothing, "walk")], 4)
+    with pytest.raises(SpecError, match=r"write after=\('ab',\)"):
+        Part("b", Nothing, "run", "ab")
+    with pytest.raises(SpecError, match=r"dict.* is not a class derived from rlix.flow\.FlowWorker"):
+        Part("a", dict, "keys")  # type: ignore[arg-type]
+    for wrong in ({"unit": 0}, {"most": 0}, {"chunk": 0}, {"cpu_ranks": -1}):
+        with pytest.raises(SpecError, match="a: unit, chunk and most must be at least 1"):
+            Part("a", Nothing, "run", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="1 item or more, not 0"):
+        Flow("f", [Part("a", Nothing, "run")], 0)
+    with pytest.raises(SpecError, match=r"b comes after \['c'\]"):
+        Flow("f", (part for part in [Part("b", Nothing, "run", ("c",))]), 4)  # type: ignore[arg-type]
     a, b = Part("a", Nothing, "run"), Part("b", Nothing, "run", ("a",))
     for names, rounds in ((("a",), 2), (("b", "a"), 2), (("a", "b"), 0), (("a", "c"), 2)):
         with pytest.raises(SpecError, match="is no circle"):
             Flow("f", [a, b], 4, circles=[Circle(names, rounds)])
+
+
+def test_a_grid_measures_something() -> None:
+    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (0,), 1), ((1,), (1,), 0)):
+        with pytest.raises(SpecError, match="all numbers are 1 or more"):
+            Grid(*wrong)
+
+
+@pytest.mark.parametrize("made", [None, {"loss": 1.0}, "done", 1.0])
+def test_what_is_no_list_is_not_taken_for_one(made: object) -> None:
+    worker: Any = FlowWorker()
+    worker.made = lambda items: made
+    with pytest.raises(TypeError, match=rf"made\(\) returned {type(made).__name__}: a part returns a list"):
+        worker._rlix_part("made", [[]])
+
+
+def test_a_part_that_exits_is_an_error_and_lives() -> None:
+    worker: Any = FlowWorker()
+    worker.exits = sys.exit
+    with pytest.raises(RuntimeError, match=r"exits\(\) was left by SystemExit\(\[\]\)"):
+        worker._rlix_part("exits", [[]])
+
+
+def test_a_second_ctrl_c_waits_for_nobody() -> None:
+    presses = iter([KeyboardInterrupt, KeyboardInterrupt])
+
+    def join() -> None:
+        raise next(presses)
+
+    errors: list[BaseException] = []
+
+    class Run:
+        failed = property(lambda _: bool(errors))
+        fail = staticmethod(errors.append)
+
+    thread: Any = SimpleNamespace(is_alive=lambda: True, join=join)
+    with pytest.raises(KeyboardInterrupt):
+        _join([thread], Run())  # type: ignore[arg-type]
+    assert len(errors) == 1

@@ -260,7 +260,9 @@ class InferenceEngine(Engine):
         """Whoever leaves early (cancelled, timed out, one replica of several failed) leaves nothing decoding."""
         try:
             yield
-        except BaseException:  # raised again
+        except BaseException as error:  # raised again
+            if isinstance(error, WorkerError):  # a replica may be gone, or what it has
+                self._known = False
             with suppress(RlixError, RayError):
                 self.replicas.call("abort", [request.id for request in requests])
             raise
@@ -319,9 +321,10 @@ class InferenceEngine(Engine):
             if reason is None:
                 replica.abort.remote([request.id])
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+    def abort(self, request_ids: str | Sequence[str] | None = None) -> None:
         """End these requests (None: all); their `generate` returns with the tokens they have, finished by "abort"."""
-        self.replicas.run("abort", request_ids, timeout_s=self._timeout_s)
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        self.replicas.run("abort", ids, timeout_s=self._timeout_s)
 
     def _read(
         self,

@@ -58,7 +58,7 @@ def asked_layout(
     Raises:
         ValueError: sizes and number of devices do not agree.
     """
-    if tensor_parallel_size < 1 or (data_parallel_size or 1) < 1 or (shard or 1) < 1:
+    if any(size is not None and size < 1 for size in (tensor_parallel_size, data_parallel_size, shard)):
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size}, data_parallel_size={data_parallel_size}, shard={shard}: "
             "at least 1 each"

@@ -201,10 +201,9 @@ class StateCalls(TrainWorkers):
 
     def _check_resident(self) -> None:
         self._workers()
-        if self.residency is not Residency.DEVICE:
-            raise NotResidentError(
-                f"{self.name} was used while its bytes are on {self.residency.value}; call cuda() or acquire() first"
-            )
+        if (where := self.residency) is not Residency.DEVICE:
+            way = "load_state(), load() or load_state_dict()" if where is Residency.META else "cuda() or acquire()"
+            raise NotResidentError(f"{self.name} was used while its bytes are on {where.value}; call {way} first")
         self.life.check_serving(self.name)
 
     def _check_readable(self) -> None:

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError
 
 from rlix.flow.channels.actor import ChannelActor, Outcome, Reply
 from rlix.flow.channels.codec import Parcel, pack, unpack
-from rlix.flow.channels.state import Item, Rule, Want, oldest_first
+from rlix.flow.channels.state import ChannelState, Item, Rule, Want, oldest_first
 from rlix.node.process import this_process
 from rlix.protocol.errors import ChannelError, WaitTimeoutError
 
@@ -64,8 +64,9 @@ class Channel(Generic[T]):
         name: str = "channel",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"channel {name!r}: capacity must be at least 1, got {capacity}")
+        if isinstance(groups, str):
+            raise TypeError(f"channel {name!r}: groups={groups!r} is not a list of names: write groups=({groups!r},)")
+        ChannelState(capacity, capacity_bytes, tuple(groups), rule)  # what makes no sense is said here, not by an actor
         self.name = name
         self._timeout_s = timeout_s
         self._home: tuple[str, str] | None = None

@@ -34,6 +34,10 @@ class Want:
     key: str | None = None
     weight: float = float("inf")
 
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"{self}: nobody takes fewer items than 1")
+
 
 def oldest_first(items: Sequence[Item], want: Want) -> list[int]:
     chosen: list[int] = []

@@ -116,12 +116,14 @@ class Mailbox:
             WorkerError: the sender died, and what it had sent has been read.
             WaitTimeoutError: none came within `timeout_s`.
         """
+        _check_name(sender)
         deadline, gone = time.monotonic() + timeout_s, False
         while (parcel := self._next(sender, tag, 0.0 if gone else min(_LOOK_S, deadline - time.monotonic()))) is None:
             if gone:
                 raise self._dead(sender)
             if time.monotonic() >= deadline:
-                raise WaitTimeoutError(f"{self.me} waited {timeout_s:g} s for a message of {sender}")
+                unknown = "" if sender in self._met else ", of whom nothing was heard yet"
+                raise WaitTimeoutError(f"{self.me} waited {timeout_s:g} s for a message of {sender}{unknown}")
             gone = self._gone(sender, deadline - time.monotonic())
         try:
             return unpack(parcel, "cuda" if self.home.place.kind is DeviceKind.CUDA else "cpu")
@@ -148,6 +150,7 @@ class Mailbox:
 
     def _peer(self, name: str, deadline: float) -> _Peer:
         """Waits for it to be started."""
+        _check_name(name)
         while (peer := self._peers.get(name) or self._find(name, deadline)) is None:
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
@@ -209,6 +212,11 @@ class Mailbox:
                 _remove(parcel)
             raise
         return found
+
+
+def _check_name(name: str) -> None:
+    if ":" not in name:
+        raise ValueError(f"{name!r} names no worker: names are `group:rank`, such as {name}:0")
 
 
 def _remove(parcel: Any) -> None:

@@ -43,7 +43,7 @@ class Peer:
         self, value: object, to: Sequence[str], *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """`send` to several; bytes in shared memory are written once for all workers of a node."""
-        self._rlix_mail().send(value, to, tag, timeout_s)
+        self._rlix_mail().send(value, [to] if isinstance(to, str) else to, tag, timeout_s)
 
     def recv(self, sender: str, *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """The oldest message of a worker that was not read yet. Tensors are this worker's own, and may be written to.

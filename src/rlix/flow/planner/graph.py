@@ -10,6 +10,12 @@ from rlix.protocol.errors import SpecError
 MOST_PARTS = 8
 
 
+def check_shape(name: str, unit: int, most: int | None, chunk: int, cpu_ranks: int) -> None:
+    """Raises SpecError: one of these numbers of a part makes no sense."""
+    if unit < 1 or chunk < 1 or cpu_ranks < 0 or (most is not None and most < 1):
+        raise SpecError(f"{name}: unit, chunk and most must be at least 1, cpu_ranks at least 0")
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """One part: what it costs and what it can run on.
@@ -35,8 +41,7 @@ class Component:
     cpu_ranks: int = 0
 
     def __post_init__(self) -> None:
-        if self.unit < 1 or self.chunk < 1 or self.cpu_ranks < 0 or (self.most is not None and self.most < 1):
-            raise SpecError(f"{self.name}: unit, chunk and most must be at least 1, cpu_ranks at least 0")
+        check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)
         if self.load_s < 0 or self.offload_s < 0:
             raise SpecError(f"{self.name}: load_s and offload_s must not be negative")
 

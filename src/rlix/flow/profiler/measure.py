@@ -14,7 +14,7 @@ from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.workers.launch import Group, launch
-from rlix.flow.workers.placement import Flexible, OnCpu, Pool
+from rlix.flow.workers.placement import Flexible, OnCpu
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, Fence
 
@@ -28,6 +28,10 @@ class Grid:
     widths: Sequence[int]
     batches: Sequence[int]
     repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.widths or not self.batches or min(*self.widths, *self.batches, self.repeats) < 1:
+            raise SpecError(f"{self}: needs one width or more and one batch or more, and all numbers are 1 or more")
 
 
 def profile(flow: Flow, devices: Sequence[Device], grid: Grid, *, lease: Fence | None = None) -> Profile:
@@ -92,7 +96,7 @@ def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, nam
     """The part's group on devices from number `first` on."""
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
     placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
-    return launch(part.worker, placement, Pool(list(devices)), name=name or part.name, kwargs=dict(part.kwargs))
+    return launch(part.worker, placement, list(devices), name=name or part.name, kwargs=dict(part.kwargs))
 
 
 def _repeat(group: Group, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:

@@ -78,19 +78,21 @@ class Profile:
         new.replace(path)
 
     @staticmethod
-    def read(path: Path) -> "Profile":
+    def read(path: Path | str) -> "Profile":
         """Raises SpecError: there is none, or the file is no profile."""
         try:
-            value = json.loads(path.read_text())
+            value = json.loads(Path(path).read_text())
             parts = {
                 name: PartProfile(tuple(Point(**p) for p in part["points"]), part["load_s"], part["offload_s"])
                 for name, part in value["parts"].items()
             }
             transfers = {(a, b): (fixed, each) for a, b, fixed, each in value["transfers"]}
+            for part in parts.values():
+                part.table  # noqa: B018 (points that are no measurements are refused here)
             return Profile(value["flow"], value["machine"], parts, transfers)
         except FileNotFoundError:
             raise SpecError(f"there is no profile {path}: run `rlix profile` first") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"{path} is not a profile ({error}): delete it and run `rlix profile` again") from error
 
 

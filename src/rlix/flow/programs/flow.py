@@ -13,9 +13,11 @@ empty, so that they may speak to each other.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
-from rlix.flow.planner import Edge, Graph, Mode, Planned, make_plan
+from rlix.flow.planner import Edge, Graph, Mode, Plan, Planned, make_plan
+from rlix.flow.planner.graph import check_shape
 from rlix.flow.profiler.profile import Profile, graph_of
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
@@ -26,7 +28,7 @@ class Part:
     """One part of a flow.
 
     Args:
-        after: the parts whose items it gets; of several, tuples with one of each. None: the step's own items.
+        after: the parts whose items it gets; of several, tuples with one of each. (): the step's own items.
         kwargs: of the worker's `__init__`.
         unit, most, chunk, cpu_ranks: as of `rlix.flow.planner.Component`.
     """
@@ -34,12 +36,21 @@ class Part:
     name: str
     worker: type[FlowWorker]
     method: str
-    after: tuple[str, ...] = ()
+    after: Sequence[str] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     unit: int = 1
     most: int | None = None
     chunk: int = 1
     cpu_ranks: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.after, str):
+            raise SpecError(f"{self.name}: after={self.after!r} is not a tuple of names: write after=({self.after!r},)")
+        check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)
+        if not (isinstance(self.worker, type) and issubclass(self.worker, FlowWorker)):
+            raise SpecError(f"{self.name}: {self.worker!r} is not a class derived from rlix.flow.FlowWorker")
+        if not callable(getattr(self.worker, self.method, None)):
+            raise SpecError(f"{self.name}: {self.worker.__name__} has no method {self.method!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,8 @@ class Flow:
     `sample(n)` makes n items, for profiling. `circles`: parts that feed each other.
 
     Raises:
-        SpecError: names are used twice, a part needs one that does not stand before it, or a circle is none.
+        SpecError: names are used twice, a part needs one that does not stand before it, a circle is none, or there are
+            no items.
     """
 
     def __init__(
@@ -73,14 +85,14 @@ class Flow:
     ) -> None:
         self.name, self.parts, self.items, self.circles = name, tuple(parts), items, tuple(circles)
         self._sample = sample
+        if items < 1:
+            raise SpecError(f"flow {name}: a step has 1 item or more, not {items}")
         known: set[str] = set()
-        for part in parts:
+        for part in self.parts:
             if part.name in known:
                 raise SpecError(f"flow {name}: two parts are called {part.name!r}")
             if missing := [other for other in part.after if other not in known]:
                 raise SpecError(f"flow {name}: {part.name} comes after {missing}, which no part before it is called")
-            if not hasattr(part.worker, part.method):
-                raise SpecError(f"flow {name}: {part.worker.__name__} has no method {part.method!r} for {part.name}")
             known.add(part.name)
         self._check_circles()
 
@@ -88,7 +100,7 @@ class Flow:
         names, used = [part.name for part in self.parts], set[str]()
         for circle in self.circles:
             at = names.index(circle.parts[0]) if circle.parts and circle.parts[0] in names else len(names)
-            consecutive = tuple(names[at : at + len(circle.parts)]) == circle.parts
+            consecutive = names[at : at + len(circle.parts)] == list(circle.parts)
             follow = consecutive and all(before in self.part(name).after for before, name in pairwise(circle.parts))
             if len(circle.parts) < 2 or circle.rounds < 1 or not follow or used & set(circle.parts):
                 raise SpecError(
@@ -109,6 +121,24 @@ class Flow:
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
+
+    def check(self, plan: Plan, devices: int) -> None:
+        """Raises SpecError: the plan is of other parts, of more devices, or of chunks that the parts do not take."""
+        planned, mine = sorted(part.name for part in plan.parts), sorted(part.name for part in self.parts)
+        if planned != mine:
+            raise SpecError(f"flow {self.name}: the plan is of parts {planned}, and the flow has {mine}")
+        used = max(plan.devices, *(part.first + part.devices for part in plan.parts))
+        if used > devices:
+            raise SpecError(
+                f"flow {self.name}: the plan is for {used} device(s), and there are {devices}: plan it again"
+            )
+        for segment in plan.segments:
+            multiple = lcm(*(self.part(part.name).chunk for stage in segment.stages for part in stage.parts))
+            if segment.chunk < 1 or segment.chunk % multiple:
+                raise SpecError(
+                    f"flow {self.name}: the plan has chunks of {segment.chunk} items, and its parts take multiples of "
+                    f"{multiple}"
+                )
 
     def graph(self, profile: Profile) -> Graph:
         shapes: dict[str, dict[str, int | None]] = {

@@ -56,12 +56,17 @@ class Running:
     ) -> None:
         self.flow, self.devices, self.profile = flow, tuple(devices), profile
         if isinstance(plan, str) and plan != "auto":
+            if plan not in set(Mode):
+                raise SpecError(f"flow {flow.name}: plan={plan!r} must be auto, {', '.join(Mode)}, or a plan")
             plan = Mode(plan)
+        if (job is None) != (cluster is None):
+            raise SpecError(f"flow {flow.name}: `job` and `cluster`, its gang of these devices, go together")
         self._fixed = plan if plan != "auto" else None
         self._job, self._cluster = job, cluster
         self._device_bytes, self._timeout_s = device_bytes, timeout_s
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
         self.plan: Plan = plan if isinstance(plan, Plan) else self.planned.best  # type: ignore[union-attr]
+        flow.check(self.plan, len(self.devices))
         self.groups: dict[str, Group] = {}
         self.step_s: list[float] = []
         self.replanned = 0
@@ -71,7 +76,8 @@ class Running:
         self._drift = Drift.of(self.plan)
         self._chunks: dict[int, int] = {}
         self._segment: SegmentRun | None = None
-        self._started = False
+        self._started = self._closed = False
+        self._stepping = threading.Lock()
         try:
             self._start()
         except BaseException:  # raised again; nobody has anything to close then
@@ -85,7 +91,17 @@ class Running:
             SpecError: a part does not take so many items, or the devices are not of the job's gang.
             WorkerError: a part raised or died.
             WaitTimeoutError: a part, which is named with its ranks, did not answer.
+            RlixError: it is closed, or a step is running in another thread.
         """
+        self._check_open()
+        if not self._stepping.acquire(blocking=False):
+            raise RlixError(f"flow {self.flow.name}: a step is running in another thread; one runs at a time")
+        try:
+            return self._step(items)
+        finally:
+            self._stepping.release()
+
+    def _step(self, items: Sequence[Any]) -> list[Any]:
         for part in self.flow.parts:
             if len(items) % part.chunk:
                 raise SpecError(
@@ -102,6 +118,8 @@ class Running:
 
     def set_chunk(self, items: int, segment: int = 0) -> None:
         """Let a segment's stages hand on this many items at a time, from the next chunk on, also within a step."""
+        if not 0 <= segment < len(self.plan.segments):
+            raise ValueError(f"the plan has segments 0 to {len(self.plan.segments) - 1}, not {segment}")
         multiple = lcm(
             *(self.flow.part(p.name).chunk for stage in self.plan.segments[segment].stages for p in stage.parts)
         )
@@ -118,9 +136,12 @@ class Running:
         return self._drift.ratios
 
     def explain(self) -> str:
-        return self.planned.explain() if self.planned is not None else self.plan.explain()
+        if self.planned is not None and self.planned.best is self.plan:
+            return self.planned.explain()
+        return self.plan.explain()  # as after a `switch`
 
     def close(self) -> None:
+        self._closed = True
         for group in self.groups.values():
             group.close()
         self.groups.clear()
@@ -133,6 +154,7 @@ class Running:
 
     def keep(self) -> None:
         """Between steps: ask every part for what it saves, for `restart` to go on from."""
+        self._check_open()
         self._lock.clear()
         self._kept = {name: group.on(0).call("save").wait(self._timeout_s)[0] for name, group in self.groups.items()}
 
@@ -141,19 +163,27 @@ class Running:
 
         Parts that are not named go on as they are, so name those whose states must agree together.
         """
+        self._check_open()
+        if unknown := set(names) - {part.name for part in self.flow.parts}:
+            raise SpecError(f"flow {self.flow.name} has no part {', '.join(sorted(unknown))}")
+        if not self._kept:
+            logger.warning("%s: parts begin anew, for nothing was kept", self.flow.name)
         again = names or tuple(self.groups)
         for name, group in self.groups.items():
             if name not in again:
                 group.offload()  # who is on its devices is counted anew
         self._started = False
         for name in again:
-            self.groups.pop(name).close()
+            if name in self.groups:  # or it did not start the last time
+                self.groups.pop(name).close()
             if name in self._kept:
                 self._states[name] = self._kept[name]
         self._start()
 
     def switch(self, plan: Plan) -> None:
         """Go on by another plan: parts that move are started anew from what they `save`."""
+        self._check_open()
+        self.flow.check(plan, len(self.devices))
         before = {part.name: _place(part) for part in self.plan.parts}
         moving = {part.name for part in plan.parts if _place(part) != before[part.name]}
         self._lock.clear()
@@ -164,6 +194,10 @@ class Running:
         self.plan = plan
         self._drift, self._chunks = Drift.of(plan), {}
         self._start()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RlixError(f"flow {self.flow.name} is closed: make another `Running`")
 
     def _start(self) -> None:
         names = {part.name: f"{self.flow.name}/{part.name}" for part in self.plan.parts}
@@ -285,11 +319,13 @@ def _place(part: PartPlan) -> tuple[int, int]:
 def _join(threads: Sequence[threading.Thread], run: SegmentRun) -> None:
     """Wait until all have ended, or the devices would be taken from under them. Each of their waits has a limit.
 
-    Ctrl-C stops them at their next chunk.
+    Ctrl-C stops them at their next chunk, and a second one waits for nobody.
     """
     for thread in threads:
         while thread.is_alive():
             try:
                 thread.join()
             except KeyboardInterrupt as error:
+                if run.failed:
+                    raise
                 run.fail(error)

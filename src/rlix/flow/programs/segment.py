@@ -84,6 +84,10 @@ class SegmentRun:
             self._failure = self._failure or error
             self._changed.notify_all()
 
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
     def check(self) -> None:
         """When all stages have ended: raises what went wrong first."""
         if self._failure is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -72,9 +72,18 @@ class FlowWorker(Worker):
         """Call the method with a list of items: of one input as they are, of several as tuples with one of each."""
         lists = [_fetch(pieces) for pieces in inputs]
         items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
-        call: Callable[[list[Any]], list[Any]] = getattr(self, method)
+        call: Callable[[list[Any]], Any] = getattr(self, method)
         with self._busy or contextlib.nullcontext():
-            made = list(call(items))
+            try:
+                made = call(items)
+            except SystemExit as error:  # Ray would end the process, and with it what it has learnt
+                raise RuntimeError(f"{method}() was left by {error!r}") from error
+            if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+                raise TypeError(
+                    f"{method}() returned {type(made).__name__}: a part returns a list, one item for each it got "
+                    "(the last part: of any length)"
+                )
+            made = list(made)  # of a generator, this is the work
         return made, len(made)
 
 

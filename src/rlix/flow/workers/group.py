@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorAlreadyExistsError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
@@ -109,6 +109,9 @@ class WorkerGroup:
             for rank in range(self.world_size):
                 self._handles.append(self._create(rank))
             self._construct(range(self.world_size))
+        except ActorAlreadyExistsError as error:
+            self.close(timeout_s=EXIT_TIMEOUT_S, graceful=False)
+            raise WorkerError(f"{name}: workers of this name are there: close them, or give another name") from error
         except BaseException:  # raised again; whatever it is, Ctrl-C too, no worker is left behind
             self.close(timeout_s=EXIT_TIMEOUT_S, graceful=False)
             raise

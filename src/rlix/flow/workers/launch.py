@@ -10,7 +10,8 @@ from rlix.flow.workers.flow_worker import Piece
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
 from rlix.flow.workers.worker import Worker
-from rlix.protocol.messages import Fence
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Device, Fence
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -71,7 +72,7 @@ class Group:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Call:
         refs = self.workers.call(method, *args, ranks=self.ranks, **kwargs)
-        return Call(self.workers, method, self.ranks, refs)
+        return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs)
 
     def onload(self) -> None:
         """Bring every rank's state onto its devices, and take their locks."""
@@ -108,11 +109,20 @@ class Group:
 
 
 def launch(
-    worker_cls: type[Worker], placement: Placement, pool: Pool, *, name: str | None = None, **options: Any
+    worker_cls: type[Worker],
+    placement: Placement,
+    pool: Pool | Sequence[Device],
+    *,
+    name: str | None = None,
+    **options: Any,
 ) -> Group:
     """A group of `worker_cls` where `placement` says; `options` are those of `WorkerGroup`.
 
+    `name` (default: the class's) is of this group alone, among those of a program that there are at a time.
+
     Raises what `place` and `WorkerGroup` raise.
     """
-    placements = place(placement, pool)
+    if not (isinstance(worker_cls, type) and issubclass(worker_cls, Worker)):
+        raise SpecError(f"{worker_cls!r} is not a class derived from rlix.flow.Worker")
+    placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
     return Group(WorkerGroup(worker_cls, name=name or worker_cls.__name__, placements=placements, **options))

@@ -68,6 +68,10 @@ class Pool:
     devices: Sequence[Device]
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if wrong := [device for device in self.devices if not isinstance(device, Device)]:
+            raise SpecError(f"{wrong[0]!r} is not a device: `client.devices()` of a job has them, by their numbers")
+
     @property
     def nodes(self) -> list[str]:
         return list(dict.fromkeys(device.node_id for device in self.devices))
@@ -105,10 +109,14 @@ def _ranks(placement: Placement, pool: Pool) -> list[tuple[Device, ...]]:
         case Packed():
             return _packed(placement, pool)
         case Flexible():
+            if not all(isinstance(numbers, Sequence) for numbers in placement.devices):
+                raise SpecError(f"placement {placement!r}: each rank has a list of devices, such as [[0, 1], [4]]")
             return [_pick(placement, pool.devices, numbers) for numbers in placement.devices]
         case OnCpu():
             return [()] * placement.ranks
         case ByNode():
+            if placement.per_rank < 1:
+                raise SpecError(f"placement {placement!r}: per_rank is at least 1")
             nodes = pool.nodes if placement.nodes is None else [_node(n, placement, pool) for n in placement.nodes]
             ranks = []
             for node in nodes:
