@@ -445,6 +445,25 @@ def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(t
         assert again.outcome == world.held("ft_2")[0]
 
 
+def test_who_was_promised_a_device_before_a_restart_has_his_place_when_it_is_quarantined(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(journal=journal)
+        world.core.name_holders("ft_1", INFER.name, [(n, process(10 + n)) for n in range(4)])
+        for bundle in world.roll("ft_1", 1000):
+            world.machine.lock(bundle, process(10 + bundle.devices[0]))
+        world.machine.immortal.add(process(10))
+        world.ask("ft_2", key="yours")
+        world.restart(list(journal.replay()))
+        assert [lease.devices for lease in world.held("ft_2", LeaseState.PENDING)] == [(0, 1)]
+        world.run(2 * world.settings.shrink_deadline_s)
+        assert world.held("ft_2", LeaseState.PENDING) == ()
+        world.machine.immortal.clear()
+        world.run(60.0)
+        again = world.core.gangs.find("ft_2", "yours")
+        assert again is not None
+        assert again.outcome == world.held("ft_2")[0]
+
+
 @pytest.mark.parametrize("draining", [False, True])
 def test_a_stopped_holder_is_ended_also_while_it_was_to_give_back(draining: bool) -> None:
     world = World()

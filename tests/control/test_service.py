@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlix.control import client
 from rlix.control.gang_queue import Asked
 from rlix.control.journal import decode, encode
 from rlix.control.rpc import Patient
@@ -13,7 +15,7 @@ from rlix.control.scheduler_service import Scheduler
 from rlix.control.writer import Forgetful
 from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
-from rlix.protocol.messages import Demand, Process
+from rlix.protocol.messages import Demand, GangAnswer, Lease, Process
 from rlix.protocol.types import Phase
 from tests.control.world import INFER, TRAIN, World, process, service_of
 
@@ -125,6 +127,44 @@ def test_what_is_given_back_with_a_question_goes_to_whoever_waits_and_to_no_roll
         change((0,), mine.epoch, first.epoch)
     assert world.held("ft_1") == (mine,)
     assert world.core.state.requests == {}
+
+
+def test_what_is_given_back_with_a_question_is_given_back_once_however_often_it_is_asked() -> None:
+    """Also by a scheduler that was ended in between, whose journal has the request and not the end of the lease."""
+    world = World()
+    mine = world.gang("ft_1", holder=process(7))
+    asked = Asked("next", process(7), devices=(1,), giving=(mine.epoch,))
+    world.ask("ft_1", key=asked.key, holder=asked.holder, devices=asked.devices)
+    service = service_of(world)
+
+    def again() -> Lease | None:
+        answer = asyncio.run(service.poll_gang("ft_1", TRAIN.name, GANG, asked, 0.0))
+        world.run(0.0)
+        return answer.lease
+
+    assert again() is None
+    got = again()
+    assert got is not None and got.devices == (1,)
+    assert again() == got
+    assert world.held("ft_1") == (got,)
+
+
+def test_a_client_gives_back_with_its_first_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was dropped meanwhile is asked for anew by the next, and what it gave is not held any more."""
+    asked: list[Asked] = []
+    got = Lease(2, "ft_1", TRAIN.name, GANG, (1,))
+
+    class Answers:
+        def ask(self, method: str, *args: Any, timeout_s: float) -> object:
+            asked.extend(arg for arg in args if isinstance(arg, Asked))
+            return GangAnswer(1, got if len(asked) == 3 else None)
+
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(client, "Patient", lambda *_, **__: Answers())
+    mine = Lease(1, "ft_1", TRAIN.name, GANG, (0, 1))
+    assert client.JobClient("ft_1").acquire(TRAIN.name, GANG, devices=[1], giving=[mine]) == got
+    assert [question.giving for question in asked] == [(1,), (), ()]
+    assert len({question.key for question in asked}) == 1
 
 
 def test_who_has_left_ray_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ class JobClient:
                 answer: GangAnswer = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)
                 for epoch in given:
                     self.heartbeat.gave_back(epoch)
+                given = ()  # they are back: if the request is dropped meanwhile, it may be asked for anew
                 if answer.lease is not None:
                     self.heartbeat.holds(answer.lease.epoch)
                     return answer.lease

@@ -169,8 +169,10 @@ class Core:
 
     def _reopen(self, lease: Lease, *, pending: bool) -> None:
         cluster = self.state.registrations[lease.pipeline_id].cluster(lease.cluster)
-        ticket = self.gangs.open(-lease.epoch, lease.key, lease.pipeline_id, cluster, lease.phase)
-        self.gangs.granted(-lease.epoch, lease.epoch)
+        answered = self.state.answered_by(lease.epoch)  # of a pending lease, which may be revoked: then it waits again
+        request_id = -lease.epoch if answered is None else answered.id
+        ticket = self.gangs.open(request_id, lease.key, lease.pipeline_id, cluster, lease.phase)
+        self.gangs.granted(request_id, lease.epoch)
         if not pending:
             ticket.decide(lease)
             self._limit(lease, self.granted_at.get(lease.epoch, self.wall()))

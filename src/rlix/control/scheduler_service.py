@@ -229,8 +229,14 @@ class Scheduler:
         checks.wait(where, wait_s)
         job.heard(asked.holder, core.clock.time())
         ticket = core.gangs.find(pipeline_id, asked.key) if asked.key else None
+        given, gone = checks.held(core, pipeline_id, asked.giving)
         if ticket is None:
+            if gone is not None:
+                raise gone
             ticket = self._ask(core, pipeline_id, cluster, phase, asked)
+        # When it has its place: by the queue's rules nobody comes in between. Asked again, what a scheduler that was
+        # ended in between has not come to.
+        core.endings.given_back(*given)
         core.gangs.stop_timer(ticket, "abandoned")
         if ticket.outcome is None:
             try:
@@ -248,12 +254,7 @@ class Scheduler:
     def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
         registration = core.state.registrations[pipeline_id]
         found = check_gang_request(registration, cluster, phase, asked.devices)
-        given, gone = checks.held(core, pipeline_id, asked.giving)
-        if gone is not None:
-            raise gone
-        ticket = core.request(pipeline_id, found, Phase(phase), asked)
-        core.endings.given_back(*given)  # when it has its place: by the queue's rules nobody comes in between
-        return ticket
+        return core.request(pipeline_id, found, Phase(phase), asked)
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
         """Nobody wants what was asked for under this key any more; fine when there is nothing."""
