@@ -8,11 +8,12 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 
-from rlix.engine.train import lifecycle
+from rlix.engine.residency import ResidentSet
+from rlix.engine.train import checkpoint, lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
-from rlix.protocol.errors import WorkerError
+from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from tests.engine.training_models import Swapping, policy
 
@@ -62,6 +63,46 @@ def test_a_method_that_leaves_the_program_leaves_its_rank_alive() -> None:
     worker._executor = SimpleNamespace(run=leave, settle=lambda _: None)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=r"train_step\(\) was left by SystemExit\(3\)"):
         worker.call("train_step", (), {}, None, only_first=False)
+
+
+def test_a_step_that_has_begun_is_a_change_though_no_parameter_shows_it() -> None:
+    """Moments are written first, and fused kernels do not count what they write."""
+
+    class Asked(torch.optim.AdamW):
+        def step(self, *_: Any) -> None:  # type: ignore[override]
+            midway.append(worker.changes())
+            super().step()
+
+    midway: list[int] = []
+    worker = object.__new__(TrainWorker)
+    worker._calls, worker._module = 0, torch.nn.Linear(2, 1)  # type: ignore[assignment]
+    optimizer = Asked(worker._module.parameters(), fused=True)
+    worker.ping = lambda: worker._module(torch.ones(2)).backward() or optimizer.step()  # type: ignore[assignment, func-returns-value, method-assign, return-value]
+    worker.do(1, "ping")
+    assert midway[0]
+    assert worker.changes()
+    worker.ping = lambda: 0  # type: ignore[method-assign]
+    worker.do(2, "ping")
+    assert worker.changes() == 0
+
+
+def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shards = [3]
+    captured = SimpleNamespace(tensors={}, shared="", random_state="")
+    monkeypatch.setattr(checkpoint, "capture", lambda *_, **__: captured)
+    worker = object.__new__(TrainWorker)
+    worker._calls, worker.ctx = 0, SimpleNamespace(group="ranks", rank=0)  # type: ignore[assignment]
+    worker._module, worker._executor = torch.nn.Linear(2, 1), SimpleNamespace(settle=lambda _: None)  # type: ignore[assignment]
+    worker._resident = ResidentSet("a rank", lambda: (), torch.device("cpu"))
+    worker._count_shards = lambda: shards[0]  # type: ignore[method-assign]
+    for method in ("save", "save_state", "send_weights"):
+        setattr(worker, method, worker.hand_over)
+        assert worker.do(worker._calls + 1, method) is not None
+    monkeypatch.setattr(checkpoint, "capture", lambda *_, **__: shards.__setitem__(0, 2) or captured)
+    with pytest.raises(RlixError, match="a forward pass is not through"):
+        worker.do(worker._calls + 1, "save")
 
 
 def test_whatever_a_rank_fails_with_is_its_error() -> None:

@@ -63,7 +63,7 @@ def test_what_a_rank_holds_that_hangs_counts_as_far_as_it_has_not_begun_to_chang
     state: Any = evacuate(ranks, 0.05, 0.05)  # type: ignore[arg-type]
     assert state.agree
     assert [part.future().result() for part in state.parts] == ["part 0", "part 1", "part 2"]
-    assert ranks.killed == [0, 1, 2]
+    assert sorted(ranks.killed) == [0, 1, 2]
     state = evacuate(Ranks([3, 3, 3], stuck=1), 0.05, 0.05)  # type: ignore[arg-type]
     assert not state.agree
 

@@ -13,6 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rlix.engine.life_cycle import Life, Residency
 from rlix.engine.movers import mover_for
@@ -39,7 +40,9 @@ from rlix.protocol.messages import DeviceKind, Fence
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
-_LEAVES_BYTES = ("call", "read")  # where they are
+_LEAVES_BYTES = frozenset(  # as they are, or says otherwise
+    {"call", "read", "publish", "weight_layout", "join_channel", "send_weights", "save", "save_state", "start_save"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class TrainWorker(Worker):
         self._saver: BackgroundSaver | None = None
         self._calls = 0
         self._versions = 0  # of the parameters, when the last call began
+        self._steps = 0  # of optimizers, begun since then
         self._shards: int | None = None  # when the call that runs now began; -1: it may move them
 
     def setup(
@@ -115,11 +119,13 @@ class TrainWorker(Worker):
                 f"{self.ctx.group}: rank {self.ctx.rank} got call {number} ({method}) after {self._calls - 1} calls: "
                 "its collectives would meet those of another call"
             )
-        self._versions = self._written()
+        self._versions, self._steps = self._written(), 0
         self._shards = self._count_shards() if method in _LEAVES_BYTES else -1
+        hook = register_optimizer_step_pre_hook(self._step_begins)
         try:
             return getattr(self, method)(*args)
         finally:
+            hook.remove()
             self._shards = None
 
     def skip(self, number: int) -> None:
@@ -304,16 +310,22 @@ class TrainWorker(Worker):
         if self._resident.state is Residency.META:
             return None
         self._executor.settle(self._module)
-        if self._shards not in (None, self._count_shards()):
-            raise RlixError("a move or a forward pass is not through")
         with self._resident.readable():
             snapshot = checkpoint.capture(self._module, copy=False, parts=self._executor)
+            if self._shards not in (None, self._count_shards()):
+                raise RlixError("a move or a forward pass is not through")
             pieces, data = pack(snapshot.tensors, self.ctx.rank)
         return Handover(pieces, data, snapshot.shared, snapshot.random_state)
 
     def changes(self) -> int:
-        """How often this rank's parameters were written to since its last call began."""
-        return self._written() - self._versions
+        """How often this rank's parameters were written to since its last call began, and optimizers began a step.
+
+        A step changes more than parameters, and before them; and kernels of fused ones do not count what they write.
+        """
+        return self._written() - self._versions + self._steps
+
+    def _step_begins(self, *_: object) -> None:
+        self._steps += 1
 
     def take_over(self, given: Sequence[Any]) -> TrainStatus:
         """Take the state that other ranks handed over, given as Ray's references in the order of their ranks."""
