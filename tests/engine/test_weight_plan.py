@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlix.engine.weights.layout import Box, Cut, Layout, Part, Piece, divided, elements, shard, whole, without
 from rlix.engine.weights.plan import Transfer, least_bytes, plan
+from rlix.engine.weights.schedule import schedule
 from rlix.protocol.errors import WeightSyncError
 
 Shape = tuple[int, ...]
@@ -75,6 +76,19 @@ def test_a_transfer_names_both_slices() -> None:
         (1, (0, 2), ((3, 6), (2, 4)), 1, (3, 0), "bfloat16", 12),
     ]
     assert made.nbytes == least_bytes(sources, targets) == 6 * 4 * 2
+
+
+def test_what_a_worker_reads_of_a_bucket_lies_together() -> None:
+    sources = meshed({f"w{i}": (4, 4) for i in range(6)}, (2,), lambda _: [Cut(0)])
+    targets = meshed({f"w{i}": (4, 4) for i in range(6)}, (2,), lambda _: [Cut(1)])  # alternating in every tensor
+    made = plan(sources, targets).transfers
+    loads = schedule(made, {f"w{i}": (4, 4) for i in range(6)}, lambda *_: "shm", 2**20, 2)
+    assert [(load.source, load.targets, load.start, len(load.runs)) for load in loads] == [
+        (0, (2,), 0, 1),
+        (0, (3,), 6 * 16, 1),
+        (1, (2,), 0, 1),
+        (1, (3,), 6 * 16, 1),
+    ]
 
 
 def test_replicas_share_the_work_and_those_on_the_node_come_first() -> None:

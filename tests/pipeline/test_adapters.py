@@ -19,6 +19,8 @@ from rlix.engine.placement import pool_devices
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.pipeline.policy import policy_on_meta
+from rlix.pipeline.spec.environment import environment_problems
+from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.protocol.errors import SpecError, WeightSyncError
 from tests.pipeline import plain_training as plain
@@ -36,6 +38,11 @@ CONFIGS = {
 }
 UPDATES = {"small": 3, "wide": 6, "dropped": 4}
 ALGORITHMS = {"small": "grpo", "wide": "dr_grpo", "dropped": "gspo"}
+SMALLEST: Any = {
+    "source": {"task": "sort_digits"},
+    "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 5},
+    "clusters": {"actor_train": {"gpus": 1}},
+}
 SMALL = TrainingSpec(micro_batch_tokens=30)
 
 
@@ -180,9 +187,23 @@ def test_what_cannot_be_an_adapter_says_so(folder: Path, tmp_path: Path) -> None
     before = of_adapter(world.module, "x")
     with pytest.raises(WeightSyncError, match="does not fit"):
         world.module.load_adapter("x", tmp_path / "a", OptimizerSpec())
+    (tmp_path / "a" / lora.WEIGHTS_FILE).write_bytes(b"torn" * 9)
+    with pytest.raises(SpecError, match="cannot be read"):
+        world.module.load_adapter("x", tmp_path / "a", OptimizerSpec())
     assert of_adapter(world.module, "x") == before
     with pytest.raises(SpecError, match="no PEFT adapter"):
         AdapterConfig.of_folder(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    for text, message in (
+        ("{nope", "cannot be read"),
+        ('{"peft_type": "LORA", "r": 2}', "does not say .*target_modules"),
+    ):
+        config.write_text(text)
+        with pytest.raises(SpecError, match=message):
+            AdapterConfig.of_folder(tmp_path)
+    config.write_text((tmp_path / "a" / "adapter_config.json").read_text())
+    job = JobSpec.model_validate({"name": "j", "steps": 1, **SMALLEST, "lora": {"path": str(tmp_path)}})
+    assert [problem.field for problem in environment_problems(job)] == ["lora.path"], "there are no weights"
 
 
 def test_memory_is_the_base_once_and_each_adapter_with_its_optimizer(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """What the pipelines put together from the algorithms, by hand."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rlix.pipeline.algorithms import (
     truncated_importance_weights,
     whiten,
 )
+from rlix.pipeline.algorithms.base import Estimate, estimate_of
 from rlix.pipeline.batch import align, stale_tokens
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, digest, measured
@@ -28,6 +30,27 @@ from tests.pipeline.training_jobs import agent, ahead, small
 def test_groups_whose_rewards_are_all_equal_have_no_spread() -> None:
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.1, 0.1])
     assert groups_with_spread(rewards, 2).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (Estimate(torch.zeros(3)), r"Estimate of shape \[3\]"),
+        (Estimate(torch.zeros(2, 2)), r"Estimate of shape \[2, 2\]"),
+        (Estimate(torch.zeros(())), r"Estimate of shape \[\]"),
+        (Estimate([0.0] * 4), "returned Estimate"),  # type: ignore[arg-type]
+        (torch.zeros(4), r"Tensor of shape \[4\]"),
+        (None, "returned NoneType"),
+    ],
+)
+def test_an_estimate_has_an_advantage_for_each_sample(returned: Any, said: str) -> None:
+    batch: Any = {}
+    algorithm: Any = SimpleNamespace(estimate=lambda *_: returned)
+    with pytest.raises(TypeError, match=rf"{said}; it must be .* for each of 4 samples"):
+        estimate_of(algorithm, torch.zeros(4), torch.ones(4), batch)
+    for given in (torch.zeros(4), torch.zeros(4, 2)):
+        algorithm.estimate = lambda *_, given=given: Estimate(given)
+        assert estimate_of(algorithm, torch.zeros(4), torch.ones(4), batch).advantages is given
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -190,10 +190,10 @@ def test_the_estimate_against_a_real_update(tmp_path: Path, case: str, checkpoin
     """Of a process that trains on one device in float32: how far its memory rises above weights, gradients, moments."""
     Qwen2ForCausalLM(SMALL).save_pretrained(tmp_path)
     command = [sys.executable, str(ROOT / "benchmarks/training_memory.py"), "--case", case, "--folder", str(tmp_path)]
-    sizes = ["--rows", "32", "--length", "256", "--budget", "4096", "--vocabulary", "4096"]
+    sizes = ["--rows", "16", "--length", "256", "--budget", "2048", "--vocabulary", "4096"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True, env=environment, timeout=110)
     measured = json.loads(done.stdout.splitlines()[-1])["step"]["mib"] * 2**20
-    need = estimate.training(counted(SMALL), Training(1, 1, 4, 4096, checkpointing=checkpointing))
+    need = estimate.training(counted(SMALL), Training(1, 1, 4, 2048, checkpointing=checkpointing))
     rising = sum(need.parts[name] for name in ("gathered", "activations", "logits"))
     assert rising == pytest.approx(measured, rel=0.25)

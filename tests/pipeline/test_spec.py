@@ -240,7 +240,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
         "runs.a.rollout.executor",
         "is one for all runs",
     ),
-    ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no folder of a PEFT"),
+    ({"pipeline": "multi_lora", "runs": {"a": {"lora": {"path": "no"}}}}, "runs.a.lora.path", "no PEFT adapter"),
     ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high", "write it under 'algorithm.options'"),
     ({"pipeline": "full_finetune"}, "pipeline", "remove the line"),
     ({"pipeline": "asynchronous_agentic"}, "pipeline", "an environment under 'source' and 'schedule: ahead' say it"),

@@ -23,6 +23,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _BASE = "__base__"  # PEFT's name of rows without an adapter
+_ODD = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,20 @@ class AdapterConfig:
         path = folder / CONFIG_FILE
         if not path.is_file():
             raise SpecError(f"{folder} is no PEFT adapter: {CONFIG_FILE} is missing")
-        found = json.loads(path.read_text())
-        odd = [
-            key
-            for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
-            if found.get(key)
-        ]
+        try:
+            found: dict[str, Any] = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise SpecError(f"{path}: cannot be read: {error}") from error
+        odd = [key for key in _ODD if found.get(key)]
         if found.get("peft_type") != "LORA" or found.get("bias", "none") != "none" or odd:
             kind = ", ".join(odd) or found.get("peft_type")
             raise SpecError(f"{path}: only plain LoRA can be continued, not {kind}")
-        given = found["target_modules"]
-        targets = (given,) if isinstance(given, str) else tuple(sorted({name.split(".")[-1] for name in given}))
-        return cls(int(found["r"]), float(found["lora_alpha"]), float(found.get("lora_dropout", 0.0)), targets)
+        try:
+            given = found["target_modules"]
+            targets = (given,) if isinstance(given, str) else tuple(sorted({name.split(".")[-1] for name in given}))
+            return cls(int(found["r"]), float(found["lora_alpha"]), float(found.get("lora_dropout", 0.0)), targets)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecError(f"{path}: does not say what the adapter is: {error!r}") from error
 
     def write(self, folder: Path, base: str) -> None:
         """As PEFT has it; `base` names the model that it belongs on."""

@@ -15,7 +15,7 @@ from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.publication import Published
 from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_importance_weights
-from rlix.pipeline.algorithms.base import Estimate, Setting
+from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, stale_tokens, tokens_of
@@ -93,7 +93,7 @@ class FullFinetunePipeline(Pipeline):
 
     def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
         """How much better each sample, or each token, is than expected."""
-        return self.algorithm.estimate(self.shaped(samples), samples.counts, batch)
+        return estimate_of(self.algorithm, self.shaped(samples), samples.counts, batch)
 
     def shaped(self, samples: Samples) -> torch.Tensor:
         """The rewards as the policy learns from them: [samples]."""

@@ -63,6 +63,7 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+@_repeated
 def extent(box: Box) -> tuple[int, ...]:
     """The shape of what is in a box."""
     return tuple([stop - start for start, stop in box])

@@ -34,21 +34,22 @@ class _Writer:
 
     def __init__(self, member: Member, loads: Sequence[Load]) -> None:
         self._member = member
-        self._due: defaultdict[str, list[tuple[Load, int, Box]]] = defaultdict(list)
-        self._rounds: defaultdict[int, dict[Load, dict[int, torch.Tensor]]] = defaultdict(dict)  # by place in the load
+        self._rounds: defaultdict[int, list[tuple[Load, dict[int, torch.Tensor]]]] = defaultdict(list)
+        self._due: defaultdict[str, list[tuple[int, dict[int, torch.Tensor], int, Box]]] = defaultdict(list)
         for load in loads:
-            self._rounds[load.round][load] = {}
+            parts: dict[int, torch.Tensor] = {}  # by their places among the load's entries
+            self._rounds[load.round].append((load, parts))
             for place, entry in enumerate(load.entries):
-                self._due[entry.name].append((load, place, entry.box or whole(entry.shape)))
+                self._due[entry.name].append((load.round, parts, place, entry.box or whole(entry.shape)))
         self._round = -1
         self._unread: list[tuple[Load, torch.Tensor]] = []
 
     def write(self, name: str, held: Held) -> None:
-        for load, place, box in self._due[name]:
-            if load.round > self._round:
+        for number, parts, place, box in self._due[name]:
+            if number > self._round:
                 self._flush()
-                self._round = load.round
-            self._rounds[load.round][load][place] = cut_out(box, held)
+                self._round = number
+            parts[place] = cut_out(box, held)
 
     def finish(self) -> None:
         """Until every target has taken everything."""
@@ -58,7 +59,7 @@ class _Writer:
     def _flush(self) -> None:
         self._reclaim(self._round - SLOTS)
         with torch.no_grad():
-            for load, parts in self._rounds.pop(self._round, {}).items():
+            for load, parts in self._rounds.pop(self._round, ()):
                 tensors = [parts[place] for place in range(len(load.entries))]
                 bucket = self._member.bucket(load)
                 staged = bucket

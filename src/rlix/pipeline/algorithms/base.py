@@ -112,3 +112,17 @@ class Algorithm(ABC):
         if "reference_log_probs" not in batch:
             return None
         return kl_estimate(batch["old_log_probs"], batch["reference_log_probs"], self.options.kl_estimator)
+
+
+def estimate_of(algorithm: Algorithm, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+    """What the algorithm estimates. Raises TypeError when it is not an advantage, or a row of them, of each sample."""
+    found: Any = algorithm.estimate(rewards, counts, batch)
+    given = found.advantages if isinstance(found, Estimate) else found
+    shape = given.shape if isinstance(given, Tensor) else None
+    if not isinstance(found, Estimate) or shape is None or shape[:1] != rewards.shape or len(shape) > 2:
+        what = type(found).__name__ if shape is None else f"{type(found).__name__} of shape {list(shape)}"
+        raise TypeError(
+            f"{type(algorithm).__name__}.estimate returned {what}; it must be an Estimate with an advantage, or "
+            f"a row of them, for each of {len(rewards)} samples"
+        )
+    return found

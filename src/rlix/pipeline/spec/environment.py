@@ -43,12 +43,8 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
             "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
         )
     yield from _loggers(spec.logging)
-    if (
-        spec.lora is not None
-        and spec.lora.path is not None
-        and not Path(spec.lora.path, "adapter_config.json").is_file()
-    ):
-        yield Problem("lora.path", f"{spec.lora.path} is no folder of a PEFT adapter: it holds no adapter_config.json")
+    if spec.lora is not None and spec.lora.path is not None:
+        yield from _adapter(Path(spec.lora.path))
     for name, run in spec.runs.items():
         for problem in environment_problems(run_of(spec, name, run)):
             if problem.field.split(".")[0] in run.model_fields_set:  # else it is the job's, and said
@@ -88,6 +84,18 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
     for i, reward in enumerate(source.rewards):
         problems = list(_own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True))
         yield from problems or _reward_columns(f"source.rewards.{i}", reward, source)
+
+
+def _adapter(folder: Path) -> Iterator[Problem]:
+    from rlix.engine.lora import WEIGHTS_FILE, AdapterConfig  # and with it torch
+
+    try:
+        AdapterConfig.of_folder(folder)
+    except SpecError as error:
+        yield Problem("lora.path", str(error))
+    else:
+        if not (folder / WEIGHTS_FILE).is_file():
+            yield Problem("lora.path", f"{folder} is no PEFT adapter: {WEIGHTS_FILE} is missing")
 
 
 def _model_path(given: str) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlix.engine import lora
@@ -20,6 +21,7 @@ from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.training.module import OptimizedModule, adjust
 from rlix.pipeline.training.parameter_groups import ParameterGroup
 from rlix.pipeline.training.schedule import learning_rate_factor
+from rlix.protocol.errors import SpecError
 
 STATE_FILE = "optimizer.safetensors"
 PROGRESS_FILE = "optimizer.json"
@@ -72,9 +74,13 @@ class AdaptedModule(OptimizedModule):
         Args:
             goes_on: also its optimizer and schedule, where `save_adapter` wrote the folder.
 
-        Raises WeightSyncError when they do not fit; nothing was changed then.
+        Raises WeightSyncError when they do not fit, SpecError when they cannot be read; nothing was changed then.
         """
-        lora.fill(self, name, load_file(folder / WEIGHTS_FILE))
+        try:
+            values = load_file(folder / WEIGHTS_FILE)
+        except SafetensorError as error:
+            raise SpecError(f"{folder / WEIGHTS_FILE}: cannot be read: {error}") from error
+        lora.fill(self, name, values)
         if goes_on and (folder / PROGRESS_FILE).is_file():
             self._load_progress(name, folder)
         group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
