@@ -41,7 +41,12 @@ def test_who_waits_for_what_and_on_whom() -> None:
     assert second.sentence().startswith("copy waits for devices 0–1 (actor train): ")
     asked = Waiting("ft_1", "actor_train", Phase.ACTOR_TRAINING, 1e9, "", ((1,),))  # a part of its devices
     first, _ = waits(replace(status, waiting=(asked,)), [SORT, COPY])
-    assert first.sentence().startswith("sort waits for devices 1 (actor train): ft_3 holds 1 for critic training; ")
+    held, rival = "sort waits for devices 1 (actor train): ft_3 holds 1 for critic training", "copy waits for 0–1, too"
+    assert first.sentence() == f"{held}; {rival}"
+    others = [Waiting("ft_2", "actor_train", Phase.ACTOR_TRAINING, 1e9, "", c) for c in (((0,),), ((1,), (0,)))]
+    elsewhere, perhaps_there = (waits(replace(status, waiting=(asked, other)), [SORT, COPY])[0] for other in others)
+    assert elsewhere.sentence() == held
+    assert perhaps_there.sentence() == f"{held}; copy waits for 1, too"
 
 
 def test_a_wait_says_since_when_the_control_plane_knows_of_it() -> None:

@@ -360,9 +360,11 @@ def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_n
     world = World()
     lease = world.gang("ft_1")
     waiting = world.ask("ft_2")
+    part = world.ask("ft_2", devices=(1,))
     world.core.found(DEVICES[2:])
     assert lease.epoch not in world.core.state.leases
     assert isinstance(waiting.outcome, PipelineGoneError)
+    assert str(part.outcome) == "ft_2/actor_train asks for devices that left the pool with their node: [1]"
     assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.NODE_LOST
     assert world.core.state.next_device_id == 4
     assert isinstance(world.ask("ft_2").outcome, PipelineGoneError)  # asked for when it was gone already

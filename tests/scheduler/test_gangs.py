@@ -175,9 +175,12 @@ def test_a_gang_waits_for_the_devices_where_it_last_was() -> None:
     world.cycle()
     assert {s.lease.pipeline_id: s.lease.devices for s in world.leases(LeaseState.ACTIVE)} == {"a": (0, 1), "b": (2, 3)}
     world.release_gangs()
+    part = world.request("b", exactly=(3,))
+    assert world.cycle().grants == (GangGrant(part, (3,)),)
+    world.release_gangs()
     world.request("b")
     (request,) = [r for r in world.snapshot().requests if r.pipeline_id == "b"]
-    assert request.choices == ((2, 3), (0, 1))
+    assert request.choices == ((2, 3), (0, 1)), "it was on a part of them since, so it has not moved"
     world.demand("b", 1)
     (rollout,) = world.snapshot().rollouts
     assert rollout.gang_devices == (2, 3), "the policy expects it there, too"

@@ -114,9 +114,9 @@ def _others(
 ) -> Iterable[str]:
     wanted = set().union(*cluster.choices)
     for other in control.pipelines:
-        for rival in other.clusters:
+        for rival in (_asked(control, other, cluster) for cluster in other.clusters):
             rivals = other.pipeline_id != pipeline.pipeline_id and rival.name in other.waiting
-            if rivals and wanted.intersection(*rival.choices):
+            if rivals and any(wanted.intersection(choice) for choice in rival.choices):
                 yield f"{names.get(other.pipeline_id, other.pipeline_id)} waits for {_numbers(rival.devices)}, too"
 
 

@@ -101,7 +101,7 @@ class JobClient:
         devices: Sequence[int] = (),
         giving: Sequence[Lease] = (),
     ) -> Lease:
-        """Waits until all devices of the cluster are this pipeline's; the caller must `release` them.
+        """Waits until the cluster's devices are this pipeline's; the caller must `release` them.
 
         Args:
             timeout_s: longest wait; by default as long as it takes.

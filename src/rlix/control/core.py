@@ -271,7 +271,7 @@ class Core:
         )
         self.record(event)
         if not self._can_run(ticket):
-            self.withdraw(ticket, PipelineGoneError(_left(ticket)))
+            self.withdraw(ticket, PipelineGoneError(self._left(ticket)))
             return ticket
         circle = find_cycle(self.state.requests, self.state.leases, request_id)
         if circle:
@@ -313,7 +313,7 @@ class Core:
         here = {device.id for device in devices}
         for ticket in self.gangs.waiting():
             if not self._can_run(ticket):
-                self.withdraw(ticket, PipelineGoneError(_left(ticket)))
+                self.withdraw(ticket, PipelineGoneError(self._left(ticket)))
         for status in list(self.state.leases.values()):
             if not here.issuperset(status.lease.devices):
                 self.endings.take(status.lease, "its node left the pool", reason=ReleaseReason.NODE_LOST)
@@ -330,9 +330,8 @@ class Core:
         if ticket.outcome is not None:
             return
         what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
-        wanted = " or ".join(str(list(devices)) for devices in self.choices(ticket))
-        text = f"devices {wanted} were not granted to {what} within {timeout_s:g} s; {self.behind(ticket)}"
-        self.withdraw(ticket, WaitTimeoutError(text))
+        text = f"devices {self._wanted(ticket)} were not granted to {what} within {timeout_s:g} s"
+        self.withdraw(ticket, WaitTimeoutError(f"{text}; {self.behind(ticket)}"))
 
     def behind(self, ticket: Ticket) -> str:
         """Who is in the way of a request: for people."""
@@ -350,7 +349,9 @@ class Core:
         stuck = [self.writer.trouble] if self.writer.trouble else []
         return "; ".join(held + ahead + stuck) or "nobody holds them: the scheduler did not come to it"
 
+    def _left(self, ticket: Ticket) -> str:
+        what = f"{ticket.pipeline_id}/{ticket.cluster.name}"
+        return f"{what} asks for devices that left the pool with their node: {self._wanted(ticket)}"
 
-def _left(ticket: Ticket) -> str:
-    devices = list(ticket.cluster.devices)
-    return f"{ticket.pipeline_id}/{ticket.cluster.name} asks for devices that left the pool with their node: {devices}"
+    def _wanted(self, ticket: Ticket) -> str:
+        return " or ".join(str(list(devices)) for devices in self.choices(ticket))

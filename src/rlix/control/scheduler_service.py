@@ -213,7 +213,7 @@ class Scheduler:
     async def poll_gang(
         self, pipeline_id: str, cluster: str, phase: Phase, asked: Asked, wait_s: float = 5.0
     ) -> GangAnswer:
-        """Asks for all devices of the cluster, or asks again by the same key; answers after `wait_s` seconds at the
+        """Asks for devices of the cluster, or asks again by the same key; answers after `wait_s` seconds at the
         latest. A request about which nobody asks any more is dropped.
 
         Raises:

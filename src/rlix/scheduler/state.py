@@ -217,8 +217,7 @@ class State(Known):
             request = self._requests.pop(event.request_id)
             if not free:
                 self._answered[lease.epoch] = request
-            if cluster.alternatives:
-                self._moved(lease)
+            self._moved(lease, cluster)
         self._keep(LeaseStatus(lease, LeaseState.ACTIVE if free else LeaseState.PENDING))
         return (lease,) if free else ()
 
@@ -241,8 +240,8 @@ class State(Known):
                 exact=event.exact,
             )
             self._answered[lease.epoch] = self._placed(asked, cluster)
-        elif cluster.alternatives and lease.phase is not Phase.ROLLOUT:
-            self._moved(lease)
+        elif lease.phase is not Phase.ROLLOUT:
+            self._moved(lease, cluster)
         self._keep(status)
         return (lease,) if status.state is LeaseState.ACTIVE else ()
 
@@ -334,8 +333,10 @@ class State(Known):
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _moved(self, lease: Lease) -> None:
+    def _moved(self, lease: Lease, cluster: Cluster) -> None:
         """A gang with alternatives is where `lease` says from now on, and its pipeline's rollouts know it."""
+        if not cluster.alternatives or lease.devices not in cluster.choices:  # but for who asked for a part of them
+            return
         self._last_on[(lease.pipeline_id, lease.cluster)] = lease.devices
         for (pipeline_id, _), rollout in self._rollouts.items():
             if pipeline_id == lease.pipeline_id:
