@@ -126,10 +126,11 @@ def test_metrics_are_numbers_of_any_library(tmp_path: Path) -> None:
     assert pipeline.run().state == "finished"
     (row,) = rows(tmp_path / "job" / "metrics.jsonl")
     assert (row["reward"], row["loss"]) == (0.5, 2.0)
-    pipeline = toy(tmp_path / "other")
-    pipeline.step = lambda _: {"reward": 0.0, "note": "fine"}
-    with pytest.raises(TypeError, match=r"Toy\.step returned \{'note': 'fine'\} among its metrics"):
-        pipeline.run()
+    for number, (note, said) in enumerate((("fine", "'fine'"), (torch.ones(2), r"tensor\(\[1\., 1\.\]\)"))):
+        pipeline = toy(tmp_path / f"other_{number}")
+        pipeline.step = lambda _, note=note: {"reward": 0.0, "note": note}
+        with pytest.raises(TypeError, match=rf"Toy\.step returned \{{'note': {said}\}} among its metrics"):
+            pipeline.run()
 
 
 def test_an_evaluation_that_fails_costs_its_metrics_alone(tmp_path: Path) -> None:

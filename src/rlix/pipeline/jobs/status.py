@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlix.pipeline.rollout.shares import Share
+from rlix.pipeline.sources.rewards import number
 from rlix.pipeline.spec.job import JobSpec
 
 
@@ -78,6 +79,7 @@ def as_metrics(found: object, whose: str) -> dict[str, float]:
 
 def as_numbers(found: Mapping[str, Any], whose: str) -> dict[str, float]:
     """Metrics as numbers of Python's own, of which JSON can be made. Raises TypeError for what is none."""
-    if wrong := {name: value for name, value in found.items() if not hasattr(value, "__float__")}:
+    numbers = {name: number(value) for name, value in found.items()}
+    if wrong := {name: found[name] for name, value in numbers.items() if value is None}:
         raise TypeError(f"{whose} returned {wrong!r} among its metrics, which must be numbers")
-    return {name: float(value) for name, value in found.items()}
+    return {name: value for name, value in numbers.items() if value is not None}

@@ -57,11 +57,16 @@ def as_reward(value: float | Reward, source: str) -> Reward:
 
 def finite(value: object) -> float | None:
     """A finite number of Python's, numpy's or torch's as a float; None when it is something else."""
+    found = number(value)
+    return None if found is None or not math.isfinite(found) else found
+
+
+def number(value: object) -> float | None:
+    """As `finite`, of any number."""
     try:
-        number = float(value) if hasattr(value, "__float__") else math.nan
+        return float(value) if hasattr(value, "__float__") else None
     except (TypeError, ValueError, OverflowError, RuntimeError):  # several in one array, or too large for a float
         return None
-    return number if math.isfinite(number) else None
 
 
 def _last_number(text: str) -> float | None:
