@@ -164,9 +164,10 @@ def test_what_is_no_list_is_not_taken_for_one(made: object) -> None:
         worker._rlix_part("made", [[]])
 
 
-def test_a_part_that_exits_is_an_error_and_lives() -> None:
+@pytest.mark.parametrize("exits", [sys.exit, lambda items: (sys.exit(items) for _ in "one")])
+def test_a_part_that_exits_is_an_error_and_lives(exits: Any) -> None:
     worker: Any = FlowWorker()
-    worker.exits = sys.exit
+    worker.exits = exits
     with pytest.raises(RuntimeError, match=r"exits\(\) was left by SystemExit\(\[\]\)"):
         worker._rlix_part("exits", [[]])
 

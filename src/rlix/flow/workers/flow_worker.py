@@ -76,14 +76,14 @@ class FlowWorker(Worker):
         with self._busy or contextlib.nullcontext():
             try:
                 made = call(items)
+                if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
+                    raise TypeError(
+                        f"{method}() returned {type(made).__name__}: a part returns a list, one item for each it got "
+                        "(the last part: of any length)"
+                    )
+                made = list(made)  # of a generator, this is the work
             except SystemExit as error:  # Ray would end the process, and with it what it has learnt
                 raise RuntimeError(f"{method}() was left by {error!r}") from error
-            if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
-                raise TypeError(
-                    f"{method}() returned {type(made).__name__}: a part returns a list, one item for each it got "
-                    "(the last part: of any length)"
-                )
-            made = list(made)  # of a generator, this is the work
         return made, len(made)
 
 
