@@ -211,3 +211,13 @@ def test_a_channel_that_makes_no_sense_is_refused_without_an_actor() -> None:
         Channel(4, groups="train")
     with pytest.raises(ValueError, match="nobody takes fewer items than 1"):
         Want(count=0)
+
+
+def test_a_full_channel_with_groups_says_which_of_them_is_behind() -> None:
+    state = ChannelState(2, groups=("train", "log"))
+    state.register("p")
+    state.put("p", 0)
+    state.acknowledge("c", [item.id for item in state.take("c", group="train")], "train")
+    assert state.describe() == state.describe("log") == "1/2 items queued, open producers: p"
+    state.take("logger", group="log")
+    assert state.describe() == "0/2 items queued, 1 with logger, open producers: p"

@@ -59,6 +59,9 @@ class _Group:
     waiting: list[Item] = field(default_factory=list)
     taken: dict[int, tuple[str, Item]] = field(default_factory=dict)
 
+    def left(self) -> int:
+        return len(self.waiting) + len(self.taken)
+
 
 class ChannelState:
     """Items from producers to groups of consumers.
@@ -225,8 +228,9 @@ class ChannelState:
         """Those with something that is not acknowledged."""
         return {holder for group in self._groups.values() for holder, _ in group.taken.values()}
 
-    def describe(self, group: str = "") -> str:
-        mine = self._group(group)
+    def describe(self, group: str | None = None) -> str:
+        """Of this group, or of the one that has most to do yet."""
+        mine = self._group(group) if group is not None else max(self._groups.values(), key=_Group.left)
         out = f", {len(mine.taken)} with {', '.join(sorted({h for h, _ in mine.taken.values()}))}" if mine.taken else ""
         queued = f"{len(mine.waiting)}/{self.capacity} items queued{out}"
         return f"{queued}, open producers: {', '.join(self.producers) or 'none'}"
