@@ -146,6 +146,7 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
     rollout = specs[0].rollout
     trajectories = rollout.prompts_per_step * rollout.samples_per_prompt
     trained_s = trajectories * context * SPEED.trained_token_ms / 1e3 / GANG
+    gpus = GPUS if mode == "shared" else GPUS // len(records) * len(records)  # what equal parts leave over is nobody's
     spread = 1.2 if specs[0].source.task is not None else 0.3
     job: dict[str, Any] = {
         "name": "job",
@@ -156,7 +157,7 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
             "trajectories": trajectories,
             "group": rollout.samples_per_prompt,
             "prompt_tokens": round(context - length),
-            "gpus": GPUS,
+            "gpus": gpus,
             "lengths": {"median": median_of(length, spread, LONGEST), "sigma": spread, "cap": LONGEST},
             "decode": {
                 "max_batch": rollout.max_num_seqs,
@@ -171,7 +172,7 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
     workload = Workload.model_validate(
         {
             "name": mode,
-            "pool": {"gpus": GPUS, "gpus_per_node": GPUS},
+            "pool": {"gpus": gpus, "gpus_per_node": gpus},
             "switching": {**switching, "move_s": 0.0, "heartbeat_s": 1.0},
             "jobs": [job],
         }

@@ -53,7 +53,8 @@ def ray_session(settings: Settings) -> Iterator[Any]:
     try:
         yield init(virtual_gpus=VIRTUAL_GPUS, settings=settings, log_level="WARNING")
     finally:
-        started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        children = psutil.Process().children(recursive=True)
+        started = [p for p in children if p.pid not in before and not _ends_with_this_process(p)]
         try:
             shutdown()
         finally:
@@ -62,6 +63,14 @@ def ray_session(settings: Settings) -> Iterator[Any]:
             for process in alive:
                 process.kill()
             psutil.wait_procs(alive, timeout=10)
+
+
+def _ends_with_this_process(process: psutil.Process) -> bool:
+    """Helpers of libraries, for which nobody needs to wait."""
+    try:
+        return any(word in " ".join(process.cmdline()) for word in ("resource_tracker", "wandb"))
+    except psutil.Error:
+        return False
 
 
 @pytest.fixture

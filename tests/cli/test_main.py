@@ -111,6 +111,8 @@ def test_without_a_control_plane_there_is_nothing_to_see_or_stop(
         result = runner.invoke(app, arguments)
         assert result.exit_code == 0, result.output
         assert f"no control plane runs here (RLIX_HOME is {rlix_home})" in result.output
+    for arguments in (["watch", "mine"], ["stop", "mine"]):
+        assert runner.invoke(app, arguments).exit_code == 1
     assert "name jobs, or say --all" in mistake("stop")
     assert "name jobs, or say --all" in mistake("stop", "x", "--all")
 

@@ -155,6 +155,17 @@ class TestFiles:
         assert problem.field == field
         assert message in problem.message
 
+    def test_one_file_has_no_splits_and_no_configurations(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text('{"prompt": "1", "answer": "1"}\n')
+        found = column_problems(DataSpec(path=str(path), split="test", config="main"))
+        assert [problem.field for problem in found] == ["source.data.split", "source.data.config"]
+
+    def test_an_empty_file_in_a_folder_is_one_message(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_text("")
+        with pytest.raises(SpecError, match=r"source\.data\.path: .* cannot be read as a table: a file of it is empty"):
+            load_tables(DataSpec(path=str(tmp_path)))
+
     @pytest.mark.parametrize("folder", [False, True])
     def test_prompts_and_answers_of_csv_are_text(self, tmp_path: Path, folder: bool) -> None:
         path = tmp_path / "rows.csv"

@@ -50,7 +50,7 @@ def test_what_a_function_returns_is_checked() -> None:
     assert as_reward(Reward(0.2, True), "f") == Reward(0.2, True)
     assert as_reward(np.float32(1), "f") == as_reward(torch.tensor(1), "f") == Reward(1.0, True)
     assert as_reward(Reward(np.float64(0.5), np.bool_(True)), "f") == Reward(0.5, True)  # type: ignore[arg-type]
-    for wrong in (None, "1", 1j, 10**400, torch.ones(2), math.nan, math.inf):
+    for wrong in (None, "1", 1j, 10**400, -1e39, torch.ones(2), math.nan, math.inf):
         with pytest.raises(ValueError, match="f returned"):
             as_reward(wrong, "f")  # type: ignore[arg-type]
 

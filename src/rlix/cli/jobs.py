@@ -71,7 +71,7 @@ def watch_jobs(names: Sequence[str], *, live: bool) -> int:
         jobs = [] if pool is None else select(_all_jobs(pool), names)
         if pool is None or not jobs:
             _say(console, "no job runs here") if pool else _say_nothing_runs(console)
-            return 0
+            return EXIT_FAILED if names else 0
         with interrupts.handled(), screen_on(console, live=live) as screen:
             statuses = watch(jobs, StatusSource(pool), screen, interrupts, time.monotonic, only_look=True)
     if any(status.state not in FINAL_STATES for status in statuses):

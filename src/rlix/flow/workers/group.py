@@ -151,12 +151,12 @@ class WorkerGroup:
         self.check_usable(method)
         called = self._ranks(ranks)
         self._check_per_rank(method, called, args, kwargs)
-        options = {"concurrency_group": CONTROL} if at_once else {}
+        methods = [getattr(self._handles[rank], method) for rank in called]
+        if at_once:
+            methods = [each.options(concurrency_group=CONTROL) for each in methods]
         return [
-            getattr(self._handles[rank], method)
-            .options(**options)
-            .remote(*(_pick(value, i) for value in args), **{key: _pick(value, i) for key, value in kwargs.items()})
-            for i, rank in enumerate(called)
+            each.remote(*(_pick(value, i) for value in args), **{key: _pick(value, i) for key, value in kwargs.items()})
+            for i, each in enumerate(methods)
         ]
 
     def check_usable(self, method: str) -> None:

@@ -1,6 +1,5 @@
 """Verifiable rewards: how good a completion is, and whether it is exactly right."""
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ class Reward:
 TextReward = Callable[[str, str, str], float | Reward]
 """(prompt, completion, answer) -> a number or a Reward. A plain number of at least 1.0 counts as exactly right."""
 
+FLOAT32_MAX = 3.4028234663852886e38
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -56,9 +56,9 @@ def as_reward(value: float | Reward, source: str) -> Reward:
 
 
 def finite(value: object) -> float | None:
-    """A finite number of Python's, numpy's or torch's as a float; None when it is something else."""
+    """A number of Python's, numpy's or torch's that is finite in float32, too, as training has it; None: it is none."""
     found = number(value)
-    return None if found is None or not math.isfinite(found) else found
+    return found if found is not None and abs(found) <= FLOAT32_MAX else None  # which NaN is not
 
 
 def number(value: object) -> float | None:

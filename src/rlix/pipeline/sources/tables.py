@@ -160,6 +160,8 @@ def _load(where: str, table: TableSpec) -> Any:
     known = (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetNotFoundError)
     try:
         loaded = _read(table)
+    except StopIteration as error:
+        raise SpecError(f"{where}.path: {table.path} cannot be read as a table: a file of it is empty") from error
     except (*known, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()
         raise SpecError(

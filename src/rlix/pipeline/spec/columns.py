@@ -47,6 +47,10 @@ def _table_problems(where: str, table: TableSpec) -> Iterator[Problem]:
             beside = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
             yield Problem(f"{where}.path", f"there is no file or folder {path}{nearest(str(path), beside)}")
         return
+    if path.is_file():
+        for field in ("split", "config"):
+            if getattr(table, field) != TableSpec.model_fields[field].default:
+                yield Problem(f"{where}.{field}", f"{path.name} is one file, which has none; leave it out")
     try:
         columns = _columns(path, table.split)
     except SpecError as error:
