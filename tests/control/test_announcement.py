@@ -1,6 +1,7 @@
 """A daemon is found, awaited and ended by its home: the claim and the announcement, without a daemon."""
 
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_a_daemon_has_its_claim_before_it_has_run_a_line(tmp_path: Path, monkeyp
         daemon.kill()
         daemon.wait()
     await_end(tmp_path / "home", 60.0)
+
+
+def test_a_home_is_claimed_until_the_process_is_gone_whatever_python_forgets(tmp_path: Path) -> None:
+    claim = Claim(tmp_path)
+    assert claim.take()
+    descriptor = claim.descriptor
+    del claim
+    assert is_claimed(tmp_path)
+    os.close(descriptor)  # what the kernel does at the end of the process
+    assert not is_claimed(tmp_path)
 
 
 @pytest.mark.parametrize("left", [False, True])

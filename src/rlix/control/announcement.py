@@ -75,23 +75,24 @@ def is_claimed(home: Path) -> bool:
 
 
 class Claim:
-    """The right to be the daemon of a home. The kernel takes it back when the last process that holds it ends."""
+    """The right to be the daemon of a home. The kernel takes it back when the last process that holds it ends.
+
+    Its descriptor is no Python file, which Python would close while the process still has seconds of tidying to do:
+    whoever finds a home unclaimed may rely on the daemon's being gone.
+    """
 
     def __init__(self, home: Path, inherited: int | None = None) -> None:
         """`inherited`: the descriptor with which whoever started this process passes its claim on."""
         self._home = home
         home.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(home).open("w") if inherited is None else os.fdopen(inherited, "w")
-        os.set_inheritable(self.fileno(), False)
-
-    def fileno(self) -> int:
-        return self._lock.fileno()
+        self.descriptor = os.open(_lock(home), os.O_WRONLY | os.O_CREAT, 0o644) if inherited is None else inherited
+        os.set_inheritable(self.descriptor, False)
 
     def take(self) -> bool:
         """False when another process has it."""
         for _ in range(_CLAIM_TRIES):
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.withdraw()  # what a daemon that was killed has left
                 return True
             time.sleep(_POLL_S)  # somebody may just be looking, as `is_claimed` does
@@ -108,7 +109,7 @@ class Claim:
 
     def close(self) -> None:
         """Gives the right back, if it was taken and not passed on."""
-        self._lock.close()
+        os.close(self.descriptor)
 
 
 class DeathNotice:
@@ -203,13 +204,13 @@ def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes] | N
         if not claim.take():
             return None
         return subprocess.Popen(
-            [sys.executable, "-m", "rlix.control.daemon", *size, f"--claim={claim.fileno()}"],
+            [sys.executable, "-m", "rlix.control.daemon", *size, f"--claim={claim.descriptor}"],
             cwd=home,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[claim.fileno()],
+            pass_fds=[claim.descriptor],
             start_new_session=True,
         )
 

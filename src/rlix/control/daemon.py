@@ -5,7 +5,6 @@ pipeline has been registered and no other program attached.
 """
 
 import argparse
-import contextlib
 import logging
 import os
 import secrets
@@ -151,9 +150,9 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         settings = Settings.from_env()
-        with contextlib.closing(Claim(settings.home, arguments.claim)) as claim:
-            if claim.take():  # otherwise another one was faster
-                Daemon(settings, claim).run(arguments.virtual_gpus)
+        claim = Claim(settings.home, arguments.claim)
+        if claim.take():  # otherwise another one was faster
+            Daemon(settings, claim).run(arguments.virtual_gpus)
     except RlixError as error:
         logger.error("%s", error)
         return 1
