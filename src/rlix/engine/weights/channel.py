@@ -214,14 +214,18 @@ class Member:
                 if isinstance(error, RlixError) and not isinstance(error, TransferError):
                     raise  # it says itself who did not come
                 raise RefusedError(f"weights were not sent, and nothing was changed: {error}") from error
-            if delivery.names != self._chosen[0]:
-                found = (load.only(delivery.names) for load in self.ticket.loads)
-                self._chosen, self.read = (delivery.names, tuple(load for load in found if load is not None)), {}
-            yield self._chosen[1]
+            yield self.loads(delivery)
         except BaseException as error:  # re-raised
             self.refuse(delivery.number, error)
             leave(self.ticket.channel, self.ticket.member)
             raise
+
+    def loads(self, delivery: Delivery) -> tuple[Load, ...]:
+        """What this member writes or reads of a transfer; the same object for one that moves the same tensors again."""
+        if delivery.names != self._chosen[0]:
+            found = (load.only(delivery.names) for load in self.ticket.loads)
+            self._chosen, self.read = (delivery.names, tuple(load for load in found if load is not None)), {}
+        return self._chosen[1]
 
     def refuse(self, number: int, error: BaseException) -> None:
         """Have everybody know that a transfer cannot be; the first reason counts."""
