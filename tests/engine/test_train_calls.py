@@ -1,5 +1,7 @@
 """Calls of a training engine that do not reach every rank, or that end in an odd way; without ranks."""
 
+import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -153,3 +155,17 @@ def test_gradual_moves_are_refused_where_an_executor_moves_its_bytes_itself() ->
     with pytest.raises(ValueError, match="gradual_moves: executor Swapping has a mover of its own"):
         engine.build(devices=[here], seed=0, gradual_moves=True)
     assert not engine.devices
+
+
+def test_an_engine_is_idle_while_no_call_is_under_way() -> None:
+    engine, begun, ends = TrainEngine(policy()), threading.Event(), threading.Event()
+    engine._ran = lambda *_, **__: [begun.set(), ends.wait(60.0)]  # type: ignore[method-assign]
+    engine._last_ended = time.monotonic() - 100.0
+    assert engine.idle_s > 99.0
+    call = threading.Thread(target=lambda: engine._run("ping", timeout_s=1.0))
+    call.start()
+    assert begun.wait(60.0)
+    assert engine.idle_s == 0.0
+    ends.set()
+    call.join(60.0)
+    assert 0.0 < engine.idle_s < 99.0
