@@ -14,6 +14,7 @@ from rlix.engine.residency import ResidentSet
 from rlix.engine.train import checkpoint, lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.last_call import LastCall
+from rlix.engine.train.random_state import random_state
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
@@ -103,10 +104,21 @@ def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_m
     worker._last, last._count_shards = last, lambda: shards[0]  # type: ignore[method-assign]
     for method in ("save", "save_state", "send_weights"):
         setattr(worker, method, worker.hand_over)
-        assert worker.do(worker._calls + 1, method) is not None
+        assert worker.do(worker._calls + 1, method, False) is not None
     monkeypatch.setattr(checkpoint, "capture", lambda *_, **__: shards.__setitem__(0, 2) or captured)
     with pytest.raises(RlixError, match="a forward pass is not through"):
-        worker.do(worker._calls + 1, "save")
+        worker.do(worker._calls + 1, "save", False)
+
+
+def test_a_call_that_has_changed_no_weights_is_undone_in_random_generators_too() -> None:
+    last = LastCall(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(last._module.parameters())
+    before = random_state()
+    with last.runs(leaves_bytes=True):
+        torch.rand(3)
+        assert last.random_state == before != random_state()
+        optimizer.step()
+        assert last.random_state == random_state() != before
 
 
 def test_whatever_a_rank_fails_with_is_its_error() -> None:

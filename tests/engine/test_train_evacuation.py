@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rlix.engine.train.evacuation import evacuate, in_step, settled
 from rlix.protocol.errors import WaitTimeoutError
 
@@ -12,19 +14,28 @@ from rlix.protocol.errors import WaitTimeoutError
 class Ranks:
     """Rank 0 has failed; each other one comes back when the process of the rank before it has ended.
 
-    `stuck` does not, and answers beside that; `mute` answers nobody, and what `broken` holds is lost.
+    `stuck` does not, and answers beside that; `mute` answers nobody, and what `broken` holds is lost. `undead` does not
+    end when it is killed, or not soon.
     """
 
     name = "train"
 
     def __init__(
-        self, changes: list[int], *, stuck: int | None = None, mute: int | None = None, broken: int | None = None
+        self,
+        changes: list[int],
+        *,
+        stuck: int | None = None,
+        mute: int | None = None,
+        broken: int | None = None,
+        undead: int | None = None,
     ) -> None:
         self.world_size, self.killed = len(changes), list[int]()
         self._changes, self._stuck, self._mute, self._broken = changes, stuck, mute, broken
+        self._undead = undead
         self._asked: list[tuple[int, str, bool, Future[Any]]] = []
 
-    def call(self, method: str, ranks: Sequence[int] = (), *, at_once: bool = False) -> list[Any]:
+    def call(self, method: str, ranks: Sequence[int] = (), *, at_once: bool = False, **given: bool) -> list[Any]:
+        assert given == ({"undo": True} if method == "hand_over" else {})
         futures: list[Future[Any]] = [Future() for _ in ranks]
         self._asked += [(rank, method, at_once, future) for rank, future in zip(ranks, futures, strict=True)]
         self._answer()
@@ -33,6 +44,8 @@ class Ranks:
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
         self._answer()
+        if rank == self._undead:
+            raise WaitTimeoutError(f"train: rank {rank} did not end within 10 s of being killed")
 
     def _answer(self) -> None:
         for rank, method, at_once, future in self._asked:
@@ -71,6 +84,14 @@ def test_what_a_rank_holds_that_hangs_counts_as_far_as_it_has_not_begun_to_chang
 def test_nothing_is_left_of_a_state_of_which_a_part_is_missing() -> None:
     assert evacuate(Ranks([0, 0, 0], mute=1), 0.05, 0.05) is None  # type: ignore[arg-type]
     assert evacuate(Ranks([0, 0, 0], broken=2), 5.0, 5.0) is None  # type: ignore[arg-type]
+
+
+def test_a_process_that_does_not_end_is_no_error_of_the_call_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks([0, 0, 0], undead=1)
+    state: Any = evacuate(ranks, 5.0, 5.0)  # type: ignore[arg-type]
+    assert state.agree
+    assert ranks.killed == [0, 1, 2]
+    assert "rank 1 did not end within 10 s" in caplog.text
 
 
 def test_collectives_are_in_step_where_all_members_have_begun_as_many() -> None:

@@ -94,6 +94,7 @@ def test_one_rank_alone_that_hangs_is_started_anew_and_ended_where_it_does_not_e
         with pytest.raises(WaitTimeoutError, match=r"did not answer sleep_on_the_others.*started anew"):
             engine._run(*call, timeout_s=0.5)
         assert same(engine.state_dict(), expected)
+        assert engine.draw() == torch.rand(3, generator=torch.Generator().manual_seed(11)).tolist()
         monkeypatch.setattr(lifecycle, "HAND_OVER_TIMEOUT_S", 0.5)
         with pytest.raises(WaitTimeoutError, match=r"weights and optimizer state are lost; build\(\)"):
             engine._run("call", "sleep_deaf", (600,), {}, None, False, timeout_s=0.5)

@@ -80,6 +80,7 @@ class Policy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def sleep_on_the_others(self, seconds: float) -> None:
         if self.rank == 1:
             raise KeyError("only here")
+        self.draw()  # as dropout does
         time.sleep(seconds)
 
     def sleep_deaf(self, seconds: int) -> None:

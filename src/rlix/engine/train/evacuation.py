@@ -85,7 +85,7 @@ def _handed_over(
     group: WorkerGroup, ranks: Sequence[int], timeout_s: float, *, at_once: bool
 ) -> dict[int, tuple[Any, int]]:
     """By rank, what those hand over that can, and how often they have written to their parameters; they are ended."""
-    parts = dict(zip(ranks, group.call("hand_over", ranks=ranks, at_once=at_once), strict=True))
+    parts = dict(zip(ranks, group.call("hand_over", undo=True, ranks=ranks, at_once=at_once), strict=True))
     changes = group.call("changes", ranks=ranks, at_once=at_once)  # ends after the former
     waiting = {ref.future(): rank for rank, ref in zip(ranks, changes, strict=True)}
     found: dict[int, tuple[Any, int]] = {}
@@ -98,7 +98,10 @@ def _handed_over(
             rank = waiting.pop(future)
             if error := future.exception() or parts[rank].future().exception():
                 logger.error("%s: rank %d could not hand over its state: %s", group.name, rank, error)
-            else:
+                continue
+            found[rank] = parts[rank], future.result()
+            try:
                 group.kill(rank)
-                found[rank] = parts[rank], future.result()
+            except WaitTimeoutError as late:  # those who take its place find out whether its device is free
+                logger.error("%s", late)
     return found

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rlix.engine.residency import local_tensor
+from rlix.engine.train.random_state import Json, random_state
 
 
 class LastCall:
@@ -18,11 +19,12 @@ class LastCall:
         self._versions = 0  # of the parameters, when it began
         self._steps = 0  # of optimizers, begun since then
         self._shards: int | None = None  # when the call that runs now began; -1: it may move them
+        self._random = random_state()  # when it began
 
     @contextmanager
     def runs(self, *, leaves_bytes: bool) -> Iterator[None]:
         """From its beginning to its end. `leaves_bytes`: where they are, or it says otherwise."""
-        self._versions, self._steps = self._written(), 0
+        self._versions, self._steps, self._random = self._written(), 0, random_state()
         self._shards = self._count_shards() if leaves_bytes else -1
         hook = register_optimizer_step_pre_hook(self._step_begins)
         try:
@@ -38,6 +40,11 @@ class LastCall:
         A step changes more than parameters, and before them; and kernels of fused ones do not count what they write.
         """
         return self._written() - self._versions + self._steps
+
+    @property
+    def random_state(self) -> Json:
+        """As it found it, while it has changed nothing that goes on from there; else as it is now."""
+        return random_state() if self.changes else self._random
 
     @property
     def leaves_shards(self) -> bool:

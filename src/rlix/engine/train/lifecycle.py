@@ -145,7 +145,7 @@ class TrainWorkers(Engine):
         """Go on with other workers; these are in step."""
         old = self._workers()
         with self._dispatch:
-            parts = old.call("hand_over")
+            parts = old.call("hand_over", undo=False)
         old.results("hand_over", parts, timeout_s=self._timeout_s)
         self._run("to_host", timeout_s=self._timeout_s)
         self._moved(Residency.HOST)

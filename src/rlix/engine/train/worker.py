@@ -293,8 +293,10 @@ class TrainWorker(Worker):
 
     # ---- to other ranks ----------------------------------------------------------------------------------------
 
-    def hand_over(self) -> Handover | None:
+    def hand_over(self, undo: bool) -> Handover | None:
         """This rank's part of the training state, wherever its bytes are; asks nothing of the other ranks.
+
+        `undo`: where the last call has changed no weights, random generators are as it found them.
 
         Raises RlixError beside a move, or a forward pass, which has gathered what is not handed over.
         """
@@ -306,7 +308,8 @@ class TrainWorker(Worker):
             if not self._last.leaves_shards:
                 raise RlixError("a move or a forward pass is not through")
             pieces, data = pack(snapshot.tensors, self.ctx.rank)
-        return Handover(pieces, data, snapshot.shared, snapshot.random_state)
+        random = json.dumps(self._last.random_state) if undo else snapshot.random_state
+        return Handover(pieces, data, snapshot.shared, random)
 
     def changes(self) -> int:
         """How often this rank's last call has changed weights or optimizers."""
