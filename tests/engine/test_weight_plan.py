@@ -11,7 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.weights.layout import Box, Cut, Layout, Part, Piece, divided, elements, shard, whole, without
+from rlix.engine.weights.layout import (
+    Box,
+    Cut,
+    Layout,
+    Part,
+    Piece,
+    common,
+    divided,
+    elements,
+    moved,
+    shard,
+    whole,
+    without,
+)
 from rlix.engine.weights.plan import Transfer, least_bytes, plan
 from rlix.engine.weights.schedule import schedule
 from rlix.protocol.errors import WeightSyncError
@@ -65,15 +78,15 @@ def test_fsdp_on_top_of_tensor_parallelism_cuts_each_rank_part_again() -> None:
     assert [[piece.box for piece in row] for row in pieces] == [[((0, 2),)], [((4, 6),)], [((2, 4),)], [((6, 8),)]]
 
 
-def test_a_transfer_names_both_slices() -> None:
+def test_a_transfer_is_what_both_have_of_a_tensor() -> None:
     sources = meshed({"w": (6, 4)}, (2,), lambda _: [Cut(0)])
     targets = meshed({"w": (6, 4)}, (2,), lambda _: [Cut(1)], dtype="bfloat16")
     made = plan(sources, targets)
-    assert [(t.source, t.taken.at, t.box, t.target, t.put.at, t.dtype, t.nbytes) for t in made.transfers] == [
-        (0, (0, 0), ((0, 3), (0, 2)), 0, (0, 0), "bfloat16", 12),
-        (1, (0, 0), ((3, 6), (0, 2)), 0, (3, 0), "bfloat16", 12),
-        (0, (0, 2), ((0, 3), (2, 4)), 1, (0, 0), "bfloat16", 12),
-        (1, (0, 2), ((3, 6), (2, 4)), 1, (3, 0), "bfloat16", 12),
+    assert [(t.source, t.box, t.target, t.dtype, t.nbytes) for t in made.transfers] == [
+        (0, ((0, 3), (0, 2)), 0, "bfloat16", 12),
+        (1, ((3, 6), (0, 2)), 0, "bfloat16", 12),
+        (0, ((0, 3), (2, 4)), 1, "bfloat16", 12),
+        (1, ((3, 6), (2, 4)), 1, "bfloat16", 12),
     ]
     assert made.nbytes == least_bytes(sources, targets) == 6 * 4 * 2
 
@@ -261,6 +274,13 @@ def _own(at: tuple[int, ...], box: Box) -> tuple[slice, ...]:
     return tuple(slice(first, first + stop - start) for first, (start, stop) in zip(at, box, strict=True))
 
 
+def _place(layout: Layout, transfer: Transfer) -> tuple[tuple[slice, ...], str]:
+    """The one piece that what moves lies in, and where."""
+    pieces = layout.parts[transfer.name].pieces
+    (piece,) = [piece for piece in pieces if common(piece.box, transfer.box) == transfer.box]
+    return _own(moved(transfer.box, piece), transfer.box), piece.local
+
+
 @given(engines())
 def test_every_element_arrives_once_from_the_right_place(
     made: tuple[dict[str, Shape], list[Layout], list[Layout]],
@@ -276,9 +296,9 @@ def test_every_element_arrives_once_from_the_right_place(
     writes = [{local: np.zeros(tensor.shape, int) for local, tensor in tensors.items()} for tensors in there]
     made_plan = plan(sources, targets)
     for t in made_plan.transfers:
-        put = _own(t.put.at, t.box)
-        there[t.target][t.put.local][put] = here[t.source][t.taken.local][_own(t.taken.at, t.box)]
-        writes[t.target][t.put.local][put] += 1
+        (taken, source), (put, target) = _place(sources[t.source], t), _place(targets[t.target], t)
+        there[t.target][target][put] = here[t.source][source][taken]
+        writes[t.target][target][put] += 1
     for found, right, counts in zip(there, expected, writes, strict=True):
         for local, tensor in found.items():
             assert np.array_equal(tensor, right[local])

@@ -13,29 +13,22 @@ import numpy as np
 import torch
 
 from rlix.engine.weights.buckets import itemsize
-from rlix.engine.weights.layout import Box, Layout, Part, Piece, common, elements, moved, slices, without
+from rlix.engine.weights.layout import Box, Layout, Part, common, elements, slices, without
 from rlix.protocol.errors import WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a box begins in one of a process's own tensors."""
-
-    local: str
-    at: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box of one tensor, from one process to another. `dtype` is what it travels in."""
+    """One box of one tensor, from one process to another. `dtype` is what it travels in.
+
+    It lies in one piece of either, which both find by themselves.
+    """
 
     name: str
     box: Box
     dtype: str
     source: int
-    taken: Place
     target: int
-    put: Place
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +73,8 @@ def plan(sources: Sequence[Layout], targets: Sequence[Layout]) -> Plan:
                 for held, ranks in holders[name].items():
                     for box in (box for box in (common(rest, held) for rest in left) if box is not None):
                         source = _choose(name, box, target.node, part.dtype, ranks, sources, load, shared)
-                        transfers.append(_transfer(name, box, source, sources[source].parts[name], index, piece, part))
+                        wire = wire_dtype(sources[source].parts[name].dtype, part.dtype)
+                        transfers.append(Transfer(name, box, wire, source, index))
                     left = [rest for box in left for rest in without(box, held)]
                 problems.extend(f"held by nobody: {name}{_shown(box)}" for box in left)
     if problems:
@@ -135,19 +129,6 @@ def _choose(
     load[source] += elements(box) * itemsize(wire_dtype(sources[source].parts[name].dtype, dtype))
     shared[key] = source
     return source
-
-
-def _transfer(name: str, box: Box, source: int, held: Part, target: int, piece: Piece, part: Part) -> Transfer:
-    mine = next(piece for piece in held.pieces if common(piece.box, box) == box)
-    return Transfer(
-        name,
-        box,
-        wire_dtype(held.dtype, part.dtype),
-        source,
-        Place(mine.local, moved(box, mine)),
-        target,
-        Place(piece.local, moved(box, piece)),
-    )
 
 
 def wire_dtype(source: str, target: str) -> str:
