@@ -6,10 +6,11 @@ tensor, and a fused one of the trainer's fits a separate one of a replica's.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 _repeated = lru_cache(2**14)
 """Layers have the same shapes: what is asked of the boxes of one is asked of all of them."""
@@ -57,6 +58,15 @@ class Layout:
 
     parts: Mapping[str, Part]
     node: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Thousands of parts are sent when engines connect: as what pickles at once."""
+        rows = [(n, p.dtype, p.shape, [(q.box, q.local, q.at) for q in p.pieces]) for n, p in self.parts.items()]
+        return _received, (rows, self.node)
+
+
+def _received(rows: Iterable[tuple[str, str, tuple[int, ...], Iterable[Any]]], node: str) -> Layout:
+    return Layout({n: Part(dtype, shape, tuple([Piece(*q) for q in pieces])) for n, dtype, shape, pieces in rows}, node)
 
 
 def whole(shape: Sequence[int]) -> Box:
