@@ -60,7 +60,7 @@ class DataTask(Task):
 
     @property
     def different(self) -> int | None:
-        """How many prompts there are; None where nobody knows, or tables are mixed by weight."""
+        """Not known of streams, nor where tables are mixed by weight."""
         first, *others = self._tables
         return len(first) if isinstance(first, Shuffled) and not others else None
 
