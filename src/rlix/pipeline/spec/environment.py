@@ -1,13 +1,12 @@
 """What must hold between a job and the machine it is submitted from: paths, imports, installed packages."""
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlix.pipeline.spec.columns import column_problems, data_fields, known_columns
+from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
@@ -33,7 +32,6 @@ _BASES = {
     "source.task": "rlix.pipeline.sources.tasks:Task",
 }
 _GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing (a tokenizer, an Instance)"}
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def environment_problems(spec: Sections) -> Iterator[Problem]:
@@ -126,7 +124,7 @@ def _model_path(given: str) -> Iterator[Problem]:
             )
         elif not (path / "config.json").is_file():
             yield Problem("model.path", f"{path} holds no config.json, so it is not a saved Hugging Face model")
-    elif not _HUB_NAME.fullmatch(given):
+    elif not is_hub_name(given):
         yield Problem("model.path", f"{given!r} is neither a folder nor a hub name such as 'Qwen/Qwen2.5-0.5B'")
 
 
