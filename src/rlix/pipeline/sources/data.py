@@ -85,7 +85,7 @@ class DataTask(Task):
 
     def _table(self, number: int, spec: TableSpec, rows: Any) -> Table:
         if spec.streaming:
-            return Streamed(rows, partial(self._can_use, spec), number)
+            return Streamed(rows, partial(self._can_use, spec), spec.path, number)
         return Shuffled(rows, self._usable(spec, rows), number)
 
     def _usable(self, spec: TableSpec, rows: Rows) -> list[int]:
