@@ -18,6 +18,7 @@ from rlix.pipeline.spec.source import (
     REWARD_GIVEN,
     REWARDS,
     TASK_GIVEN,
+    VERIFIERS,
     AgentSpec,
     RewardSpec,
     SourceSpec,
@@ -83,7 +84,7 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
     if source.environment:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
         yield from _methods("source.environment.name", source.environment.target)
-    if source.openai and is_own(source.openai.name):
+    if source.openai:
         yield from _agent(source.openai)
     if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
         yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
@@ -95,6 +96,12 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
 
 def _agent(agent: AgentSpec) -> Iterator[Problem]:
     """A function is called with a `Call` and the options, a class with the options alone."""
+    own, shipped = ("starlette", "uvicorn"), ("openai", "verifiers") if agent.name == VERIFIERS else ()
+    if lacks := [name for name in (*own, *shipped) if find_spec(name) is None]:
+        with_them = " ".join(("rlix[openai]", *shipped))
+        yield Problem("source.openai", f"needs {', '.join(lacks)}; run 'pip install {with_them}'")
+    if not is_own(agent.name):
+        return
     if problems := list(_own("source.openai", agent.name, {})):
         yield from problems
         return
