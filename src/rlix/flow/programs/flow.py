@@ -10,7 +10,7 @@ A method takes a list of items and returns a list, one for each; every rank is c
 empty, so that they may speak to each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import lcm
@@ -122,6 +122,10 @@ class Flow:
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
 
+    def multiple(self, names: Iterable[str]) -> int:
+        """A batch given to all of these parts must be a multiple of so many items."""
+        return lcm(*(self.part(name).chunk for name in names))
+
     def check(self, plan: Plan, devices: int) -> None:
         """Raises SpecError: the plan is of other parts, of more devices, or of chunks that the parts do not take."""
         planned, mine = sorted(part.name for part in plan.parts), sorted(part.name for part in self.parts)
@@ -133,7 +137,7 @@ class Flow:
                 f"flow {self.name}: the plan is for {used} device(s), and there are {devices}: plan it again"
             )
         for segment in plan.segments:
-            multiple = lcm(*(self.part(part.name).chunk for stage in segment.stages for part in stage.parts))
+            multiple = self.multiple(segment.names)
             if segment.chunk < 1 or segment.chunk % multiple:
                 raise SpecError(
                     f"flow {self.name}: the plan has chunks of {segment.chunk} items, and its parts take multiples of "
