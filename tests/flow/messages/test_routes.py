@@ -70,3 +70,17 @@ def test_rows_go_from_some_ranks_to_others_in_order_and_evenly(kind: str, counts
 def test_what_has_no_rows_is_no_batch(batch: Any) -> None:
     with pytest.raises(ValueError, match="batch"):
         rows(batch)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([[1], torch.ones(1)], "of one kind, not list, Tensor"),
+        ([torch.ones(1), np.ones(1)], "of one kind, not Tensor, ndarray"),
+        ([{"a": [1]}, {"a": [1], "b": [1]}], "the same members, not a; a, b"),
+        ([{"a": [1]}, {"a": np.ones(1)}], "of one kind, not list, ndarray"),
+    ],
+)
+def test_shares_that_are_not_alike_are_not_joined(shares: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        join(shares)

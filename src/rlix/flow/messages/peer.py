@@ -79,7 +79,7 @@ class Peer:
         """Its share of what `senders`, all ranks of a group in order, share out.
 
         Raises what `recv` raises, and WorkerError where their shares are not of the same batch, as after a call that
-        ended half-way: the groups must be started again.
+        ended half-way: the groups must be started again. ValueError: they are of different kinds.
         """
         from rlix.flow.messages.batches import join
 
