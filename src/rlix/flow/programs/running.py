@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan
+from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
 from rlix.flow.programs.drift import Drift, rescaled
@@ -37,8 +38,8 @@ class Running:
         devices: those the plan counts, in its order.
         plan: "auto" (the fastest by the profile), a mode (the fastest of that mode), or a plan.
         profile: needed unless a plan is given; with it the flow is planned anew when times drift.
-        job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses;
-            between segments, and between steps, they are others' to use.
+        job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
+            until all of its stages have ended; between segments, and between steps, they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
     """
 
@@ -121,7 +122,7 @@ class Running:
         if not 0 <= segment < len(self.plan.segments):
             raise ValueError(f"the plan has segments 0 to {len(self.plan.segments) - 1}, not {segment}")
         multiple = self.flow.multiple(self.plan.segments[segment].names)
-        if items < 1 or items % multiple:
+        if not is_count(items) or items % multiple:
             raise ValueError(f"a chunk of segment {segment} is a multiple of {multiple} item(s), not {items}")
         self._chunks[segment] = items
         running = self._segment
@@ -154,7 +155,7 @@ class Running:
         """Between steps: ask every part for what it saves, for `restart` to go on from."""
         self._check_open()
         self._lock.clear()
-        self._kept = {name: group.on(0).call("save").wait(self._timeout_s)[0] for name, group in self.groups.items()}
+        self._kept = {name: group.on(0).call("save").wait()[0] for name, group in self.groups.items()}
 
     def restart(self, *names: str) -> None:
         """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
@@ -187,7 +188,7 @@ class Running:
         self._lock.clear()
         self._started = False
         for name in moving:
-            (self._states[name],) = self.groups[name].on(0).call("save").wait(self._timeout_s)
+            (self._states[name],) = self.groups[name].on(0).call("save").wait()
             self.groups.pop(name).close()
         self.plan = plan
         self._drift, self._chunks = Drift.of(plan), {}
@@ -213,7 +214,7 @@ class Running:
             group.timeout_s = self._timeout_s
             try:
                 if placed.name in self._states:
-                    group.call("restore", self._states[placed.name]).wait(self._timeout_s)
+                    group.call("restore", self._states[placed.name]).wait()
             except BaseException:  # raised again; without its state it is not the part
                 group.close()
                 raise
