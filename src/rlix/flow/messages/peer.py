@@ -26,6 +26,9 @@ class Peer:
     """
 
     ctx: "WorkerContext"
+    cuda_ipc: bool = False
+    """Override with True to let tensors on a GPU go to workers on the same GPU without leaving it. Such a message is
+    bytes on that GPU until it is read and dropped: both must hold the device so long. Not yet tried on a GPU."""
     _mailbox: "Mailbox | None" = None
 
     def send(self, value: object, to: str, *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
