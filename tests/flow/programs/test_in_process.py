@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -19,6 +20,7 @@ from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.segment import SegmentRun
+from rlix.flow.workers import launch
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
@@ -139,7 +141,7 @@ def test_a_part_after_two_others_gets_one_item_of_each(mode: Mode) -> None:
         Part("more", Joins, "join", ("ones", "tens")),
     ]
     known = profile(ones=0.1, tens=0.2, more=0.3)
-    with Running(Flow("joins", parts, ITEMS), POOL, plan=mode, profile=known) as running:
+    with Running(Flow("sums", parts, ITEMS), POOL, plan=mode, profile=known) as running:
         for chunk in (None, 5):
             for segment in range(len(running.plan.segments)):
                 if chunk is not None:
@@ -151,6 +153,8 @@ def test_parts_get_multiples_of_their_chunk_only() -> None:
     with Running(flow(chunk=4), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
         with pytest.raises(ValueError, match="a chunk of segment 0 is a multiple of 4 item"):
             running.set_chunk(6)
+        with pytest.raises(ValueError, match="a chunk of segment 0 is a multiple of 4 item"):
+            running.set_chunk(8.0)  # type: ignore[arg-type]
         with pytest.raises(SpecError, match="sums: ones takes multiples of 4 items, not 15"):
             running.step([0] * 15)
         running.set_chunk(8)
@@ -249,7 +253,7 @@ def test_a_part_that_loses_items_is_an_error() -> None:
     parts = [Part("ones", Adds, "short", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 1})]
     known = profile(ones=0.1, tens=0.1)
     with (
-        Running(Flow("f", parts, ITEMS), POOL, plan=Mode.DISAGGREGATED, profile=known) as running,
+        Running(Flow("sums", parts, ITEMS), POOL, plan=Mode.DISAGGREGATED, profile=known) as running,
         pytest.raises(WorkerError, match=r"ones made \d+ items of \d+"),
     ):
         running.step([0] * ITEMS)
@@ -271,6 +275,34 @@ def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
         measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
     with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
+
+
+def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    def results(method: str, refs: list[Any], *, timeout_s: float, ranks: Any) -> list[Any]:
+        waits.append(timeout_s)
+        if method == "add":
+            raise WaitTimeoutError("ones: rank(s) 0 did not answer add()")
+        return [(0.0, 0.0)]
+
+    workers: Any = SimpleNamespace(
+        call=lambda *_, **__: [],
+        results=results,
+        check_usable=lambda _: None,
+        handles=(MagicMock(),),
+        world_size=1,
+        close=lambda: None,
+    )
+    monkeypatch.setattr(measure_module, "start", lambda *_: launch.Group(workers))
+    flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
+    with pytest.raises(WaitTimeoutError, match="ones: rank"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
+    assert waits == [0.5] * 3  # its onload, its memory, and itself
+    part = launch.Group(workers, timeout_s=0.25).on(0)
+    part.memory().wait()
+    part.memory().wait(2.0)
+    assert waits[3:] == [0.25, 2.0]
 
 
 def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +399,7 @@ def circular(**more: Any) -> Flow:
         Part("world", Walks, "go", ("act",), kwargs={"kind": "w"}, **more),
         Part("both", Joins, "pairs", ("begin", "world")),
     ]
-    return Flow("walk", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
+    return Flow("sums", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
 
 
 @pytest.mark.parametrize("cpu_ranks", [0, 2])
@@ -407,7 +439,7 @@ def test_a_slice_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) ->
     stop = SegmentRun.fail
     monkeypatch.setattr(SegmentRun, "fail", fail)
     parts = [Part("act", Uneven, "act", most=1), Part("world", Uneven, "world", ("act",), cpu_ranks=2)]
-    flow = Flow("walk", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
+    flow = Flow("sums", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
     with Running(flow, POOL, plan="auto", profile=profile(act=0.2, world=0.2)) as running:
         (loop,) = running.plan.segments[0].stages[0].loops
         assert loop.slices > 1
