@@ -249,6 +249,18 @@ def test_parts_that_died_go_on_from_what_was_kept() -> None:
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
+def test_a_part_that_moves_without_what_it_has_learnt_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [Part("ones", Joins, "pairs"), Part("tens", Adds, "add", ("ones",), kwargs={"number": 10})]
+    known, sums = profile(ones=0.1, tens=0.1), Flow("sums", parts, ITEMS)
+    apart = sums.plan(known, DEVICES, mode=Mode.DISAGGREGATED).best
+    with Running(sums, POOL, plan=Mode.COLLOCATED, profile=known) as running:
+        running.switch(apart)
+        assert running.step([0] * ITEMS) == [10] * ITEMS
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "sums: ones moves and begins anew, for its class has no `save`"
+    ]
+
+
 def test_a_part_that_loses_items_is_an_error() -> None:
     parts = [Part("ones", Adds, "short", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 1})]
     known = profile(ones=0.1, tens=0.1)

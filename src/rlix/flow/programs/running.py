@@ -21,7 +21,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
-from rlix.flow.workers.flow_worker import fetch
+from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.launch import Group
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device
@@ -188,6 +188,8 @@ class Running:
         self._lock.clear()
         self._started = False
         for name in moving:
+            if self.flow.part(name).worker.save is FlowWorker.save:
+                logger.warning("%s: %s moves and begins anew, for its class has no `save`", self.flow.name, name)
             (self._states[name],) = self.groups[name].on(0).call("save").wait()
             self.groups.pop(name).close()
         self.plan = plan
