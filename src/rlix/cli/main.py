@@ -51,7 +51,7 @@ def run(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
     runs_dir: Annotated[Path, typer.Option(help="Where run folders and the report go.")] = Path("runs"),
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or enough).")
+        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or 8 virtual).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from each job's latest checkpoint.")] = False,
     split: Annotated[
