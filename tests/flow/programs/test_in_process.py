@@ -27,6 +27,7 @@ from rlix.protocol.messages import Device, DeviceKind
 from rlix.protocol.types import Phase
 
 ITEMS, DEVICES = 16, 4
+START = measure_module.start
 POOL = [Device(i, "here", "::1", i, DeviceKind.CPU) for i in range(DEVICES)]
 
 
@@ -94,7 +95,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
+    def start(part: Part, ranks: int, _: Sequence[Device], first: int = 0, name: str = "", **__: float) -> Group:
         return Group(part, ranks, first, name)
 
     for module in (running_module, measure_module):
@@ -306,15 +307,22 @@ def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: py
         world_size=1,
         close=lambda: None,
     )
-    monkeypatch.setattr(measure_module, "start", lambda *_: launch.Group(workers))
+    group = launch.Group(workers)
+
+    def launched(*_: object, start_timeout_s: float, **__: object) -> launch.Group:
+        waits.append(start_timeout_s)
+        return group
+
+    monkeypatch.setattr(measure_module, "launch", launched)
+    monkeypatch.setattr(measure_module, "start", START)
     flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
     with pytest.raises(WaitTimeoutError, match="ones: rank"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
-    assert waits == [0.5] * 3  # its onload, its memory, and itself
+    assert waits == [0.5] * 4  # its start, its onload, its memory, and itself
     part = launch.Group(workers, timeout_s=0.25).on(0)
     part.memory().wait()
     part.memory().wait(2.0)
-    assert waits[3:] == [0.25, 2.0]
+    assert waits[4:] == [0.25, 2.0]
 
 
 def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
