@@ -1,6 +1,6 @@
 """Whether memory grows: two engines on the same devices, one of which leaves before the other comes, again and again.
 
-    python benchmarks/cycles.py [--cycles 100] [--json FILE]
+    python -m benchmarks.cycles [--cycles 100] [--json FILE]
 
 A trainer of two ranks and an inference engine of two replicas share two devices. In a cycle the trainer leaves for the
 host, the replicas come, take the trainer's weights every tenth time, answer a prompt and leave; then the trainer comes

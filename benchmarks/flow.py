@@ -1,6 +1,6 @@
 """Flows on devices of declared cost: predicted against measured step times of every mode, and what planning is worth.
 
-    python benchmarks/flow.py [hybrid|scales|switches ...] [--steps N]
+    python -m benchmarks.flow [hybrid|scales|switches ...] [--steps N]
 
 A device that declares its cost sleeps until its deadline, with the collective of its ranks inside, so that four of them
 keep time on any machine. Parts are profiled on 1, 2 and 4 ranks and on some batch sizes; plans use others too. Profiles

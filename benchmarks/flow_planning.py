@@ -1,6 +1,6 @@
 """How long planning a flow takes: two to five parts, up to 4,096 devices, tables of 12 points, no two states fit.
 
-python benchmarks/flow_planning.py
+python -m benchmarks.flow_planning
 """
 
 import time

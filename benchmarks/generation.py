@@ -1,6 +1,6 @@
 """Generation speed: tokens/s through `InferenceEngine` against the backend called directly, in one run.
 
-    python benchmarks/generation.py [--executor transformers|vllm] [--prompts 256] [--tokens 64] [--json FILE]
+    python -m benchmarks.generation [--executor transformers|vllm] [--prompts 256] [--tokens 64] [--json FILE]
 
 All answer the same prompts with the same small Qwen2 model on one thread, taking turns; compared are neighbours. Called
 directly means what a user would write: `model.generate` with the log-probability of each token, or vLLM's

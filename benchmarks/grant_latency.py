@@ -1,6 +1,6 @@
 """How long a job waits for devices: from the request until it has the lease.
 
-    python benchmarks/grant_latency.py [--count 300] [--gpus 8] [--json FILE]
+    python -m benchmarks.grant_latency [--count 300] [--gpus 8] [--json FILE]
 
 Two cases, each in milliseconds and as a multiple of an empty round trip to a Ray actor, in turns with it:
 `idle` (the devices are free) and `preempt` (every device runs another job's rollout, which gives it back at once, so

@@ -1,6 +1,6 @@
 """Planning time of one cycle, from snapshot to plan, at several pool sizes.
 
-    python benchmarks/planning.py [--json] [--repeat N] [--size 1024x128 ...] [--policy proportional]
+    python -m benchmarks.planning [--json] [--repeat N] [--size 1024x128 ...] [--policy proportional]
 
 Scenarios. cold: nothing is held, every job has rollout work, a quarter also wait for a training gang. steady: all is
 held as the policy left it, one job in ten reports other demand. change: every job that holds bundles has finished and

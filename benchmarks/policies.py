@@ -1,6 +1,6 @@
 """All policies on all shipped workloads, by simulation: the numbers of docs/benchmarks-policies.md.
 
-    python benchmarks/policies.py --seeds 10 --jobs 2        # runs what is missing, then writes the tables
+    python -m benchmarks.policies --seeds 10 --jobs 2        # runs what is missing, then writes the tables
 
 Finished runs are kept in build/policies.jsonl, one line each, so that an interrupted run goes on where it stopped;
 delete that file after changing a policy, the planner or the simulator.

@@ -41,7 +41,7 @@ from rlix.sim.workload import Workload
 GPUS, JOBS, GANG = 8, 6, 2
 MODES = ("shared", "split", "queued", "alone")
 POLICY = {"shared": "rlix", "split": "static", "queued": "static", "alone": "exclusive"}
-STEPS, SIMULATED_STEPS = 1000, 20  # more than anybody waits for
+STEPS, SIMULATED_STEPS = 1000, 60  # more than anybody waits for
 START_S = 600.0
 
 # A 7B model's 10 ms for a decoding step on one GPU, each token of ours standing for 600 of its and each sample for
@@ -177,8 +177,7 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
             "jobs": [job],
         }
     )
-    jobs_s = [simulate_one(workload, POLICY[mode], seed).job_s.values() for seed in range(5)]
-    return fmean(sum(3600 * SIMULATED_STEPS / job_s for job_s in found) for found in jobs_s)
+    return fmean(simulate_one(workload, POLICY[mode], seed).steps_per_hour_of_all for seed in range(5))
 
 
 def median_of(mean: float, sigma: float, cap: float) -> float:

@@ -1,6 +1,6 @@
 """Elastic rollouts: tokens/s through `RolloutManager` against the same replica given everything at once, in one run.
 
-    python benchmarks/rollout.py [--executor transformers|vllm] [--trajectories 256] [--shrink-s 3] [--json FILE]
+    python -m benchmarks.rollout [--executor transformers|vllm] [--trajectories 256] [--shrink-s 3] [--json FILE]
 
 Lengths are lognormal (sigma 1.2), as reasoning answers are: a few are ten times as long as the median. *Direct* hands
 all trajectories to the replica's executor in one call: its own batching decides. *Managed* is what a job does: the

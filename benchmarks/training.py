@@ -1,6 +1,6 @@
 """Step time of `TrainEngine` as a multiple of a hand-written FSDP2 loop, in one run.
 
-    python benchmarks/training.py [--ranks 2] [--json FILE]
+    python -m benchmarks.training [--ranks 2] [--json FILE]
 
 The same Qwen2 model, batches and optimizer twice: on an engine's workers, and in plain processes that PyTorch starts,
 each of which makes its own batch. They take turns, step by step, so that both see the same machine; the engine's

@@ -1,6 +1,6 @@
 """Peak memory of an update and of log-probs while the batch grows, in micro-batches and in one pass over everything.
 
-    python benchmarks/training_memory.py [--json FILE]
+    python -m benchmarks.training_memory [--json FILE]
 
 Each case is a process of its own: a Qwen2 with random weights computes log-probs and takes a policy step, on the CPU,
 with one thread. *Micro-batches* is what a job does, with a budget of `--budget` tokens; *one pass* is plain PyTorch

@@ -1,6 +1,6 @@
 """Weights from 4 training ranks to 2 replicas of 2 workers each: bytes and seconds, shard to shard and by a funnel.
 
-    python benchmarks/weight_plan.py [--json]
+    python -m benchmarks.weight_plan [--json]
 
 All eight are processes of this machine. The trainer has FSDP shards in float32; each worker needs half of each tensor
 in bfloat16, as tensor parallelism cuts it. Three ways, in turns, best of several runs each:

@@ -1,6 +1,6 @@
 """Bytes per second of publishing weights and of pulling them into a model, as a share of a plain memory copy.
 
-    python benchmarks/weights.py [--json]
+    python -m benchmarks.weights [--json]
 
 One Ray actor holds the trainer's weights, another one a replica's, on one node. Three things are timed for a model of
 few large tensors and one of many small ones, best of several runs each:

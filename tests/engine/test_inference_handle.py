@@ -217,4 +217,8 @@ def test_mistakes_in_calls_say_what_is_wanted(engine: InferenceEngine) -> None:
     for params in (5, "temperature"):
         with pytest.raises(TypeError, match="sampling_params are a dictionary for all prompts, or a list of them"):
             engine.generate([[3]], params)  # type: ignore[arg-type]
+    calls: list[Any] = [engine.update_weights, lambda folder: engine.cuda(weights=folder)]
+    for call in calls:
+        with pytest.raises(TypeError, match="returns, not 'a/folder'"):
+            call("a/folder")
     assert SamplingParams.of({"stop_token_ids": 5}).stop_token_ids == (5,)

@@ -53,7 +53,7 @@ def test_one_ragged_row_costs_a_moment_and_nothing_else(engine: TrainEngine, unb
         engine.train_step(NeedParallel(rows))
     assert time.monotonic() - start < 30.0  # it waits for nobody's deadline
     assert isinstance(caught.value, WorkerError)
-    assert (caught.value.rank, caught.value.items) == (1, range(5, 9))
+    assert (caught.value.rank, caught.value.items) == (1, (5, 6, 7, 8))
     assert "items 5 to 8 of the split batch" in str(caught.value)
     assert "started anew with their weights and optimizer state; gradients are dropped" in str(caught.value)
     assert train(engine, range(3, 8)) == unbroken[3:]

@@ -284,6 +284,15 @@ class TestStream:
             self.stream(tmp_path, longest=1).prompts(0, 0, 1)
         assert "its prompt has 7 tokens, more than 1" in caplog.text
 
+    @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+    def test_a_torn_line_is_said_with_its_file(self, tmp_path: Path, name: str) -> None:
+        torn = '{"prompt": "1", "answer": "1"}\n{"prompt": "2", \n' if "json" in name else 'prompt,answer\n1,1\n1,"2\n'
+        (tmp_path / name).write_text(torn)
+        data = DataSpec(path=str(tmp_path / name), streaming=True)
+        with pytest.raises(SpecError, match=rf"{name} cannot be read as a table: "):
+            task = DataTask(data, load_tables(data), [RewardSpec(name="exact_match")], TOKENIZER)
+            task.prompts(0, 0, 1)
+
 
 def test_math_verify_judges_in_processes_of_its_own() -> None:
     pytest.importorskip("math_verify")

@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer, End
 from rlix.pipeline.sources.base import ended
+from rlix.pipeline.sources.episodes import EpisodeSource
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import character_tokenizer, load_tokenizer
 from rlix.protocol.errors import SpecError
@@ -33,6 +35,19 @@ def test_special_tokens_come_first() -> None:
     ]
     assert len(TOKENIZER) == len(ALPHABET) + 4
     assert TOKENIZER.encode("1x", add_special_tokens=False) == [5, 3]
+
+
+def test_what_an_environment_says_in_unknown_characters_is_read_and_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlix.pipeline.tokenizer._said", set())
+    source: EpisodeSource = SimpleNamespace(around=SimpleNamespace(tokenizer=TOKENIZER))  # type: ignore[assignment]
+    for said in ("1", "1x", "x2", "-x1"):
+        read = EpisodeSource.encode(source, said, (1,))
+        assert read == tuple(TOKENIZER.encode(said, add_special_tokens=False))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "does not know 'x': the policy reads <unk> in its place, in '1x'" in first
+    assert "does not know '-'" in second
 
 
 def test_a_saved_folder_loads_as_any_hugging_face_tokenizer(tmp_path: Path) -> None:

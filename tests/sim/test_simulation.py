@@ -187,6 +187,7 @@ def test_work_and_time_are_conserved_and_no_policy_beats_the_bounds(case: dict[s
         assert trace.finished[job.id] >= limits.work[job.id].critical_s * (1 - 1e-9)
     assert trace.first is not None
     seconds, tight_first, useful = trace.first
+    assert len(jobs) == 1 or 0 < trace.first_steps < trace.steps or len(set(trace.finished.values())) == 1
     assert useful <= tight_first * (1 + 1e-9) <= seconds * case["gpus"] * (1 + 1e-6)
 
 

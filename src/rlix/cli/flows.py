@@ -51,7 +51,9 @@ def load_flow(name: str) -> Flow:
     return flow
 
 
-def profile_flow(name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int) -> None:
+def profile_flow(
+    name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int, timeout_s: float
+) -> None:
     """Measure every part on the pool's first devices, and keep the tables of this kind of machine."""
     flow = load_flow(name)
     grid = Grid(tuple(widths) or halves(gpus), tuple(batches) or halves(flow.items, flow.items // 16), repeats)
@@ -59,7 +61,7 @@ def profile_flow(name: str, gpus: int, widths: Sequence[int], batches: Sequence[
         known = job.client.devices()
         with job.phase(Phase.INITIALIZATION, "profile") as lease:
             devices = [known[device] for device in lease.devices]
-            found = profile(flow, devices, grid, lease=job.client.fence(lease))
+            found = profile(flow, devices, grid, lease=job.client.fence(lease), timeout_s=timeout_s)
     path = path_of(Settings.from_env().home, flow.name)
     found.write(path)
     typer.echo(found.describe())

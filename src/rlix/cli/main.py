@@ -51,7 +51,7 @@ def run(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
     runs_dir: Annotated[Path, typer.Option(help="Where run folders and the report go.")] = Path("runs"),
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or enough).")
+        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or 8 virtual).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from each job's latest checkpoint.")] = False,
     split: Annotated[
@@ -249,17 +249,21 @@ def profile(
         typer.Option(min=1, help="Items, of a job prompts; repeatable. Default: a step's down to 1/16, of a job 1/4."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls or steps of each.")] = 3,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds for one call of a part (default 600), for one trial of a job (3600)."),
+    ] = None,
 ) -> None:
     """Measure what the parts of a flow or of a job cost on this kind of machine."""
     from rlix.cli.flows import is_flow, profile_flow
 
     with one_message_per_mistake():
         if is_flow(name):
-            profile_flow(name, gpus or 4, width or (), batch or (), repeats)
+            profile_flow(name, gpus or 4, width or (), batch or (), repeats, timeout or 600.0)
         else:
             from rlix.cli.plans import profile_job_file
 
-            profile_job_file(name, gpus, width or (), batch or (), repeats)
+            profile_job_file(name, gpus, width or (), batch or (), repeats, timeout or 3600.0)
 
 
 @app.command()

@@ -21,9 +21,6 @@ from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import RlixError, SpecError
 
-TRIAL_S = 3600.0
-"""Longest that the few steps of one width may take."""
-
 
 def planned(
     specs: Sequence[JobSpec], ids: Sequence[int], memory: int | None, console: Console, resumed: Path | None = None
@@ -49,7 +46,9 @@ def pool_size(spec: JobSpec) -> int:
     return (spec.plan and spec.plan.gpus) or new_pool_size(Settings.from_env())
 
 
-def profile_job_file(name: str, gpus: int | None, widths: Sequence[int], prompts: Sequence[int], repeats: int) -> None:
+def profile_job_file(
+    name: str, gpus: int | None, widths: Sequence[int], prompts: Sequence[int], repeats: int, timeout_s: float
+) -> None:
     """Run a few steps of the job for each width, alone where nobody else is in the pool, and keep the tables."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
     if spec.declared_speed is not None:
@@ -62,7 +61,7 @@ def profile_job_file(name: str, gpus: int | None, widths: Sequence[int], prompts
     wanted = trials(spec, devices, tuple(widths) or halves(devices), sizes, repeats)
     with shared_pool(settings, None, devices) as pool, TemporaryDirectory(prefix="rlix-profile-") as folder:
         typer.echo(pool.said)
-        runs = [(trial.width, _run(trial, Path(folder))) for trial in wanted]
+        runs = [(trial.width, _run(trial, Path(folder), timeout_s)) for trial in wanted]
     found = measured(spec, runs, machine())
     path = profile_path(settings.home, spec)
     found.write(path)
@@ -70,10 +69,10 @@ def profile_job_file(name: str, gpus: int | None, widths: Sequence[int], prompts
     typer.echo(f"kept in {path}")
 
 
-def _run(trial: Trial, folder: Path) -> RunRecord:
+def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
     (handle,) = launch([trial.spec], folder)
     try:
-        last = handle.wait(TRIAL_S)
+        last = handle.wait(timeout_s)
     finally:
         handle.close()
     if last.state != "finished":

@@ -41,9 +41,10 @@ def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ..
     """Everything that pipelines wait for now. Those without a name go by their ids."""
     names = pipeline_names(control) | {job.pipeline_id: job.name for job in jobs}
     since = {(wait.pipeline_id, wait.cluster): wait.since for wait in control.waiting}
+    control = _as_asked(control)
     found = []
     for pipeline in control.pipelines:
-        for cluster in (_asked(control, pipeline, cluster) for cluster in pipeline.clusters):
+        for cluster in pipeline.clusters:
             if cluster.name in pipeline.waiting:
                 what = f"devices {' or '.join(device_list(choice) for choice in cluster.choices)}"
             elif _waits_for_a_bundle(pipeline, cluster, control):
@@ -64,12 +65,17 @@ def waits(control: ControlStatus, jobs: Iterable["JobStatus"]) -> tuple[Wait, ..
     return tuple(found)
 
 
-def _asked(control: ControlStatus, pipeline: PipelineStatus, cluster: Cluster) -> Cluster:
-    """The cluster with the devices that it waits for, which may be some of its own."""
-    for wait in control.waiting:
-        if (wait.pipeline_id, wait.cluster) == (pipeline.pipeline_id, cluster.name) and wait.choices:
-            return replace(cluster, devices=wait.choices[0], alternatives=wait.choices[1:])
-    return cluster
+def _as_asked(control: ControlStatus) -> ControlStatus:
+    """Each cluster with the devices that it waits for, which may be some of its own."""
+    asked = {(wait.pipeline_id, wait.cluster): wait.choices for wait in control.waiting if wait.choices}
+
+    def of(pipeline: PipelineStatus, cluster: Cluster) -> Cluster:
+        first, *others = asked.get((pipeline.pipeline_id, cluster.name), cluster.choices)
+        return replace(cluster, devices=first, alternatives=tuple(others))
+
+    return replace(
+        control, pipelines=tuple(replace(p, clusters=tuple(of(p, c) for c in p.clusters)) for p in control.pipelines)
+    )
 
 
 class Stalls:
@@ -114,7 +120,7 @@ def _others(
 ) -> Iterable[str]:
     wanted = set().union(*cluster.choices)
     for other in control.pipelines:
-        for rival in (_asked(control, other, cluster) for cluster in other.clusters):
+        for rival in other.clusters:
             rivals = other.pipeline_id != pipeline.pipeline_id and rival.name in other.waiting
             if rivals and any(wanted.intersection(choice) for choice in rival.choices):
                 yield f"{names.get(other.pipeline_id, other.pipeline_id)} waits for {_numbers(rival.devices)}, too"

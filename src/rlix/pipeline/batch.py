@@ -6,7 +6,9 @@ from typing import NotRequired, TypedDict, cast
 import torch
 from torch import Tensor
 
+from rlix.engine.parallel import NeedParallel
 from rlix.pipeline.samples import Samples
+from rlix.pipeline.training.micro_batches import row_lengths
 
 Row = tuple[Sequence[int], Sequence[bool]]
 """Tokens, and which of them are learnt (none, when empty)."""
@@ -69,6 +71,11 @@ def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 def tokens_of(batch: PolicyBatch) -> TokenBatch:
     """The tokens alone, for passes that need nothing else."""
     return TokenBatch(input_ids=batch["input_ids"], mask=batch["mask"])
+
+
+def over_ranks(batch: TokenBatch) -> NeedParallel:
+    """The batch for all ranks, each with about as many tokens: all wait for the one that has most."""
+    return NeedParallel(batch, costs=row_lengths(batch["mask"]))
 
 
 def rows_of(batch: PolicyBatch, rows: Tensor) -> PolicyBatch:

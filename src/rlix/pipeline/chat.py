@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from rlix.pipeline.sources.environments.base import Action, Message, ToolCall
 from rlix.pipeline.spec.source import ChatSpec
+from rlix.pipeline.tokenizer import read
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Chat:
             ) from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))  # the template has put them in
+        return read(self._tokenizer, text, special=False)  # the template has put them in
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase", spec: ChatSpec) -> str:

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig
 
 from rlix.engine.inference.engine import InferenceEngine
-from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.publication import Published
@@ -18,7 +17,7 @@ from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_im
 from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, align, collate, rows_of, stale_tokens, tokens_of
+from rlix.pipeline.batch import PolicyBatch, align, collate, over_ranks, rows_of, stale_tokens, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -121,7 +120,7 @@ class FullFinetunePipeline(Pipeline):
                     total = self.algorithm.denominator(part["mask"])
                     metrics.append(
                         self.actor.policy_step(
-                            NeedParallel(part),
+                            over_ranks(part),
                             total,
                             self.algorithm,
                             rollout.temperature,
@@ -148,7 +147,7 @@ class FullFinetunePipeline(Pipeline):
                 for part in self.minibatches(cast(PolicyBatch, whole), step, epoch):
                     total = self.algorithm.denominator(part["mask"])
                     metrics.append(
-                        self.critic.critic_step(NeedParallel(part), total, clip, self.algorithm.aggregation, norm)
+                        self.critic.critic_step(over_ranks(part), total, clip, self.algorithm.aggregation, norm)
                     )
             seconds = time.time() - start
         return {"critic_train_s": seconds} | mean_metrics(metrics)
@@ -168,7 +167,7 @@ class FullFinetunePipeline(Pipeline):
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.OLD_LOG_PROBS, self.actor):
-            found = self.actor.log_probs(NeedParallel(tokens_of(batch)), self.spec.rollout.temperature, self.adapter)
+            found = self.actor.log_probs(over_ranks(tokens_of(batch)), self.spec.rollout.temperature, self.adapter)
         return cast(torch.Tensor, found)
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
@@ -176,14 +175,14 @@ class FullFinetunePipeline(Pipeline):
         assert self.reference is not None
         with self.phase(ClusterName.REFERENCE, Phase.REFERENCE_LOG_PROBS, self.reference):
             return cast(
-                torch.Tensor, self.reference.log_probs(NeedParallel(tokens_of(batch)), self.spec.rollout.temperature)
+                torch.Tensor, self.reference.log_probs(over_ranks(tokens_of(batch)), self.spec.rollout.temperature)
             )
 
     def values(self, batch: PolicyBatch) -> torch.Tensor:
         """The critic's estimate before each token: [samples, length - 1]."""
         assert self.critic is not None
         with self.phase(ClusterName.CRITIC, Phase.VALUE_COMPUTE, self.critic):
-            return cast(torch.Tensor, self.critic.values(NeedParallel(tokens_of(batch))))
+            return cast(torch.Tensor, self.critic.values(over_ranks(tokens_of(batch))))
 
     def lateness(self) -> dict[str, float]:
         """By how much decoding took longer than declared, in all so far, where a speed was declared."""
@@ -216,7 +215,7 @@ class FullFinetunePipeline(Pipeline):
             for step in range(warmup.steps):
                 batch = collate(self.source.supervised(step, warmup.batch_size), self.pad_id)
                 tokens, norm = float(batch["mask"].sum()), self.spec.optimizer.max_grad_norm
-                self.actor.supervised_step(NeedParallel(batch), tokens, warmup.learning_rate, norm)
+                self.actor.supervised_step(over_ranks(batch), tokens, warmup.learning_rate, norm)
             self.actor.finish_warmup()
 
     # ---- its life --------------------------------------------------------------------------------------------

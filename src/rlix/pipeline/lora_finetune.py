@@ -6,10 +6,9 @@ from typing import cast
 import torch
 
 from rlix.engine.lora import AdapterConfig
-from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.publication import PublishedAdapter
-from rlix.pipeline.batch import PolicyBatch, TokenBatch
+from rlix.pipeline.batch import PolicyBatch, over_ranks, tokens_of
 from rlix.pipeline.full_finetune import FullFinetunePipeline
 from rlix.pipeline.rollout.adapters import AdapterRollouts, Served
 from rlix.pipeline.spec.lora import LoraSpec
@@ -30,7 +29,7 @@ class LoraFinetunePipeline(FullFinetunePipeline):
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the model without its adapter, which no second engine is needed for."""
-        tokens = NeedParallel(TokenBatch(input_ids=batch["input_ids"], mask=batch["mask"]))
+        tokens = over_ranks(tokens_of(batch))
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.REFERENCE_LOG_PROBS, self.actor):
             return cast(torch.Tensor, self.actor.log_probs(tokens, self.spec.rollout.temperature))
 

@@ -1,6 +1,8 @@
 """One token per character, as a real Hugging Face fast tokenizer, and loading of any other."""
 
 import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -8,7 +10,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from rlix.protocol.errors import SpecError
 
+logger = logging.getLogger(__name__)
+
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+_SHOWN = 8
+_said: set[str] = set()  # characters
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -49,6 +55,29 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def knows(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Whether none of the tokens stands for something that the tokenizer does not know."""
+    unknown = tokenizer.unk_token_id
+    return unknown is None or unknown not in ids
+
+
+def read(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> tuple[int, ...]:
+    """What the policy reads of a text that is made while a job runs: what its tokenizer does not know is left as the
+    token for that, and the first such characters are named in the log.
+
+    Args:
+        special: whether the tokenizer puts its special tokens around it.
+    """
+    ids = tuple(tokenizer.encode(text, add_special_tokens=special))
+    if len(_said) < _SHOWN and not knows(tokenizer, ids):
+        unknown = {c for c in text if not knows(tokenizer, tokenizer.encode(c, add_special_tokens=False))}
+        if new := "".join(sorted(unknown - _said)):
+            _said.update(new)
+            said = "the model's tokenizer does not know %r: the policy reads %s in its place, in %.200r"
+            logger.warning(said, new, tokenizer.unk_token, text)
+    return ids
 
 
 def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:

@@ -110,7 +110,7 @@ class Simulation:
     def _finish(self, program: Program) -> None:
         now = self.clock.time()
         if self.trace.first is None:
-            self.trace.first = self._work_so_far()
+            self.trace.first, self.trace.first_steps = self._work_so_far(), self.trace.steps
         self.trace.finished[program.id] = now - program.job.arrives_s
         self.trace.ended_s = now
         self._end(program, "finished")

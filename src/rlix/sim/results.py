@@ -40,6 +40,7 @@ class Row:
     idle_share: float
     surplus_share: float  # the part of it that no allocation could have used: more GPUs than trajectories
     steps_per_hour_per_gpu: float
+    steps_per_hour_of_all: float  # of the whole pool, until the first job ends
     mean_job_s: float
     slowdown_mean: float
     slowdown_p95: float
@@ -120,6 +121,7 @@ def row(workload: Workload, policy_name: str, seed: int, jobs: tuple[Job, ...], 
         idle_share=(ledger.idle_gpu_s + trace.unused_gpu_s) / max(ledger.demand_s * gpus, 1e-9),
         surplus_share=(ledger.surplus_gpu_s + trace.unused_gpu_s) / max(ledger.demand_s * gpus, 1e-9),
         steps_per_hour_per_gpu=trace.steps * 3600.0 / pool_gpu_s,
+        steps_per_hour_of_all=trace.first_steps * 3600.0 / max(first_s, 1e-9),
         mean_job_s=_mean(list(trace.finished.values())),
         slowdown_mean=_mean(slowdowns),
         slowdown_p95=float(np.percentile(slowdowns, 95)) if slowdowns else 0.0,

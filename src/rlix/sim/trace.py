@@ -24,5 +24,6 @@ class Trace:
     prefill_gpu_s: float = 0.0
     lost_gpu_s: float = 0.0  # gangs that failed on the way
     first: tuple[float, float, float] | None = None  # seconds, tight, useful
+    first_steps: int = 0
     plan_ms: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)  # gangs, from request to running

@@ -12,6 +12,8 @@ import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from rlix.flow.channels.codec import Parcel
+from rlix.flow.memory import HostMemory, opened_host
+from rlix.flow.messages import gpus
 from rlix.flow.messages import mailbox as mailbox_module
 from rlix.flow.messages.mailbox import Home, Mailbox
 from rlix.flow.messages.peer import Peer
@@ -52,9 +54,6 @@ class Pretended:
         self.actors: dict[str, Any] = {}
         self.waits: list[float] = []
 
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "here")
-
     def get_actor(self, name: str, namespace: str | None = None) -> Any:
         if namespace != "job" or name not in self.actors:
             raise ValueError(name)
@@ -74,7 +73,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 @pytest.fixture
 def mailbox(actors: Pretended) -> Iterator[Mailbox]:
-    mailbox = Mailbox("me:0", DeviceKind.CPU, "job")
+    mailbox = Mailbox("me:0", Place("here", DeviceKind.CPU), "job")
     yield mailbox
     mailbox._scratch.cleanup()
 
@@ -140,6 +139,41 @@ def test_a_name_without_a_rank_is_refused_at_once(mailbox: Mailbox) -> None:
     for call in (lambda: mailbox.send(1, ["a"], "", 60.0), lambda: mailbox.receive("a", "", 60.0)):
         with pytest.raises(ValueError, match="names are `group:rank`, such as a:0"):
             call()
+
+
+def test_what_is_on_a_gpu_that_both_see_does_not_leave_it(actors: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of GPU memory, host memory: everything around it is as on a GPU."""
+    opened: list[torch.device] = []
+
+    def open_memory(handle: str, device: torch.device) -> torch.Tensor:
+        opened.append(device)
+        return opened_host(handle)
+
+    monkeypatch.setattr(gpus, "gpu_of", lambda tensor, _: "GPU-1" if tensor.is_floating_point() else "")
+    monkeypatch.setattr(gpus, "GpuMemory", lambda size, _: HostMemory(size))
+    monkeypatch.setattr(gpus, "opened_gpu", open_memory)
+    monkeypatch.setattr(gpus, "synchronize", lambda _: None)
+    sender = Mailbox("me:0", Place("here", DeviceKind.CUDA, ("GPU-0", "GPU-1")), "job", cuda_ipc=True)
+    readers = [Mailbox(f"r:{rank}", Place("here", DeviceKind.CUDA, ("GPU-1",)), "job") for rank in range(2)]
+    for reader in readers:
+        deliver = SimpleNamespace(remote=lambda *message, to=reader: lambda: to.deliver(*message))
+        home = SimpleNamespace(remote=lambda to=reader: lambda: to.home)
+        actors.actors[reader.me] = SimpleNamespace(_rlix_deliver=deliver, _rlix_home=home)
+    large, small = torch.arange(60_000).bfloat16().reshape(200, 300).t(), torch.ones(2)
+    value = {"large": large.clone(), "small": small, "host": TENSOR}
+    sender.send(value, ["r:0", "r:1"], "", 5.0)
+    value["large"].zero_()
+    (first,) = readers[0]._came["me:0", ""]
+    assert [layout.shared is not None for layout in first.layouts] == [True, False, False]
+    assert first.nbytes < TENSOR.nbytes + 4096
+    for reader in readers:
+        got = reader.receive("me:0", "", 5.0)
+        assert got["large"].equal(large)
+        assert (got["small"].tolist(), got["host"].equal(TENSOR)) == ([1.0, 1.0], True)
+        got["large"].zero_()  # each reader's own
+    assert opened == [torch.device("cuda", 0)] * 2
+    for mailbox in (sender, *readers):
+        mailbox._scratch.cleanup()
 
 
 class Rank(Peer):

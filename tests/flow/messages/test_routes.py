@@ -18,16 +18,22 @@ CPU, CUDA = DeviceKind.CPU, DeviceKind.CUDA
 
 
 @pytest.mark.parametrize(
-    ("reader", "expected"),
+    ("reader", "expected", "on_gpu"),
     [
-        (Place("a", CPU), Route(Carrier.SHARED_MEMORY, onto=False)),
-        (Place("a", CUDA), Route(Carrier.SHARED_MEMORY, onto=True)),
-        (Place("b", CPU), Route(Carrier.OBJECT_STORE, onto=False)),
-        (Place("b", CUDA), Route(Carrier.OBJECT_STORE, onto=True)),
+        (Place("a", CPU), Route(Carrier.SHARED_MEMORY, onto=False), Carrier.SHARED_MEMORY),
+        (Place("a", CUDA, ("2",)), Route(Carrier.SHARED_MEMORY, onto=True), Carrier.SHARED_MEMORY),
+        (Place("a", CUDA, ("2", "1")), Route(Carrier.SHARED_MEMORY, onto=True, ipc=("1",)), Carrier.CUDA_IPC),
+        (Place("b", CPU), Route(Carrier.OBJECT_STORE, onto=False), Carrier.OBJECT_STORE),
+        (Place("b", CUDA, ("1",)), Route(Carrier.OBJECT_STORE, onto=True), Carrier.OBJECT_STORE),
     ],
 )
-def test_the_way_of_a_message(reader: Place, expected: Route) -> None:
-    assert route("a", reader) == expected
+def test_the_way_of_a_message(reader: Place, expected: Route, on_gpu: Carrier) -> None:
+    """From a worker that sees GPUs 0 and 1, of a tensor on its second one."""
+    sender = Place("a", CUDA, ("0", "1"))
+    assert route(sender, reader, cuda_ipc=True) == expected
+    assert expected.of("1") is on_gpu
+    assert expected.of("0") is expected.of("") is expected.carrier
+    assert route(sender, reader) == replace(expected, ipc=())
 
 
 def test_only_what_came_from_a_device_goes_onto_the_readers() -> None:
@@ -70,3 +76,17 @@ def test_rows_go_from_some_ranks_to_others_in_order_and_evenly(kind: str, counts
 def test_what_has_no_rows_is_no_batch(batch: Any) -> None:
     with pytest.raises(ValueError, match="batch"):
         rows(batch)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([[1], torch.ones(1)], "of one kind, not list, Tensor"),
+        ([torch.ones(1), np.ones(1)], "of one kind, not Tensor, ndarray"),
+        ([{"a": [1]}, {"a": [1], "b": [1]}], "the same members, not a; a, b"),
+        ([{"a": [1]}, {"a": np.ones(1)}], "of one kind, not list, ndarray"),
+    ],
+)
+def test_shares_that_are_not_alike_are_not_joined(shares: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        join(shares)

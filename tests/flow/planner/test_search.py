@@ -105,7 +105,7 @@ def test_a_circle_is_planned_as_one_part() -> None:
     assert make_plan(both, 4, 1, device_bytes=20).best.seconds == pytest.approx(2 * 8)
     assert make_plan(both, 4, 1, device_bytes=10).best.seconds == pytest.approx(2 * (8 + 2))
     assert make_plan(both, 4, 2, device_bytes=10).best.seconds == pytest.approx(2 * 4)
-    with pytest.raises(SpecError, match="say `rounds`"):
+    with pytest.raises(SpecError, match="needs `rounds`"):
         Graph([sim, policy], [Edge("sim", "policy"), Edge("policy", "sim")])
 
 

@@ -1,6 +1,7 @@
 """What runs a flow, without running it: pieces of batches, drift, and profiles in files."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Point, SegmentPlan, StagePlan, Table, make_plan
 from rlix.flow.planner.plan import LoopPlan, PartPlan
 from rlix.flow.profiler.measure import Grid
-from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.drift import WINDOW, Drift, rescaled
 from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
@@ -92,12 +93,17 @@ def test_what_a_circle_takes_when_its_parts_are_slower() -> None:
     assert seconds(in_turn, 25.0, b=2.0) == pytest.approx(35.0)  # 5 of them switch
 
 
-def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
+def test_a_profile_is_kept_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     points = tuple(Point(1, n, float(n)) for n in (1, 2, 4))
     profile = Profile("f", "m", {"a": PartProfile(points, 0.5, 0.25)}, {("a", "b"): (0.1, 0.2)})
     path = tmp_path / "deep" / "f.json"
     profile.write(path)
     assert Profile.read(path) == Profile.read(str(path)) == profile
+    assert f"was measured on m, and this is {machine()}" in caplog.text
+    caplog.clear()
+    replace(profile, machine=machine()).write(path)
+    Profile.read(path)
+    assert not caplog.records
     assert "held-out error 0.0% mean" in profile.describe()
     assert profile.scaled({"a": 2.0}).parts["a"].points[1].seconds == 4.0
     with pytest.raises(SpecError, match="run `rlix profile` first"):
@@ -120,6 +126,8 @@ def test_a_profile_is_kept_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is not a profile"):
         Profile.read(path)
     flow = Flow("f", [Part("a", Nothing, "run"), Part("b", Nothing, "run", ("a",))], 4)
+    with pytest.raises(SpecError, match="flow f: the profile is of flow g"):
+        flow.plan(replace(profile, flow="g"), 2)
     with pytest.raises(SpecError, match="has no part b"):
         flow.plan(profile, 2)
     with pytest.raises(SpecError, match="give it `sample`"):
@@ -137,23 +145,27 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         Part("b", Nothing, "run", "ab")
     with pytest.raises(SpecError, match=r"dict.* is not a class derived from rlix.flow\.FlowWorker"):
         Part("a", dict, "keys")  # type: ignore[arg-type]
-    for wrong in ({"unit": 0}, {"most": 0}, {"chunk": 0}, {"cpu_ranks": -1}):
+    for wrong in ({"unit": 0}, {"most": 0}, {"chunk": 0}, {"cpu_ranks": -1}, {"unit": 1.5}, {"cpu_ranks": 2.0}):
         with pytest.raises(SpecError, match="a: unit, chunk and most must be at least 1"):
             Part("a", Nothing, "run", **wrong)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="1 item or more, not 0"):
-        Flow("f", [Part("a", Nothing, "run")], 0)
+    for items in (0, 64.0):
+        with pytest.raises(SpecError, match=f"1 item or more, not {items}"):
+            Flow("f", [Part("a", Nothing, "run")], items)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"b comes after \['c'\]"):
         Flow("f", (part for part in [Part("b", Nothing, "run", ("c",))]), 4)  # type: ignore[arg-type]
     a, b = Part("a", Nothing, "run"), Part("b", Nothing, "run", ("a",))
-    for names, rounds in ((("a",), 2), (("b", "a"), 2), (("a", "b"), 0), (("a", "c"), 2)):
+    for names, rounds in ((("a",), 2), (("b", "a"), 2), (("a", "b"), 0), (("a", "b"), 2.5), (("a", "c"), 2)):
         with pytest.raises(SpecError, match="is no circle"):
-            Flow("f", [a, b], 4, circles=[Circle(names, rounds)])
+            Flow("f", [a, b], 4, circles=[Circle(names, rounds)])  # type: ignore[arg-type]
+    parts = [Component(name, Table([Point(1, 8, 1.0)])) for name in "ab"]
+    with pytest.raises(SpecError, match="a → b is a circle: its last edge needs `rounds`, a whole number"):
+        Graph(parts, [Edge("a", "b"), Edge("b", "a", rounds=2.5)])  # type: ignore[arg-type]
 
 
 def test_a_grid_measures_something() -> None:
-    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (0,), 1), ((1,), (1,), 0)):
-        with pytest.raises(SpecError, match="all numbers are 1 or more"):
-            Grid(*wrong)
+    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (2.5,), 1), ((1,), (1,), 0)):
+        with pytest.raises(SpecError, match="all whole numbers from 1 on"):
+            Grid(*wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("made", [None, {"loss": 1.0}, "done", 1.0])

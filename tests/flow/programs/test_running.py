@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,7 +161,7 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         Part("ones", Waits, "add", kwargs={"number": 1, "pipe": str(pipes[0])}),
         Part("tens", Waits, "add", ("ones",), kwargs={"number": 10, "pipe": str(pipes[1])}, most=1),
     ]
-    pool, known = [mine.devices()[i] for i in (0, 1)], profile(60.0, 0.1)
+    pool, known = [mine.devices()[i] for i in (0, 1)], replace(profile(60.0, 0.1), flow="gaps")
     options: dict[str, Any] = {"device_bytes": 80.0, "job": job, "cluster": "flow", "timeout_s": 120.0}
     with (
         ThreadPoolExecutor(2) as threads,

@@ -28,7 +28,7 @@ from rlix.engine.parallel import dealt
 from rlix.engine.residency import MoveReport
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import PublishedWeights, check_published
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
@@ -366,10 +366,11 @@ class InferenceEngine(Engine):
         """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
 
         Raises:
-            NotResidentError: the weights are not on the devices.
+            TypeError: these are no published weights. NotResidentError: the weights are not on the devices.
             WeightSyncError: they do not fit, or were not sent. Replicas that refused go on as they were.
             Anything else: they did not all arrive. The replicas concerned have failed, and say so when they are used.
         """
+        check_published(published)
         return tuple(self._call("update", published))
 
     def cuda(
@@ -384,6 +385,8 @@ class InferenceEngine(Engine):
         """
         if what not in (None, *ALL_PARTS):
             raise ValueError(f'an InferenceEngine has no {what!r} to move; it has "weights" and "kv_cache"')
+        if weights is not None:
+            check_published(weights)
         parts = ALL_PARTS if what is None else (Part(what),)
         self._workers()
         if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self.life.on}:

@@ -13,7 +13,7 @@ import torch
 from rlix.engine import placement
 from rlix.engine.base import merged, named_dtype
 from rlix.engine.life_cycle import Life, Residency, joint
-from rlix.engine.parallel import combine, scatter
+from rlix.engine.parallel import Items, combine, scatter
 from rlix.engine.residency import MoveReport
 from rlix.engine.train.executor import TrainExecutor, find
 from rlix.engine.train.layout import Layout, asked_layout
@@ -218,7 +218,7 @@ class TrainEngine(StateCalls):
         parts, ranks = self._layout.data, range(self._layout.world)
         scattered = scatter(args, kwargs, parts)
         method = getattr(self._class, name)
-        chosen = reduction_of(method) or ("first" if scattered.sizes is None else "gather")
+        chosen = reduction_of(method) or ("first" if scattered.items is None else "gather")
         of_rank = [self._data_part(rank) for rank in ranks]
         mine = (
             PerRank([scattered.args[part] for part in of_rank]),
@@ -227,14 +227,14 @@ class TrainEngine(StateCalls):
         try:
             answers = self._run("call", name, *mine, self._epoch, chosen == "first", timeout_s=self._timeout_s)
         except WorkerError as error:
-            _say_items(error, scattered.sizes, of_rank)
+            _say_items(error, scattered.items, of_rank)
             raise
         if is_configuring(method):
             self._configured.append((name, args, kwargs))
         if (undone := undone_by(method)) is not None:
             self._configured = [call for call in self._configured if (call[0], call[1][:1]) != (undone, args[:1])]
         results = [answers[of_rank.index(part)] for part in range(parts)]
-        return combine(results, chosen, scattered.sizes, scattered.length)
+        return combine(results, chosen, scattered.items)
 
     def read(self, name: str, /, *args: Any) -> Any:
         """Call a method of the module that only reads its own tensors, without collectives; what rank 0 returns.
@@ -306,15 +306,16 @@ class TrainEngine(StateCalls):
         return joint([status.life for status in self.status()], "rank")
 
 
-def _say_items(error: WorkerError, sizes: tuple[int, ...] | None, of_rank: Sequence[int]) -> None:
+def _say_items(error: WorkerError, items: Items | None, of_rank: Sequence[int]) -> None:
     """Add to an error which items of a split batch its rank had."""
     rank = getattr(error, "rank", None)
-    if sizes is None or rank is None:
+    if items is None or rank is None:
         return
-    part = of_rank[rank]
-    first = sum(sizes[:part])
-    error.items = range(first, first + sizes[part])  # type: ignore[attr-defined]
-    error.args = (f"{error} (items {first} to {first + sizes[part] - 1} of the split batch)",)
+    mine = items[of_rank[rank]]
+    neighbours = mine[-1] - mine[0] < len(mine)
+    which = f"items {mine[0]} to {mine[-1]}" if neighbours else f"{len(mine)} items from {mine[0]} to {mine[-1]}"
+    error.items = mine  # type: ignore[attr-defined]
+    error.args = (f"{error} ({which} of the split batch)",)
 
 
 def _public(cls: type) -> list[str]:

@@ -22,9 +22,9 @@ from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import ALIGNMENT, HOST, Contents
 from rlix.engine.weights.group import open_nccl
 from rlix.engine.weights.links import Links, Listener, connect
-from rlix.engine.weights.memory import GpuMemory, HostMemory, opened_gpu, opened_host
 from rlix.engine.weights.rendezvous import Entrance
 from rlix.engine.weights.schedule import Load, Way
+from rlix.flow.memory import GpuMemory, HostMemory, opened_gpu, opened_host, synchronize
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 SLOTS = 2
@@ -328,11 +328,6 @@ class Member:
                 raise
             limit = f"(timeout {self.ticket.timeout_s:g} s)"
             raise TransferError(f"{self.name} could not {what} {limit}: {error}") from error
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 # ---- the members of this process -------------------------------------------------------------------------------------

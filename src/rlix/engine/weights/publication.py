@@ -81,6 +81,15 @@ class PublishedWeights:
             )
 
 
+def check_published(weights: object) -> None:
+    """Raises TypeError: this is something else, such as a folder."""
+    if not isinstance(weights, PublishedWeights):
+        raise TypeError(
+            f"weights are what `TrainEngine.publish()` returns, not {weights!r}: for those of a folder, "
+            "build an engine of it"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedAdapter:
     """One version of a LoRA adapter: what it is, and its tensors by the names that PEFT's folders have."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from rlix.engine.weights.buckets import Contents, WeightEntry, fill, part_of
-from rlix.engine.weights.channel import SLOTS, Delivery, Member, joined, synchronize
+from rlix.engine.weights.channel import SLOTS, Delivery, Member, joined
 from rlix.engine.weights.layout import Box, Piece, common, extent, moved, whole
 from rlix.engine.weights.schedule import Load
+from rlix.flow.memory import synchronize
 from rlix.protocol.errors import WeightSyncError
 
 Held = Sequence[tuple[Piece, torch.Tensor]]

@@ -8,7 +8,7 @@ import io
 import mmap
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,12 +20,13 @@ from ray import cloudpickle
 Leaf: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 _ALIGN = 64
 INLINE_BYTES = 64 << 10  # a message of this size is as fast as a file
+_NOTHING: "np.ndarray[Any, Any]" = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One tensor's place in a block of memory; `kind` is "torch" or "numpy". `onto`: the reader's device, not its host
-    memory."""
+    memory. `shared`: the GPU on which it is, and a handle of its bytes there."""
 
     kind: str
     dtype: str
@@ -33,17 +34,22 @@ class Layout:
     offset: int
     nbytes: int
     onto: bool = False
+    shared: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """An object packed to be sent: its tensors' bytes are in `data`, or in the file `path` in shared memory."""
+    """An object packed to be sent: its tensors' bytes are in `data`, or in the file `path` in shared memory.
+
+    `landed`: at the reader, of each layout that is `shared`, its bytes on the GPU.
+    """
 
     skeleton: bytes
     layouts: tuple[Layout, ...]
     nbytes: int
     data: bytes = b""
     path: str = ""
+    landed: tuple[torch.Tensor | None, ...] = ()
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -83,27 +89,36 @@ def decode(skeleton: bytes, leaves: Sequence[Leaf]) -> Any:
     return _Unpickler(skeleton, leaves).load()
 
 
-def pack(value: object, folder: Path | None = None, name: str = "", *, onto: bool = False) -> Parcel:
+def pack(
+    value: object,
+    folder: Path | None = None,
+    name: str = "",
+    *,
+    onto: bool = False,
+    share: Callable[[torch.Tensor], tuple[str, str] | None] | None = None,
+) -> Parcel:
     """Copy an object's bytes once: into a new file of `folder` where there is one and it pays, else into the parcel.
 
-    Tensors on a device are brought to host memory, and stay there, or go `onto` the reader's device.
+    Tensors on a device are brought to host memory, and stay there, or go `onto` the reader's device; those of which
+    `share` gives a handle stay on theirs.
 
     Raises:
         OSError: the folder has no room; no file is left.
     """
     skeleton, leaves = encode(value)
-    blocks = [_bytes(leaf) for leaf in leaves]
+    shares = [share(leaf) if share is not None and isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    blocks = [_bytes(leaf) if shared is None else _NOTHING for leaf, shared in zip(leaves, shares, strict=True)]
     layouts, end = [], 0
-    for leaf, block in zip(leaves, blocks, strict=True):
+    for leaf, block, shared in zip(leaves, blocks, shares, strict=True):
         offset = -(-end // _ALIGN) * _ALIGN
         end = offset + block.nbytes
         kind, dtype = ("numpy", leaf.dtype.str) if isinstance(leaf, np.ndarray) else ("torch", str(leaf.dtype)[6:])
-        again = onto and isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
-        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes, again))
+        again = onto and shared is None and isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
+        layouts.append(Layout(kind, dtype, tuple(leaf.shape), offset, block.nbytes, again, shared))
     nbytes = end + len(skeleton)
     if folder is None or end < INLINE_BYTES:
         data = bytearray(end)
-        _fill(np.frombuffer(data, np.uint8) if end else np.empty(0, np.uint8), layouts, blocks)
+        _fill(np.frombuffer(data, np.uint8) if end else _NOTHING, layouts, blocks)
         return Parcel(skeleton, tuple(layouts), nbytes, data=bytes(data))
     path = folder / name
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -133,7 +148,8 @@ def unpack(parcel: Parcel, device: str = "cpu") -> Any:
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-    leaves = [_leaf(layout, memory) for layout in parcel.layouts]
+    landed = parcel.landed or (None,) * len(parcel.layouts)
+    leaves = [_leaf(layout, memory, there) for layout, there in zip(parcel.layouts, landed, strict=True)]
     moved = [
         leaf.to(device) if layout.onto and isinstance(leaf, torch.Tensor) else leaf
         for layout, leaf in zip(parcel.layouts, leaves, strict=True)
@@ -151,7 +167,7 @@ def _bytes(leaf: Leaf) -> "np.ndarray[Any, Any]":
     if isinstance(leaf, np.ndarray):
         return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
     if not leaf.numel():
-        return np.empty(0, np.uint8)
+        return _NOTHING
     block: np.ndarray[Any, Any] = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return block
 
@@ -170,8 +186,10 @@ def _fill(target: "np.ndarray[Any, Any]", layouts: Sequence[Layout], blocks: Seq
         target[layout.offset : layout.offset + layout.nbytes] = block
 
 
-def _leaf(layout: Layout, memory: Any) -> Leaf:
-    block = np.frombuffer(memory, np.uint8, layout.nbytes, layout.offset) if layout.nbytes else np.empty(0, np.uint8)
+def _leaf(layout: Layout, memory: Any, landed: torch.Tensor | None) -> Leaf:
+    if landed is not None:
+        return landed.view(getattr(torch, layout.dtype)).reshape(layout.shape)
+    block = np.frombuffer(memory, np.uint8, layout.nbytes, layout.offset) if layout.nbytes else _NOTHING
     if layout.kind == "numpy":
         return block.view(np.dtype(layout.dtype)).reshape(layout.shape)
     if not layout.nbytes:

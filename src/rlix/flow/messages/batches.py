@@ -32,10 +32,18 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def join(batches: Sequence[Any]) -> Any:
+    """Shares in order as one batch. Raises ValueError: they are of different kinds, or have different members."""
     first = batches[0]
     if len(batches) == 1:
         return first
+    kind = next(kind for kind in (dict, list, torch.Tensor, np.ndarray) if isinstance(first, kind))
+    if not all(isinstance(batch, kind) for batch in batches):
+        kinds = ", ".join(type(batch).__name__ for batch in batches)
+        raise ValueError(f"the shares of a batch must be of one kind, not {kinds}")
     if isinstance(first, dict):
+        if any(batch.keys() != first.keys() for batch in batches):
+            members = "; ".join(", ".join(map(str, batch)) for batch in batches)
+            raise ValueError(f"the shares of a batch must have the same members, not {members}")
         return {name: join([batch[name] for batch in batches]) for name in first}
     if isinstance(first, list):
         return [row for batch in batches for row in batch]

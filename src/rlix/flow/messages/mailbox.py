@@ -13,14 +13,17 @@ import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from rlix.flow.channels.codec import Parcel, pack, unpack
+from rlix.flow.memory import GpuMemory
+from rlix.flow.messages.gpus import landed, shared
 from rlix.flow.messages.peer import Peer
 from rlix.flow.messages.routes import Carrier, Place, Route, route
 from rlix.flow.scratch import Scratch, shared_memory
@@ -49,13 +52,16 @@ class _Peer:
 
 
 class Mailbox:
-    """`me`: the worker's name, `group:rank`, in this namespace of Ray's (None: the program's). Thread-safe."""
+    """`me`: the worker's name, `group:rank`, in this namespace of Ray's (None: the program's). Thread-safe.
 
-    def __init__(self, me: str, kind: DeviceKind, namespace: str | None = None) -> None:
+    `cuda_ipc`: what it sends may stay on a GPU that its reader sees too.
+    """
+
+    def __init__(self, me: str, place: Place, namespace: str | None = None, *, cuda_ipc: bool = False) -> None:
         self.me = me
-        self._namespace = namespace
+        self._namespace, self._cuda_ipc = namespace, cuda_ipc
         self._scratch = Scratch("mail", shared_memory())
-        self.home = Home(Place(ray.get_runtime_context().get_node_id(), kind), self._scratch.name)
+        self.home = Home(place, self._scratch.name)
         self._came: dict[tuple[str, str], deque[Parcel]] = defaultdict(deque)
         self.batches: Counter[str] = Counter()  # sent, by whom they are for
         self._peers: dict[str, _Peer] = {}
@@ -63,6 +69,8 @@ class Mailbox:
         self._changed = threading.Condition()
 
     def deliver(self, sender: str, tag: str, parcel: Parcel) -> None:
+        if any(layout.shared for layout in parcel.layouts):
+            parcel = landed(parcel, self.home.place)
         with self._changed:
             self._met.add(sender)
             self._came[sender, tag].append(parcel)
@@ -91,9 +99,10 @@ class Mailbox:
         """Returns those that have died."""
         taken = set()
         with self._in_order(peers, deadline):
+            held: list[GpuMemory] = []  # what readers copy on a GPU, until they have
             sent = [
                 (peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel))
-                for peer, parcel in self._packed(value, peers)
+                for peer, parcel in self._packed(value, peers, held)
             ]
             for peer, parcel, answer in sent:
                 try:
@@ -105,6 +114,9 @@ class Mailbox:
                     raise WaitTimeoutError(
                         f"{self.me}: {peer.name} cannot be reached; it may have the message, or not"
                     ) from error
+                except RayTaskError as error:
+                    _remove(parcel)
+                    raise WorkerError(f"{self.me}: {peer.name} could not take a message: {error.cause}") from error
                 except RayActorError:
                     _remove(parcel)
         return [peer.name for peer in peers if peer.name not in taken]
@@ -188,19 +200,20 @@ class Mailbox:
                 held.callback(peer.sending.release)
             yield
 
-    def _packed(self, value: object, peers: Sequence[_Peer]) -> list[tuple[_Peer, Any]]:
+    def _packed(self, value: object, peers: Sequence[_Peer], held: list[GpuMemory]) -> list[tuple[_Peer, Any]]:
         """For each that lives, by its route: a parcel whose file is its own, or a reference to one without a file."""
         packed: dict[Route, Any] = {}
         found: list[tuple[_Peer, Any]] = []
         try:
             for peer in peers:
-                way = route(self.home.place.node, peer.home.place)
+                way = route(self.home.place, peer.home.place, cuda_ipc=self._cuda_ipc)
+                share = partial(shared, place=self.home.place, way=way, held=held)
                 name = uuid.uuid4().hex
                 try:
-                    if way in packed:
+                    if way in packed and not way.ipc:
                         parcel = _linked(packed[way], Path(peer.home.folder) / name)
                     elif way.carrier is Carrier.SHARED_MEMORY:
-                        parcel = pack(value, Path(peer.home.folder), name, onto=way.onto)
+                        parcel = pack(value, Path(peer.home.folder), name, onto=way.onto, share=share)
                     else:
                         parcel = ray.put(pack(value, onto=way.onto))
                 except FileNotFoundError:  # its folder went with it
@@ -236,5 +249,8 @@ def mailbox_of(worker: Peer) -> Mailbox:
     """A worker's own, made when it is first needed."""
     with _making:
         if worker._mailbox is None:
-            worker._mailbox = Mailbox(f"{worker.ctx.group}:{worker.ctx.rank}", worker.ctx.kind, worker.ctx.namespace)
+            ctx, node = worker.ctx, ray.get_runtime_context().get_node_id()
+            gpus = tuple(device.key or str(device.index) for device in ctx.devices if device.kind is DeviceKind.CUDA)
+            place = Place(node, ctx.kind, gpus)
+            worker._mailbox = Mailbox(f"{ctx.group}:{ctx.rank}", place, ctx.namespace, cuda_ipc=worker.cuda_ipc)
         return worker._mailbox

@@ -26,6 +26,9 @@ class Peer:
     """
 
     ctx: "WorkerContext"
+    cuda_ipc: bool = False
+    """Override with True to let tensors on a GPU go to workers on the same GPU without leaving it. Such a message is
+    bytes on that GPU until it is read and dropped: both must hold the device so long. Not yet tried on a GPU."""
     _mailbox: "Mailbox | None" = None
 
     def send(self, value: object, to: str, *, tag: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -79,7 +82,7 @@ class Peer:
         """Its share of what `senders`, all ranks of a group in order, share out.
 
         Raises what `recv` raises, and WorkerError where their shares are not of the same batch, as after a call that
-        ended half-way: the groups must be started again.
+        ended half-way: the groups must be started again. ValueError: they are of different kinds.
         """
         from rlix.flow.messages.batches import join
 

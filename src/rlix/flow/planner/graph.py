@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 from rlix.flow.planner.tables import Table
 from rlix.protocol.errors import SpecError
@@ -10,10 +11,18 @@ from rlix.protocol.errors import SpecError
 MOST_PARTS = 8
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether it is a whole number, and `least` or more."""
+    return isinstance(value, Integral) and int(value) >= least
+
+
 def check_shape(name: str, unit: int, most: int | None, chunk: int, cpu_ranks: int) -> None:
     """Raises SpecError: one of these numbers of a part makes no sense."""
-    if unit < 1 or chunk < 1 or cpu_ranks < 0 or (most is not None and most < 1):
-        raise SpecError(f"{name}: unit, chunk and most must be at least 1, cpu_ranks at least 0")
+    if not (all(is_count(n) for n in (unit, chunk, 1 if most is None else most)) and is_count(cpu_ranks, 0)):
+        raise SpecError(
+            f"{name}: unit, chunk and most must be at least 1, cpu_ranks at least 0, and whole numbers, not "
+            f"{unit!r}, {chunk!r}, {most!r} and {cpu_ranks!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +142,8 @@ class Graph:
         if not inside:
             return Node(parts)
         rounds = max(edge.rounds for edge in inside)
-        if rounds < 1:
-            raise SpecError(f"{' → '.join(circle)} is a circle: say `rounds` on the edge that closes it")
+        if not is_count(rounds):
+            raise SpecError(f"{' → '.join(circle)} is a circle: its last edge needs `rounds`, a whole number")
         return Node(parts, rounds)
 
     def _feeds(self, sources: Sequence[str], targets: Sequence[str]) -> bool:

@@ -74,6 +74,11 @@ class SegmentPlan:
         """Numbers of the devices that work."""
         return tuple(stage.first + i for stage in self.stages for i in range(stage.used))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parts."""
+        return tuple(part.name for stage in self.stages for part in stage.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -10,10 +10,11 @@ from typing import Any
 import ray
 
 from rlix.flow.planner import Point
+from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
-from rlix.flow.workers.launch import Group, launch
+from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, Group, launch
 from rlix.flow.workers.placement import Flexible, OnCpu
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, Fence
@@ -30,18 +31,27 @@ class Grid:
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if not self.widths or not self.batches or min(*self.widths, *self.batches, self.repeats) < 1:
-            raise SpecError(f"{self}: needs one width or more and one batch or more, and all numbers are 1 or more")
+        if not (self.widths and self.batches and all(map(is_count, (*self.widths, *self.batches, self.repeats)))):
+            raise SpecError(f"{self}: needs one width or more and one batch or more, all whole numbers from 1 on")
 
 
-def profile(flow: Flow, devices: Sequence[Device], grid: Grid, *, lease: Fence | None = None) -> Profile:
+def profile(
+    flow: Flow,
+    devices: Sequence[Device],
+    grid: Grid,
+    *,
+    lease: Fence | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Profile:
     """Run every part alone on each width that the devices allow and on each batch size.
 
     Items come from `flow.sample`; what a part makes of the largest batch is what the next one is measured with.
-    `lease`: of these devices, where they are shared.
+    `lease`: of these devices, where they are shared. `timeout_s`: for a part to start, and for each of its calls.
 
     Raises:
         SpecError: a part, which is named, can be measured on none of the widths, or with none of the batches.
+        WorkerError: a part raised or died.
+        WaitTimeoutError: a part, which is named with its ranks, did not answer within `timeout_s`.
     """
     made: dict[str, Pieces] = {}
     largest = max(grid.batches)
@@ -50,13 +60,13 @@ def profile(flow: Flow, devices: Sequence[Device], grid: Grid, *, lease: Fence |
     parts = {}
     for part in flow.parts:
         inputs = [made[name] for name in part.after] or [first]
-        parts[part.name], made[part.name] = _measure(part, inputs, devices, grid, lease)
+        parts[part.name], made[part.name] = _measure(part, inputs, devices, grid, lease, timeout_s)
         logger.info("profiled %s", part.name)
     return Profile(flow.name, machine(), parts)
 
 
 def _measure(
-    part: Part, inputs: list[Pieces], devices: Sequence[Device], grid: Grid, lease: Fence | None
+    part: Part, inputs: list[Pieces], devices: Sequence[Device], grid: Grid, lease: Fence | None, timeout_s: float
 ) -> tuple[PartProfile, Pieces]:
     most = part.cpu_ranks or min(len(devices) // part.unit, part.most or len(devices))
     widths = [part.cpu_ranks] if part.cpu_ranks else [w for w in grid.widths if w <= most]
@@ -68,7 +78,7 @@ def _measure(
     kept: Pieces = []
     for width in widths:
         made: Pieces = []
-        with start(part, width, devices) as group:
+        with start(part, width, devices, timeout_s=timeout_s) as group:
             group.lease = lease
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in group.call("memory").wait())
@@ -92,11 +102,22 @@ def _measure(
     return PartProfile(tuple(points), median(loads), median(offloads)), kept
 
 
-def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
-    """The part's group on devices from number `first` on."""
+def start(
+    part: Part,
+    ranks: int,
+    devices: Sequence[Device],
+    first: int = 0,
+    name: str = "",
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Group:
+    """The part's group on devices from number `first` on; `timeout_s`: until it is there, and of each of its calls."""
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
     placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
-    return launch(part.worker, placement, list(devices), name=name or part.name, kwargs=dict(part.kwargs))
+    options: dict[str, Any] = {"kwargs": dict(part.kwargs), "start_timeout_s": timeout_s}
+    group = launch(part.worker, placement, list(devices), name=name or part.name, **options)
+    group.timeout_s = timeout_s
+    return group
 
 
 def _repeat(group: Group, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:

@@ -1,6 +1,7 @@
 """A flow's measurements on one kind of machine, as a file: tables of its parts, and what switching costs."""
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from rlix.flow.planner import Component, Edge, Graph, Point, Table
 from rlix.protocol.errors import SpecError
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "profiles"
 
@@ -79,7 +82,11 @@ class Profile:
 
     @staticmethod
     def read(path: Path | str) -> "Profile":
-        """Raises SpecError: there is none, or the file is no profile."""
+        """As `write` kept it; of another kind of machine it is logged as a warning.
+
+        Raises:
+            SpecError: there is none, or the file is no profile.
+        """
         try:
             value = json.loads(Path(path).read_text())
             parts = {
@@ -89,11 +96,16 @@ class Profile:
             transfers = {(a, b): (fixed, each) for a, b, fixed, each in value["transfers"]}
             for part in parts.values():
                 part.table  # noqa: B018 (points that are no measurements are refused here)
-            return Profile(value["flow"], value["machine"], parts, transfers)
+            found = Profile(value["flow"], value["machine"], parts, transfers)
         except FileNotFoundError:
             raise SpecError(f"there is no profile {path}: run `rlix profile` first") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"{path} is not a profile ({error}): delete it and run `rlix profile` again") from error
+        if found.machine != (here := machine()):
+            logger.warning(
+                "%s was measured on %s, and this is %s: by it, plans for here are guesses", path, found.machine, here
+            )
+        return found
 
 
 def graph_of(profile: Profile, parts: Mapping[str, Mapping[str, int | None]], edges: list[Edge]) -> Graph:

@@ -10,14 +10,14 @@ A method takes a list of items and returns a list, one for each; every rank is c
 empty, so that they may speak to each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import lcm
 from typing import Any
 
 from rlix.flow.planner import Edge, Graph, Mode, Plan, Planned, make_plan
-from rlix.flow.planner.graph import check_shape
+from rlix.flow.planner.graph import check_shape, is_count
 from rlix.flow.profiler.profile import Profile, graph_of
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
@@ -85,8 +85,8 @@ class Flow:
     ) -> None:
         self.name, self.parts, self.items, self.circles = name, tuple(parts), items, tuple(circles)
         self._sample = sample
-        if items < 1:
-            raise SpecError(f"flow {name}: a step has 1 item or more, not {items}")
+        if not is_count(items):
+            raise SpecError(f"flow {name}: a step has 1 item or more, not {items!r}")
         known: set[str] = set()
         for part in self.parts:
             if part.name in known:
@@ -102,10 +102,10 @@ class Flow:
             at = names.index(circle.parts[0]) if circle.parts and circle.parts[0] in names else len(names)
             consecutive = names[at : at + len(circle.parts)] == list(circle.parts)
             follow = consecutive and all(before in self.part(name).after for before, name in pairwise(circle.parts))
-            if len(circle.parts) < 2 or circle.rounds < 1 or not follow or used & set(circle.parts):
+            if len(circle.parts) < 2 or not is_count(circle.rounds) or not follow or used & set(circle.parts):
                 raise SpecError(
                     f"flow {self.name}: {circle} is no circle: name two or more consecutive parts, each "
-                    "`after` the one before it and in no other circle, and 1 round or more"
+                    "`after` the one before it and in no other circle, and a whole number of rounds"
                 )
             used |= set(circle.parts)
 
@@ -122,6 +122,10 @@ class Flow:
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
 
+    def multiple(self, names: Iterable[str]) -> int:
+        """A batch given to all of these parts must be a multiple of so many items."""
+        return lcm(*(self.part(name).chunk for name in names))
+
     def check(self, plan: Plan, devices: int) -> None:
         """Raises SpecError: the plan is of other parts, of more devices, or of chunks that the parts do not take."""
         planned, mine = sorted(part.name for part in plan.parts), sorted(part.name for part in self.parts)
@@ -133,14 +137,17 @@ class Flow:
                 f"flow {self.name}: the plan is for {used} device(s), and there are {devices}: plan it again"
             )
         for segment in plan.segments:
-            multiple = lcm(*(self.part(part.name).chunk for stage in segment.stages for part in stage.parts))
-            if segment.chunk < 1 or segment.chunk % multiple:
+            multiple = self.multiple(segment.names)
+            if not is_count(segment.chunk) or segment.chunk % multiple:
                 raise SpecError(
                     f"flow {self.name}: the plan has chunks of {segment.chunk} items, and its parts take multiples of "
                     f"{multiple}"
                 )
 
     def graph(self, profile: Profile) -> Graph:
+        """Raises SpecError: the profile is of another flow, or has not all parts."""
+        if profile.flow != self.name:
+            raise SpecError(f"flow {self.name}: the profile is of flow {profile.flow}: run `rlix profile` on this one")
         shapes: dict[str, dict[str, int | None]] = {
             part.name: {"unit": part.unit, "most": part.most, "chunk": part.chunk, "cpu_ranks": part.cpu_ranks}
             for part in self.parts
@@ -150,5 +157,5 @@ class Flow:
     def plan(
         self, profile: Profile, devices: int, *, device_bytes: float = float("inf"), mode: Mode | None = None
     ) -> Planned:
-        """Raises SpecError: a part was not profiled, or there is no plan."""
+        """Raises SpecError: the profile is of another flow, a part was not profiled, or there is no plan."""
         return make_plan(self.graph(profile), self.items, devices, device_bytes=device_bytes, mode=mode)

@@ -4,16 +4,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from math import lcm
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError
 
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan
+from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
 from rlix.flow.programs.drift import Drift, rescaled
@@ -21,6 +21,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
+from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.launch import Group
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device
@@ -37,9 +38,10 @@ class Running:
         devices: those the plan counts, in its order.
         plan: "auto" (the fastest by the profile), a mode (the fastest of that mode), or a plan.
         profile: needed unless a plan is given; with it the flow is planned anew when times drift.
-        job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses;
-            between segments, and between steps, they are others' to use.
+        job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
+            until all of its stages have ended; between segments, and between steps, they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
+        timeout_s: of each wait for a part: to start, for a call, for its devices in its turn, and for its items.
     """
 
     def __init__(
@@ -120,10 +122,8 @@ class Running:
         """Let a segment's stages hand on this many items at a time, from the next chunk on, also within a step."""
         if not 0 <= segment < len(self.plan.segments):
             raise ValueError(f"the plan has segments 0 to {len(self.plan.segments) - 1}, not {segment}")
-        multiple = lcm(
-            *(self.flow.part(p.name).chunk for stage in self.plan.segments[segment].stages for p in stage.parts)
-        )
-        if items < 1 or items % multiple:
+        multiple = self.flow.multiple(self.plan.segments[segment].names)
+        if not is_count(items) or items % multiple:
             raise ValueError(f"a chunk of segment {segment} is a multiple of {multiple} item(s), not {items}")
         self._chunks[segment] = items
         running = self._segment
@@ -156,7 +156,7 @@ class Running:
         """Between steps: ask every part for what it saves, for `restart` to go on from."""
         self._check_open()
         self._lock.clear()
-        self._kept = {name: group.on(0).call("save").wait(self._timeout_s)[0] for name, group in self.groups.items()}
+        self._kept = {name: group.on(0).call("save").wait()[0] for name, group in self.groups.items()}
 
     def restart(self, *names: str) -> None:
         """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
@@ -189,7 +189,9 @@ class Running:
         self._lock.clear()
         self._started = False
         for name in moving:
-            (self._states[name],) = self.groups[name].on(0).call("save").wait(self._timeout_s)
+            if self.flow.part(name).worker.save is FlowWorker.save:
+                logger.warning("%s: %s moves and begins anew, for its class has no `save`", self.flow.name, name)
+            (self._states[name],) = self.groups[name].on(0).call("save").wait()
             self.groups.pop(name).close()
         self.plan = plan
         self._drift, self._chunks = Drift.of(plan), {}
@@ -211,11 +213,11 @@ class Running:
             if placed.name in self.groups:
                 continue
             part = self.flow.part(placed.name)
-            group = start(part, placed.ranks, self.devices, placed.first, names[placed.name])
-            group.timeout_s = self._timeout_s
+            name, limit = names[placed.name], self._timeout_s
+            group = start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
             try:
                 if placed.name in self._states:
-                    group.call("restore", self._states[placed.name]).wait(self._timeout_s)
+                    group.call("restore", self._states[placed.name]).wait()
             except BaseException:  # raised again; without its state it is not the part
                 group.close()
                 raise
@@ -229,9 +231,13 @@ class Running:
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
         source: Pieces = [(ray.put(list(items)), 0, len(items))]
         made: dict[str, Pieces] = {}
-        with self._lease() as lease:
+        lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
+        with lease or contextlib.nullcontext():
             for index, segment in enumerate(self.plan.segments):
-                self._bring_devices(segment, lease)
+                if lease is not None:
+                    fence = lease.change([self.devices[i].id for i in segment.used])
+                    for group in self.groups.values():
+                        group.lease = fence
                 chunk = self._chunks.get(index, segment.chunk)
                 run = SegmentRun(
                     self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s
@@ -256,39 +262,12 @@ class Running:
 
     def _fetch(self, pieces: Pieces) -> list[Any]:
         try:
-            lists = ray.get([ref for ref, _, _ in pieces], timeout=self._timeout_s)
+            return fetch(pieces, self._timeout_s)
         except GetTimeoutError as error:
             last = self.flow.parts[-1].name
             raise WaitTimeoutError(
                 f"{self.flow.name}: waited {self._timeout_s:g} s for what {last} made to come here"
             ) from error
-        return [item for (_, start, stop), items in zip(pieces, lists, strict=True) for item in items[start:stop]]
-
-    @contextlib.contextmanager
-    def _lease(self) -> Iterator[StepLease | None]:
-        """What brings the job its devices during a step; at its end every part has left them."""
-        if self._job is None:
-            yield None
-            return
-        with StepLease(self._job.client, self._cluster or "") as lease:
-            try:
-                yield lease
-            except BaseException:  # raised again; what went wrong first says more than that a part does not leave
-                try:
-                    self._lock.clear()
-                except (RlixError, RayError) as error:
-                    logger.warning("%s: devices were not freed: %s", self.flow.name, error)
-                raise
-            self._lock.clear()
-
-    def _bring_devices(self, segment: SegmentPlan, lease: StepLease | None) -> None:
-        """Those of the segment, after every part has left those of the one before."""
-        if lease is None:
-            return
-        self._lock.clear()
-        fence = lease.change([self.devices[i].id for i in segment.used])
-        for group in self.groups.values():
-            group.lease = fence
 
     def _make_plan(self, profile: Profile | None) -> Any:
         if profile is None:

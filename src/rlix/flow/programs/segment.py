@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
-from math import lcm
 from typing import TypeAlias
 
 from rlix.flow.locks.lock import DeviceLock
@@ -122,7 +121,7 @@ class SegmentRun:
     def _circle(self, loop: LoopPlan, index: int, bounds: Bounds) -> None:
         """All rounds of a chunk, its slices beside each other."""
         begin, end = bounds
-        multiple = lcm(*(self._flow.part(name).chunk for name in loop.parts))
+        multiple = self._flow.multiple(loop.parts)
         slices = loop.slices if (end - begin) % (loop.slices * multiple) == 0 else 1
         step = (end - begin) // slices
         cuts = [(begin + i * step, begin + (i + 1) * step) for i in range(slices)]

@@ -1,30 +1,37 @@
 """What a flow's job holds of the pool during a step: the devices of the segment that runs, and no others."""
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Self
 
+from ray.exceptions import RayError
+
 from rlix.control.client import JobClient
-from rlix.protocol.errors import StaleEpochError
+from rlix.flow.locks.lock import DeviceLock
+from rlix.protocol.errors import RlixError, StaleEpochError
 from rlix.protocol.messages import Fence, Lease
 from rlix.protocol.types import Phase
+
+logger = logging.getLogger(__name__)
 
 
 class StepLease:
     """Between two segments others have their turn. A context manager; what it holds at the end it gives back.
 
     That costs a round trip between two segments and no load: a part belongs to one segment, and leaves after it anyway.
+    `lock`: of the parts, which are brought off before anything is given back.
     """
 
-    def __init__(self, client: JobClient, cluster: str) -> None:
-        self._client, self._cluster = client, cluster
+    def __init__(self, client: JobClient, cluster: str, lock: DeviceLock) -> None:
+        self._client, self._cluster, self._lock = client, cluster, lock
         self._held: tuple[Lease, ...] = ()
 
     def change(self, devices: Sequence[int]) -> Fence | None:
-        """Give back what is held, on which there is no byte any more, and wait for these devices, as long as it takes.
+        """Give back what is held, and wait for these devices, as long as it takes.
 
-        Raises what `JobClient.acquire` raises.
+        Raises what `JobClient.acquire` raises, and what a part that does not go raised.
         """
+        self._lock.clear()
         if not devices:
             self._end()
             return None
@@ -41,6 +48,13 @@ class StepLease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the lease may be gone, because the job was ended or it was given back already.
-        with contextlib.suppress(*([] if kind is None else [StaleEpochError])):
-            self._end()
+        try:
+            try:
+                self._lock.clear()
+            finally:
+                self._end()
+        except (RlixError, RayError) as error:
+            if kind is None:
+                raise
+            if not isinstance(error, StaleEpochError):  # it was given back already, or is gone with the job
+                logger.warning("%s: devices were not given back: %s", self._cluster, error)

@@ -70,7 +70,7 @@ class FlowWorker(Worker):
 
     def _rlix_part(self, method: str, inputs: Sequence[Sequence[Piece]]) -> tuple[list[Any], int]:
         """Call the method with a list of items: of one input as they are, of several as tuples with one of each."""
-        lists = [_fetch(pieces) for pieces in inputs]
+        lists = [fetch(pieces) for pieces in inputs]
         items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
         call: Callable[[list[Any]], Any] = getattr(self, method)
         with self._busy or contextlib.nullcontext():
@@ -87,6 +87,7 @@ class FlowWorker(Worker):
         return made, len(made)
 
 
-def _fetch(pieces: Sequence[Piece]) -> list[Any]:
-    found = ray.get([ref for ref, _, _ in pieces])
+def fetch(pieces: Sequence[Piece], timeout_s: float | None = None) -> list[Any]:
+    """The items. Raises Ray's GetTimeoutError."""
+    found = ray.get([ref for ref, _, _ in pieces], timeout=timeout_s)
     return [item for (_, start, stop), items in zip(pieces, found, strict=True) for item in items[start:stop]]

@@ -17,11 +17,18 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class Call:
-    """A method that runs on some ranks of a group."""
+    """A method that runs on some ranks of a group. `timeout_s`: of a `wait` that is told no other."""
 
-    def __init__(self, group: WorkerGroup, method: str, ranks: Sequence[int] | None, refs: list[Any]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        method: str,
+        ranks: Sequence[int] | None,
+        refs: list[Any],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
         self.refs = refs
-        self._group, self._method, self._ranks = group, method, ranks
+        self._group, self._method, self._ranks, self._timeout_s = group, method, ranks, timeout_s
         self._started = time.monotonic()
         self._ended: list[float] = []
         for ref in refs:
@@ -38,24 +45,33 @@ class Call:
         ended = self._ended
         return (max(ended) if len(ended) == len(self.refs) else time.monotonic()) - self._started
 
-    def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
         """The results in the order of the ranks.
 
         Raises:
             WorkerError: a rank raised or died: the first one that did, with its own traceback.
-            WaitTimeoutError: ranks, which are named, did not answer within `timeout_s`.
+            WaitTimeoutError: ranks, which are named, did not answer within `timeout_s` (None: the group's).
         """
-        return self._group.results(self._method, self.refs, timeout_s=timeout_s, ranks=self._ranks)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        return self._group.results(self._method, self.refs, timeout_s=limit, ranks=self._ranks)
 
 
 class Group:
-    """The ranks of one worker class. Attributes are the methods of the class: `group.method(...)` is a `Call`."""
+    """The ranks of one worker class. Attributes are the methods of the class: `group.method(...)` is a `Call`.
 
-    def __init__(self, workers: WorkerGroup, ranks: Sequence[int] | None = None) -> None:
-        self.workers = workers
-        self.ranks = ranks
-        self.lease: Fence | None = None
-        self.timeout_s = DEFAULT_TIMEOUT_S  # of `onload` and `offload`
+    `lease`: what `onload` locks the devices under; None: the program's own account. `timeout_s`: of calls that are told
+    no other, `onload` and `offload` too.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        ranks: Sequence[int] | None = None,
+        lease: Fence | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.workers, self.ranks = workers, ranks
+        self.lease, self.timeout_s = lease, timeout_s
 
     @property
     def name(self) -> str:
@@ -68,18 +84,18 @@ class Group:
 
     def on(self, *ranks: int) -> "Group":
         """The same group; calls go to these ranks only."""
-        return Group(self.workers, ranks)
+        return Group(self.workers, ranks, self.lease, self.timeout_s)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Call:
         refs = self.workers.call(method, *args, ranks=self.ranks, **kwargs)
-        return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs)
+        return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs, self.timeout_s)
 
     def onload(self) -> None:
         """Bring every rank's state onto its devices, and take their locks."""
-        self.call("_rlix_onload", self.lease).wait(self.timeout_s)
+        self.call("_rlix_onload", self.lease).wait()
 
     def offload(self) -> None:
-        self.call("_rlix_offload").wait(self.timeout_s)
+        self.call("_rlix_offload").wait()
 
     def part(self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]]) -> "tuple[list[Any], Call]":
         """Give each rank its lists of items; the results stay where they are made.
@@ -91,7 +107,8 @@ class Group:
             handle._rlix_part.options(num_returns=2).remote(method, pieces)
             for handle, pieces in zip(self.workers.handles, inputs, strict=True)
         ]
-        return [refs[0] for refs in calls], Call(self.workers, method, None, [refs[1] for refs in calls])
+        counts = [refs[1] for refs in calls]
+        return [refs[0] for refs in calls], Call(self.workers, method, None, counts, self.timeout_s)
 
     def close(self) -> None:
         self.workers.close()

@@ -9,6 +9,7 @@ from typing import Any
 from rlix.pipeline.chat import Chat
 from rlix.pipeline.samples import Answer, Turn
 from rlix.pipeline.spec.source import ChatSpec
+from rlix.pipeline.tokenizer import read
 from rlix.protocol.errors import RlixError
 
 Message = Mapping[str, Any]
@@ -72,7 +73,7 @@ class ChatFormat:
         return bool(prompt) and all(type(id) is int and 0 <= id < len(self._tokenizer) for id in prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return read(self._tokenizer, text, special=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Without the token that ended it."""

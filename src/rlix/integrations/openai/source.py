@@ -25,14 +25,13 @@ from rlix.pipeline.samples import Sample
 from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.played import PlayedSource
 from rlix.pipeline.spec.named import import_object, where_raised
-from rlix.pipeline.spec.source import AgentSpec, ChatSpec
+from rlix.pipeline.spec.source import EXTERNAL, AgentSpec, ChatSpec
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Demand
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 30.0
-EXTERNAL = "external"
 
 
 @dataclass(frozen=True, slots=True)

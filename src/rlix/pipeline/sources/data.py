@@ -17,6 +17,7 @@ from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tables import Mixture, Row, Rows, Shuffled, Streamed, Table
 from rlix.pipeline.sources.tasks.base import Prompt, Task
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec, TableSpec
+from rlix.pipeline.tokenizer import knows
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class DataTask(Task):
 
     @property
     def different(self) -> int | None:
-        """How many prompts there are; None where nobody knows, or tables are mixed by weight."""
+        """Not known of streams, nor where tables are mixed by weight."""
         first, *others = self._tables
         return len(first) if isinstance(first, Shuffled) and not others else None
 
@@ -85,7 +86,7 @@ class DataTask(Task):
 
     def _table(self, number: int, spec: TableSpec, rows: Any) -> Table:
         if spec.streaming:
-            return Streamed(rows, partial(self._can_use, spec), number)
+            return Streamed(rows, partial(self._can_use, spec), spec.path, number)
         return Shuffled(rows, self._usable(spec, rows), number)
 
     def _usable(self, spec: TableSpec, rows: Rows) -> list[int]:
@@ -183,9 +184,8 @@ class DataTask(Task):
         return self._encode(str(text), where, special=False)  # the template has put the special tokens in
 
     def _encode(self, text: str, where: str, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
-        unknown = self._tokenizer.unk_token_id
-        if unknown is not None and unknown in ids:
+        ids = list(self._tokenizer.encode(text, add_special_tokens=special))
+        if not knows(self._tokenizer, ids):
             raise SpecError(
                 f"{where}: the model's tokenizer does not know every character of {text!r}; "
                 "add them to model.alphabet, or use another model"

@@ -28,6 +28,7 @@ from rlix.pipeline.sources.environments.process import SubprocessRunner
 from rlix.pipeline.sources.played import PlayedSource
 from rlix.pipeline.spec.named import import_object
 from rlix.pipeline.spec.source import ChatSpec, EnvironmentSpec
+from rlix.pipeline.tokenizer import read
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Demand
 
@@ -111,7 +112,7 @@ class EpisodeSource(PlayedSource[Episode]):
     def encode(self, observation: Observation, before: Sequence[int]) -> tuple[int, ...]:
         """Tokens as they are, text as it is, messages by the chat template."""
         if isinstance(observation, str):
-            return tuple(self.around.tokenizer.encode(observation, add_special_tokens=not before))
+            return read(self.around.tokenizer, observation, special=not before)
         if not any(isinstance(part, Mapping) for part in observation):
             return cast(tuple[int, ...], tuple(observation))
         messages = cast(Sequence[Message], observation)

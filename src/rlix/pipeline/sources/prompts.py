@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Trajectory
@@ -36,8 +35,7 @@ class PromptSource(Source):
 
     @property
     def different(self) -> int | None:
-        found: int | None = getattr(self._task, "different", None)
-        return found
+        return self._task.different
 
     def begin(self, step: int, groups: int | None = None) -> _Begun:
         prompts = self._task.prompts(self.around.seed, step, self.around.groups)[:groups]
@@ -74,9 +72,7 @@ class PromptSource(Source):
         ]
 
     def close(self) -> None:
-        close: Any = getattr(self._task, "close", None)
-        if close is not None:
-            close()
+        self._task.close()
 
     def _trajectory(self, prompt: Prompt, k: int) -> Trajectory:
         id = f"{prompt.id}/{k}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import IO, Any, cast
 
-from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.rewards import Reward, number
 from rlix.pipeline.spec.named import import_object, own_traceback, where_raised
 from rlix.protocol.errors import SpecError
 
@@ -37,9 +37,9 @@ def call(request: Mapping[str, Any]) -> dict[str, Any]:
     columns = {k: v for k, v in request["columns"].items() if takes(k)}
     value = function(*request["given"], **{**columns, **request["options"]})
     given, exact = (value.reward, bool(value.exact)) if isinstance(value, Reward) else (value, None)
-    if not hasattr(given, "__float__"):
+    if (reward := number(given)) is None:
         raise TypeError(f"it returned {value!r}, which is no number")
-    return {"reward": float(given), "exact": exact}
+    return {"reward": reward, "exact": exact}
 
 
 def serve(functions: Sequence[str], requests: IO[str], answers: IO[str]) -> None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.sources.tasks.base import random_stream
 from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, kinds, missing_columns
 from rlix.pipeline.spec.source import DataSpec, TableSpec
@@ -74,10 +75,12 @@ class Streamed:
     Args:
         data: a `datasets.IterableDataset`.
         usable: whether a row can be used.
+        path: as the job has it, for messages.
     """
 
     data: Any
     usable: Callable[[str, Row], bool]
+    path: str
     number: int = 0
     _cursors: dict[tuple[str, int], list[_Cursor]] = field(default_factory=dict)
 
@@ -104,14 +107,21 @@ class Streamed:
         while True:
             shuffled.set_epoch(epoch)
             some = False
-            for at, row in enumerate(shuffled):
+            for at, row in enumerate(self._read(shuffled)):
                 name = f"row {at} of epoch {epoch} of the stream"
                 if self.usable(name, row):
                     some = True
                     yield name, row
             if not some:
-                raise SpecError("no row of the stream can be used; the log says why of the first")
+                raise SpecError(f"{self.path}: no row of the stream can be used; the log says why of the first")
             epoch += 1
+
+    def _read(self, shuffled: Any) -> Iterator[Row]:
+        """Raises SpecError at what is no row, which shows when its turn has come."""
+        try:
+            yield from shuffled
+        except _reading_errors() as error:
+            raise _unreadable(self.path, error) from error
 
 
 class Mixture:
@@ -155,24 +165,30 @@ def load_tables(data: DataSpec) -> list[Any]:
 
 
 def _load(where: str, table: TableSpec) -> Any:
-    import datasets
-
-    known = (datasets.exceptions.DatasetGenerationError, datasets.exceptions.DatasetNotFoundError)
     try:
         loaded = _read(table)
     except StopIteration as error:
         raise SpecError(f"{where}.path: {table.path} cannot be read as a table: a file of it is empty") from error
-    except (*known, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()
-        raise SpecError(
-            f"{where}.path: {table.path} cannot be read as a table: {reason[0] if reason else type(error).__name__}"
-        ) from error
+    except _reading_errors() as error:
+        raise _unreadable(f"{where}.path: {table.path}", error) from error
     columns = loaded.column_names
     if columns is not None and (problems := list(missing_columns(where, table, columns))):
         raise SpecError("\n".join(f"{p.field}: {p.message}" for p in problems))
     if not table.streaming and len(loaded) == 0:
         raise SpecError(f"{where}.path: {table.path} holds no rows")
     return loaded
+
+
+def _reading_errors() -> tuple[type[Exception], ...]:
+    """What `datasets` raises at a table that it cannot read."""
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    return DatasetGenerationError, DatasetNotFoundError, OSError, ValueError
+
+
+def _unreadable(name: str, error: Exception) -> SpecError:
+    reason = str(error.__cause__ or error).strip().splitlines()
+    return SpecError(f"{name} cannot be read as a table: {reason[0] if reason else type(error).__name__}")
 
 
 def _read(table: TableSpec) -> Any:
@@ -188,6 +204,8 @@ def _read(table: TableSpec) -> Any:
         return datasets.load_dataset(
             FORMATS[path.suffix], data_files=str(path), split="train", streaming=table.streaming, **options
         )
+    if not path.is_dir():
+        check_reachable(table.path, data=True)
     return datasets.load_dataset(table.path, table.config, split=table.split, streaming=table.streaming, **options)
 
 

@@ -1,5 +1,6 @@
 """What must hold between the sections of a job."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from pydantic import ValidationError
@@ -13,7 +14,17 @@ from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
 from rlix.pipeline.spec.sections import Sections
-from rlix.pipeline.spec.source import AGENTS, ENVIRONMENTS, REWARDS, TASKS, SourceSpec
+from rlix.pipeline.spec.source import (
+    AGENTS,
+    ENVIRONMENTS,
+    EXTERNAL,
+    REWARDS,
+    TASKS,
+    VERIFIERS,
+    ChatSpec,
+    SourceSpec,
+    TableSpec,
+)
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
 _KINDS = ("task", "data", "environment", "openai", "name")
@@ -123,6 +134,7 @@ def _source(spec: Sections) -> Iterator[Problem]:
     if source.options and source.name is None:
         owner = next((kind for kind in given if kind != "data"), None)
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
+    yield from _options(source)
     yield from _rewards(source, given)
     yield from _tables(source)
     without = [] if source.data is None else [at for at, table in data_fields(source.data) if table.answer is None]
@@ -138,11 +150,26 @@ def _source(spec: Sections) -> Iterator[Problem]:
             )
 
 
+def _options(source: SourceSpec) -> Iterator[Problem]:
+    """Options that nobody would read, or that are missing."""
+    agent = source.openai
+    if agent and agent.name == EXTERNAL and agent.options:
+        yield Problem("source.openai.options", f"{EXTERNAL} takes none: whoever has the job's key plays; remove them")
+    if agent and agent.name == VERIFIERS and "environment" not in agent.options:
+        yield Problem("source.openai.options.environment", "is missing: what verifiers.load_environment finds; add it")
+    if (source.task or source.name) and source.chat != ChatSpec():
+        yield Problem("source.chat", "is not used: it is of data, environments and agents; remove it")
+
+
 def _tables(source: SourceSpec) -> Iterator[Problem]:
     if source.data is None:
         return
     if source.data.mix and source.data.path:
         yield Problem("source.data", "has path and mix; keep one")
+    elif source.data.mix:
+        for name, field in TableSpec.model_fields.items():
+            if getattr(source.data, name) != field.default:
+                yield Problem(f"source.data.{name}", "is one table's; write it with those in mix that it holds for")
     for where, table in data_fields(source.data):
         if not table.path:
             yield Problem(f"{where}.path", "is missing and has no default (a file, a folder, or a hub name); add it")
@@ -208,7 +235,7 @@ def _model(spec: Sections) -> Iterator[Problem]:
         yield Problem(
             "model.hidden_size", f"{model.hidden_size} is not a multiple of {2 * model.heads} (twice the heads)"
         )
-    if twice := sorted({c for c in model.alphabet if model.alphabet.count(c) > 1}):
+    if twice := sorted(c for c, count in Counter(model.alphabet).items() if count > 1):
         yield Problem("model.alphabet", f"holds {twice[0]!r} twice; keep one of each character")
     if spec.rollout.executor == "vllm":
         if model.hidden_size // model.heads < _SMALLEST_VLLM_HEAD:

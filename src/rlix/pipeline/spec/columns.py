@@ -18,7 +18,12 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def is_path(given: str) -> bool:
     """Whether it can be no name on the hub."""
-    return given.startswith((".", "~", "/")) or Path(given).suffix in FORMATS or not _HUB_NAME.fullmatch(given)
+    return given.startswith((".", "~", "/")) or Path(given).suffix in FORMATS or not is_hub_name(given)
+
+
+def is_hub_name(given: str) -> bool:
+    """Whether it has the form of a name on the Hugging Face hub, of a model or of a data set."""
+    return _HUB_NAME.fullmatch(given) is not None
 
 
 def data_fields(data: DataSpec) -> list[tuple[str, TableSpec]]:

@@ -1,13 +1,12 @@
 """What must hold between a job and the machine it is submitted from: paths, imports, installed packages."""
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlix.pipeline.spec.columns import column_problems, data_fields, known_columns
+from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
 from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
@@ -19,6 +18,7 @@ from rlix.pipeline.spec.source import (
     REWARD_GIVEN,
     REWARDS,
     TASK_GIVEN,
+    VERIFIERS,
     AgentSpec,
     RewardSpec,
     SourceSpec,
@@ -33,7 +33,6 @@ _BASES = {
     "source.task": "rlix.pipeline.sources.tasks:Task",
 }
 _GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing (a tokenizer, an Instance)"}
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def environment_problems(spec: Sections) -> Iterator[Problem]:
@@ -85,7 +84,7 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
     if source.environment:
         yield from _own("source.environment", source.environment.target, source.environment.options, ENVIRONMENT_GIVEN)
         yield from _methods("source.environment.name", source.environment.target)
-    if source.openai and is_own(source.openai.name):
+    if source.openai:
         yield from _agent(source.openai)
     if any(reward.name == "math_verify" for reward in source.rewards) and find_spec("math_verify") is None:
         yield Problem("source.rewards", "math_verify needs the package math-verify; run 'pip install rlix[math]'")
@@ -97,6 +96,12 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
 
 def _agent(agent: AgentSpec) -> Iterator[Problem]:
     """A function is called with a `Call` and the options, a class with the options alone."""
+    own, shipped = ("starlette", "uvicorn"), ("openai", "verifiers") if agent.name == VERIFIERS else ()
+    if lacks := [name for name in (*own, *shipped) if find_spec(name) is None]:
+        with_them = " ".join(("rlix[openai]", *shipped))
+        yield Problem("source.openai", f"needs {', '.join(lacks)}; run 'pip install {with_them}'")
+    if not is_own(agent.name):
+        return
     if problems := list(_own("source.openai", agent.name, {})):
         yield from problems
         return
@@ -126,7 +131,7 @@ def _model_path(given: str) -> Iterator[Problem]:
             )
         elif not (path / "config.json").is_file():
             yield Problem("model.path", f"{path} holds no config.json, so it is not a saved Hugging Face model")
-    elif not _HUB_NAME.fullmatch(given):
+    elif not is_hub_name(given):
         yield Problem("model.path", f"{given!r} is neither a folder nor a hub name such as 'Qwen/Qwen2.5-0.5B'")
 
 

@@ -142,7 +142,9 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str
                 return instead
             return f"unknown key{_hint_for_key(str(loc[-1]), loc[:-1], model)}"
         case "literal_error" | "enum":
-            allowed = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            allowed: list[str] = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            if loc[-1] == "kind" and len(kinds := _kinds(_models_at(model, loc[:-1]))) > 1:
+                allowed, text = kinds, f"must be {' or '.join(map(repr, kinds))}"
             return f"{text}, not {_short(given)}{nearest(str(given), allowed)}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"must be a section with keys of its own, not {_short(given)}"
@@ -150,6 +152,11 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str
             return text
         case _:
             return f"{text}, not {_short(given)}"
+
+
+def _kinds(models: Iterable[type[BaseModel]]) -> list[str]:
+    """What `kind` may be where sections of several kinds stand; each knows only its own."""
+    return [m.model_fields["kind"].default for m in models if "kind" in m.model_fields]
 
 
 def _short(value: Any) -> str:

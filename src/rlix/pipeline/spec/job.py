@@ -191,7 +191,7 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     data = dict(data)
     if isinstance(model := data.get("model"), dict) and isinstance(given := model.get("path"), str):
         path = _absolute(base, given)
-        if path.exists() or given.startswith((".", "~", "/")):
+        if given and (path.exists() or given.startswith((".", "~", "/"))):
             data["model"] = {**model, "path": str(path)}
     for section in ("source", "schedule", "algorithm", "pipeline"):
         if section in data:

@@ -17,10 +17,10 @@ class TinyModel(Section):
     linear: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     kind: Literal["tiny"] = "tiny"
-    hidden_size: Count = 64
-    layers: Count = 2
-    heads: Count = 4
-    context: Count = 64
+    hidden_size: Annotated[Count, Field(le=8192)] = 64
+    layers: Annotated[Count, Field(le=128)] = 2
+    heads: Annotated[Count, Field(le=256)] = 4
+    context: Annotated[Count, Field(le=2**20)] = 64
     """Longest prompt and completion together, in tokens."""
     alphabet: Annotated[str, Field(min_length=1)] = "0123456789>="
 

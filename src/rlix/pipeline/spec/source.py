@@ -21,9 +21,10 @@ ENVIRONMENTS = {
     "digit_lookup": "rlix.pipeline.sources.environments.lookup:DigitLookup",
     "gym": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
 }
+EXTERNAL, VERIFIERS = "external", "verifiers"
 AGENTS = {
-    "external": "external",
-    "verifiers": "rlix.integrations.openai.verifiers_agent:VerifiersAgent",
+    EXTERNAL: EXTERNAL,
+    VERIFIERS: "rlix.integrations.openai.verifiers_agent:VerifiersAgent",
 }
 AGENT_GIVEN = ENVIRONMENT_GIVEN = TASK_GIVEN = 1  # a `Call`; an `Instance`; a tokenizer
 REWARD_GIVEN = 3  # prompt, completion, answer

@@ -20,6 +20,8 @@ from rlix.pipeline.sources.environments.base import (
     Instance,
     Observation,
     Transition,
+    checked,
+    observed,
 )
 
 logger = logging.getLogger(__name__)
@@ -138,11 +140,10 @@ class _Child:
         return _Child(process)
 
     async def reset(self, seed: int) -> Observation:
-        return _observation((await self.ask("reset", seed=seed))["observation"])
+        return observed("reset", (await self.ask("reset", seed=seed))["observation"])
 
     async def step(self, action: Action) -> Transition:
-        answer = await self.ask("step", **asdict(action))
-        return Transition(**{**answer, "observation": _observation(answer["observation"])})
+        return checked(Transition(**await self.ask("step", **asdict(action))))
 
     async def close(self) -> None:
         """The next `make` closes what is there."""
@@ -171,7 +172,3 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
-
-
-def _observation(value: Any) -> Observation:
-    return value if isinstance(value, str) else tuple(value)

@@ -28,6 +28,11 @@ class Prompt:
 class Task(ABC):
     """Everything here is a pure function of its arguments, so that neither resuming nor sharing changes the data."""
 
+    @property
+    def different(self) -> int | None:
+        """How many prompts there are before the same come again; None: there is always another, or nobody knows."""
+        return None
+
     @abstractmethod
     def prompts(self, seed: int, step: int, n: int) -> list[Prompt]:
         """The `n` prompts of training step `step`."""
@@ -44,6 +49,9 @@ class Task(ABC):
     def judge(self, answers: Sequence[tuple[Prompt, Sequence[int]]]) -> list[Verdict]:
         """The reward of each completion, or why there is none."""
         return [attempted(f"reward for prompt {p.id}", partial(self.reward, p, ids)) for p, ids in answers]
+
+    def close(self) -> None:
+        """The job ends: end what was started."""
 
 
 def random_stream(*key: str | int) -> random.Random:

@@ -13,7 +13,7 @@ class HostMemory:
 
     def __init__(self, size: int) -> None:
         # Not a file in /dev/shm: nothing stays behind whoever is killed, and containers keep that folder small.
-        self._fd = os.memfd_create("rlix-weights")
+        self._fd = os.memfd_create("rlix-shared")
         os.ftruncate(self._fd, size)
         self.data = _mapped(self._fd, size)
         self.handle = repr((f"/proc/{os.getpid()}/fd/{self._fd}", size))
@@ -58,6 +58,12 @@ def opened_gpu(handle: str, device: torch.device) -> torch.Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was asked of a GPU; elsewhere it is done already."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
