@@ -175,38 +175,28 @@ try:
 except rlix.protocol.errors.SpecError as error:
     refused = str(error)
 detach()
-{end}
+os.kill(first.pid, signal.SIGKILL)
 await_end(home, 60)
 _, alive = psutil.wait_procs(tree, timeout=30)
-print(json.dumps({{
+print(json.dumps({
     "devices": devices, "attached": attached == [first.pid], "refused": refused, "session": os.getsid(0) == first.pid,
     "alive": [p.pid for p in alive if p.status() != "zombie"], "found": read_announcement(home) is not None,
     "files": sorted(path.name for path in home.glob("daemon.*")),
-}}))
+}))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "idle_s", "files"),
-    [
-        ("pass  # it ends by itself", "1", ["daemon.lock"]),
-        ("os.kill(first.pid, signal.SIGTERM)", "60", ["daemon.lock"]),
-        ("os.kill(first.pid, signal.SIGKILL)", "60", ["daemon.json", "daemon.lock", "daemon.token"]),
-    ],
-    ids=["idle", "told", "killed"],
-)
-def test_a_daemon_is_found_by_its_home_and_leaves_nothing(
-    tmp_path: Path, end: str, idle_s: str, files: list[str]
-) -> None:
-    got = run(DAEMON.format(end=end), tmp_path, RLIX_IDLE_S=idle_s)
+def test_a_daemon_is_found_by_its_home_and_a_killed_one_leaves_no_process(tmp_path: Path) -> None:
+    """What one leaves that was told to end, or had nothing to do, is in `tests/cli/test_shared.py`."""
+    got = run(DAEMON, tmp_path, RLIX_IDLE_S="60")
     assert got["devices"] == 3
     assert got["attached"]
     assert not got["session"]
     assert "and has 3 virtual GPUs; leave that out" in got["refused"]
     assert got["alive"] == []
     assert not got["found"]  # what a killed one has left deceives nobody
-    assert got["files"] == files
+    assert got["files"] == ["daemon.json", "daemon.lock", "daemon.token"]
 
 
 def test_a_daemon_waits_longer_for_its_first_visitor_than_between_visits() -> None:

@@ -64,12 +64,18 @@ def test_a_killed_scheduler_comes_back_and_everybody_keeps_what_he_has(make_job:
     assert make_job({"critic": [0]}).id not in {holder.id, waiter.id, rollout.id}  # ids go on, too
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("name", [ORCHESTRATOR_ACTOR_NAME, RESOURCE_MANAGER_ACTOR_NAME])
+@pytest.mark.parametrize(
+    ("name", "number"), [(ORCHESTRATOR_ACTOR_NAME, signal.SIGKILL), (RESOURCE_MANAGER_ACTOR_NAME, signal.SIGSTOP)]
+)
 def test_the_other_actors_come_back_too(make_job: MakeJob, ray_session: Any, name: str, number: signal.Signals) -> None:
+    """The other way about in `test_a_watchdog_that_has_just_started_ends_what_was_stopped_before`."""
     before = process_of(name)
     os.kill(before.pid, number)
     assert until_another(name, before) < 60
+    all_is_well(make_job, ray_session)
+
+
+def all_is_well(make_job: MakeJob, ray_session: Any) -> None:
     assert len(ask(ray_session.devices.remote())) == 8
     with make_job({"actor_train": [3]}).client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=20) as lease:
         assert lease.devices == (3,)
@@ -84,9 +90,10 @@ def test_a_stopped_scheduler_is_started_again(make_job: MakeJob) -> None:
     assert process_of(SCHEDULER_ACTOR_NAME) != before
 
 
-def test_a_watchdog_that_has_just_started_ends_what_was_stopped_before(ray_session: Any) -> None:
+def test_a_watchdog_that_has_just_started_ends_what_was_stopped_before(make_job: MakeJob, ray_session: Any) -> None:
     watcher, stopped = process_of(RESOURCE_MANAGER_ACTOR_NAME), process_of(ORCHESTRATOR_ACTOR_NAME)
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(watcher.pid, signal.SIGKILL)
     assert until_another(ORCHESTRATOR_ACTOR_NAME, stopped) < 60
     assert process_of(RESOURCE_MANAGER_ACTOR_NAME) != watcher
+    all_is_well(make_job, ray_session)

@@ -1,6 +1,8 @@
+import json
 import socket
 from http.client import BadStatusLine
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import pytest
@@ -10,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.memory.shape import shape_of
 from rlix.pipeline.models import local_model, prepare_model
+from rlix.pipeline.sources.tables import load_tables
 from rlix.pipeline.spec.model import PretrainedModel, TinyModel
+from rlix.pipeline.spec.source import DataSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -60,8 +64,32 @@ def test_a_hub_that_is_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPa
         local_model("no/such")
     with pytest.raises(SpecError, match=r"model\.path: .*cannot be reached: .*refused.*; give a folder"):
         shape_of(PretrainedModel(path="no/such"))
+    for streaming in (False, True):
+        with pytest.raises(SpecError, match=r"source\.data\.path: no/such .*: not in the cache here, .*refused"):
+            load_tables(DataSpec(path="no/such", streaming=streaming))
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1")
     check_reachable("no/such")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"hidden_size": 10**12}, "RuntimeError: Storage size calculation overflowed"),
+        ({"hidden_size": "x"}, "expected int, got str"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"vocab_size": 0}, "must be positive"),
+    ],
+)
+def test_a_configuration_of_no_model_that_is_known_is_said(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **config}))
+    with pytest.raises(SpecError, match=rf"model\.path: the configuration of .* is of no causal LM that .*{said}"):
+        shape_of(PretrainedModel(path=str(tmp_path)))
+
+
+def test_a_configuration_in_other_words_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1}))
+    assert shape_of(PretrainedModel(path=str(tmp_path))).intermediate == 128
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,22 @@
-"""Whether a model on the Hugging Face hub can be had, said at once: the hub's own client tries for half a minute."""
+"""Whether what is on the Hugging Face hub can be had, said at once: the hub's own client tries for half a minute."""
 
 import socket
 from http.client import HTTPException
+from pathlib import Path
 from urllib.request import Request, getproxies, urlopen
 
 _TIMEOUT_S = 5.0
 
 
-def check_reachable(model: str) -> None:
-    """Return unless it is certain that the hub's client would not get the model either.
+def check_reachable(name: str, *, data: bool = False) -> None:
+    """Return unless it is certain that the hub's client would not get the model, or with `data` the data set, either.
 
     Raises:
-        ConnectionError: the model is not in the cache here, and the hub's address is unknown or refuses connections.
+        ConnectionError: it is not in the cache here, and the hub's address is unknown or refuses connections.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, "config.json"), str):
+    if constants.HF_HUB_OFFLINE or (_has_data(name) if data else _has_model(name)):
         return
     if "all" in getproxies():  # the hub's client goes through that, and this one knows nothing of it
         return
@@ -25,4 +26,22 @@ def check_reachable(model: str) -> None:
         reason = getattr(error, "reason", error)
         if isinstance(reason, (ConnectionRefusedError, socket.gaierror)):
             what = f"not in the cache here, and {constants.ENDPOINT} cannot be reached: {reason}"
-            raise ConnectionError(what) from error
+            raise ConnectionError(what) from None
+
+
+def _has_model(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _has_data(name: str) -> bool:
+    """As the hub sent it, or as `datasets` keeps it."""
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = (
+        Path(HF_HUB_CACHE, "datasets--" + name.replace("/", "--")),
+        Path(HF_DATASETS_CACHE, name.replace("/", "___")),
+    )
+    return any(folder.is_dir() for folder in folders)

@@ -1,6 +1,5 @@
 """What of a model decides how much memory it takes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,10 +72,16 @@ def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShap
         if not Path(where).is_dir():
             check_reachable(where)
         return counted(AutoConfig.from_pretrained(where))
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
         raise SpecError(
             f"{field}: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
             "with its config.json, e.g. with --model-config"
+        ) from error
+    except Exception as error:  # what is in a configuration may make transformers and torch raise anything
+        found = error.__cause__ or error
+        raise SpecError(
+            f"{field}: the configuration of {where!r} is of no causal LM that can be counted "
+            f"({type(found).__name__}: {next(iter(str(found).splitlines()), '')}); use another model"
         ) from error
 
 
@@ -87,6 +92,8 @@ def counted(config: Any) -> ModelShape:
 
     from rlix.engine.lora import linear_layers
 
+    if min(config.vocab_size, config.hidden_size, config.max_position_embeddings) < 1:
+        raise ValueError("its vocabulary, its hidden size and its context must be positive")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     blocks = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
@@ -97,7 +104,7 @@ def counted(config: Any) -> ModelShape:
         block=max((sum(p.numel() for p in b.parameters()) for b in blocks), default=0),
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
-        intermediate=_intermediate(config.to_dict()),
+        intermediate=_intermediate(config),
         vocabulary=int(config.vocab_size),
         query=heads * width,
         keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
@@ -106,10 +113,11 @@ def counted(config: Any) -> ModelShape:
     )
 
 
-def _intermediate(config: Mapping[str, Any]) -> int:
+def _intermediate(config: Any) -> int:
     """Of the feed-forward part, or of as many experts as a token is sent to."""
-    experts = config.get("num_experts_per_tok")
+    plain = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
-        return int(config.get("intermediate_size") or 4 * config["hidden_size"])
-    each = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return int(experts * each + (config.get("shared_expert_intermediate_size") or 0))
+        return int(plain)
+    each = getattr(config, "moe_intermediate_size", None) or plain
+    return int(experts * each + (getattr(config, "shared_expert_intermediate_size", None) or 0))

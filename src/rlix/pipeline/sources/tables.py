@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.sources.tasks.base import random_stream
 from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, kinds, missing_columns
 from rlix.pipeline.spec.source import DataSpec, TableSpec
@@ -203,6 +204,8 @@ def _read(table: TableSpec) -> Any:
         return datasets.load_dataset(
             FORMATS[path.suffix], data_files=str(path), split="train", streaming=table.streaming, **options
         )
+    if not path.is_dir():
+        check_reachable(table.path, data=True)
     return datasets.load_dataset(table.path, table.config, split=table.split, streaming=table.streaming, **options)
 
 
