@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from rlix.cli.flows import load_flow
 from rlix.cli.main import app
+from rlix.control.connect import _job_config
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile, path_of
 from rlix.protocol.errors import SpecError
@@ -27,6 +28,12 @@ def test_a_flow_is_planned_from_its_tables(rlix_home: Path) -> None:
     assert "runner-up" in planned.output
     assert "disaggregated: " in run(app, ["plan", EXAMPLE, "--mode", "disaggregated"]).output
     assert run(app, ["plan", EXAMPLE, "--mode", "fast"]).exit_code == 2
+
+
+def test_workers_can_import_the_file_from_wherever_the_command_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "far_flow.py").write_text(Path(EXAMPLE).read_text())
+    load_flow(f"{tmp_path}/far_flow.py")
+    assert str(tmp_path) in _job_config()._py_driver_sys_path
 
 
 def test_a_flow_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:

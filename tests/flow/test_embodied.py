@@ -31,6 +31,7 @@ def test_a_simulation_goes_on_elsewhere_equal_to_the_bit() -> None:
 
 def test_a_trainer_goes_on_elsewhere_equal_to_the_bit() -> None:
     example = runpy.run_path(str(EXAMPLE))
+    example["Learn"].update.__globals__["EPOCHS"] = 1
     random, length = torch.Generator().manual_seed(0), example["LENGTH"]
     path: dict[str, Any] = {
         name: torch.randn(length, *more, generator=random)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from rlix.control.connect import IMPORT_FROM
 from rlix.control.program import attach
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
@@ -39,7 +40,9 @@ def load_flow(name: str) -> Flow:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.absolute()))  # workers import the file by its name
+    folder = str(path.parent.absolute())
+    sys.path.insert(0, folder)
+    IMPORT_FROM.append(folder)  # workers import the file by its name
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)

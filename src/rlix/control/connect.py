@@ -28,6 +28,8 @@ from rlix.protocol.errors import RlixError
 
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 20.0  # most of it to import Ray while other processes have the cores
+IMPORT_FROM: list[str] = []
+"""Folders that what this program starts imports from, too, if they are here before it joins."""
 
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _AUTH = (_MODE, _TOKEN, _TOKEN_PATH)
@@ -131,7 +133,7 @@ def _connect(address: str, where: str, *, loopback: bool) -> None:
 def _job_config() -> Any:
     """Lets this program's jobs import what it can: their processes have the environment of whoever started Ray."""
     config = ray.job_config.JobConfig()
-    config._py_driver_sys_path.extend(python_path())
+    config._py_driver_sys_path.extend([*python_path(), *IMPORT_FROM])
     return config
 
 

@@ -54,6 +54,7 @@ def opened_host(handle: str) -> torch.Tensor:
 def opened_gpu(handle: str, device: torch.device) -> torch.Tensor:
     """The bytes of another process's `GpuMemory`."""
     _, *shared = ast.literal_eval(handle)
+    torch.cuda.init()  # this may be the first that the process does on a GPU
     # The GPU's number may differ between the two processes: each sees a selection of its own.
     index = torch.cuda.current_device() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
