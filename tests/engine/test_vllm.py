@@ -1,6 +1,4 @@
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -153,34 +151,6 @@ def _by_start(holders: dict[int, LockRecord]) -> list[Process]:
     """The processes of a bundle's devices, which are the same for each; the oldest first."""
     (processes,) = {record.processes for record in holders.values()}
     return sorted((replace(p, name="") for p in processes), key=lambda p: p.started)
-
-
-def test_a_vllm_without_what_rlix_relies_on_is_refused_at_once() -> None:
-    program = """
-import dataclasses
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine.llm_engine import LLMEngine
-from rlix.engine.executors import vllm_abi, vllm_options
-vllm_abi.check()
-assert vllm_options.known() == tuple(field.name for field in dataclasses.fields(EngineArgs))
-assert vllm_options.OURS <= set(vllm_options.known())
-vllm_abi.check_options({"block_size": 16})
-try:
-    vllm_abi.check_options({"max_num_seqs": 16})
-except ValueError as error:
-    print(error)
-del LLMEngine.is_sleeping
-LLMEngine.abort_request = lambda self, request_ids: None
-try:
-    vllm_abi.check()
-except RuntimeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=True)
-    assert (
-        "does not have what RLix relies on: LLMEngine.abort_request(internal); LLMEngine.is_sleeping()" in done.stdout
-    )
-    assert "'max_num_seqs' is an argument of build" in done.stdout
 
 
 ADAPTERS = {"a": AdapterConfig(2, 8.0, targets=("q_proj", "v_proj")), "b": AdapterConfig(8, 8.0)}
