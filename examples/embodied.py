@@ -3,8 +3,8 @@
     pip install 'rlix[mujoco]'
     RLIX_VIRTUAL_GPUS=2 python examples/embodied.py
 
-Between steps a simulation is bytes in its item: physics, clock and counters. Workers keep nothing, so whoever goes on
-with it, after whatever pause, goes on equal to the bit.
+Between steps a simulation is bytes in its item: physics, clock and counters. Simulators keep nothing, so whichever goes
+on with it, after whatever pause, goes on equal to the bit. What the trainer keeps moves with it.
 """
 
 import time
@@ -170,6 +170,15 @@ class Learn(FlowWorker):
                 self.optimizer.step()
         self.policy.see(torch.cat([path["seen"][:-1] for path in paths]))
         return [(path["state"], path["returns"], self.policy) for path in paths]
+
+    def save(self):  # for a plan that moves this part
+        return self.policy.state_dict(), self.optimizer.state_dict(), torch.get_rng_state()
+
+    def restore(self, state):
+        policy, optimizer, random = state
+        self.policy.load_state_dict(policy)
+        self.optimizer.load_state_dict(optimizer)
+        torch.set_rng_state(random)
 
 
 def _mlp(inputs, outputs, hidden):

@@ -1,5 +1,7 @@
 """Calls of a training engine that do not reach every rank, or that end in an odd way; without ranks."""
 
+import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from ray.exceptions import ActorDiedError
 from rlix.engine.residency import ResidentSet
 from rlix.engine.train import checkpoint, lifecycle
 from rlix.engine.train.engine import TrainEngine
+from rlix.engine.train.last_call import LastCall
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
@@ -27,7 +30,7 @@ class Ranks:
         self.workers = [object.__new__(TrainWorker) for _ in range(2)]
         for rank, worker in enumerate(self.workers):
             worker._calls, worker.ctx = 0, SimpleNamespace(group="ranks", rank=rank)  # type: ignore[assignment]
-            worker._written = lambda: 0  # type: ignore[method-assign]
+            worker._last = LastCall(torch.nn.Module())
             worker.ping = lambda *given: given  # type: ignore[assignment, method-assign]
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -76,6 +79,7 @@ def test_a_step_that_has_begun_is_a_change_though_no_parameter_shows_it() -> Non
     midway: list[int] = []
     worker = object.__new__(TrainWorker)
     worker._calls, worker._module = 0, torch.nn.Linear(2, 1)  # type: ignore[assignment]
+    worker._last = LastCall(worker._module)
     optimizer = Asked(worker._module.parameters(), fused=True)
     worker.ping = lambda: worker._module(torch.ones(2)).backward() or optimizer.step()  # type: ignore[assignment, func-returns-value, method-assign, return-value]
     worker.do(1, "ping")
@@ -89,14 +93,14 @@ def test_a_step_that_has_begun_is_a_change_though_no_parameter_shows_it() -> Non
 def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shards = [3]
+    shards, last = [3], LastCall(torch.nn.Linear(2, 1))
     captured = SimpleNamespace(tensors={}, shared="", random_state="")
     monkeypatch.setattr(checkpoint, "capture", lambda *_, **__: captured)
     worker = object.__new__(TrainWorker)
     worker._calls, worker.ctx = 0, SimpleNamespace(group="ranks", rank=0)  # type: ignore[assignment]
-    worker._module, worker._executor = torch.nn.Linear(2, 1), SimpleNamespace(settle=lambda _: None)  # type: ignore[assignment]
+    worker._module, worker._executor = last._module, SimpleNamespace(settle=lambda _: None)  # type: ignore[assignment]
     worker._resident = ResidentSet("a rank", lambda: (), torch.device("cpu"))
-    worker._count_shards = lambda: shards[0]  # type: ignore[method-assign]
+    worker._last, last._count_shards = last, lambda: shards[0]  # type: ignore[method-assign]
     for method in ("save", "save_state", "send_weights"):
         setattr(worker, method, worker.hand_over)
         assert worker.do(worker._calls + 1, method) is not None
@@ -151,3 +155,17 @@ def test_gradual_moves_are_refused_where_an_executor_moves_its_bytes_itself() ->
     with pytest.raises(ValueError, match="gradual_moves: executor Swapping has a mover of its own"):
         engine.build(devices=[here], seed=0, gradual_moves=True)
     assert not engine.devices
+
+
+def test_an_engine_is_idle_while_no_call_is_under_way() -> None:
+    engine, begun, ends = TrainEngine(policy()), threading.Event(), threading.Event()
+    engine._ran = lambda *_, **__: [begun.set(), ends.wait(60.0)]  # type: ignore[method-assign]
+    engine._last_ended = time.monotonic() - 100.0
+    assert engine.idle_s > 99.0
+    call = threading.Thread(target=lambda: engine._run("ping", timeout_s=1.0))
+    call.start()
+    assert begun.wait(60.0)
+    assert engine.idle_s == 0.0
+    ends.set()
+    call.join(60.0)
+    assert 0.0 < engine.idle_s < 99.0

@@ -1,6 +1,7 @@
 """Channels whose members are threads of this process; on a GPU also processes of their own."""
 
 import itertools
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ from rlix.engine.weights.channel import Delivery, Ticket, TransferError
 from rlix.engine.weights.layout import Cut, Layout, Part, shard
 from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.rendezvous import Entrance, Rendezvous
 from rlix.engine.weights.schedule import Way
 from rlix.engine.weights.sync import Channel, Trainer
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
@@ -164,7 +166,9 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And without torch's store, which asks the name server who has connected and waits 5 s for a lost answer."""
     monkeypatch.setattr(placement, "common_address", lambda _: "127.0.0.1")
+    monkeypatch.delattr("torch.distributed.TCPStore")
     yield
     for name in {key[0] for key in channel._members}:
         channel.leave(name)
@@ -239,6 +243,26 @@ def test_a_member_that_does_not_come_is_named_in_time() -> None:
     with pytest.raises(WaitTimeoutError, match=r"waited 5 s for infer, replica 0; infer, replica 1, worker 1 to say"):
         opened(Ranks(fsdp(2)), replicas, timeout_s=5.0)
     assert time.monotonic() - start < WAIT_S
+
+
+def test_a_rendezvous_answers_members_alone_and_they_notice_when_its_process_has_gone() -> None:
+    place = Rendezvous("A to B#1", "127.0.0.1", ["A", "B"])
+    address = "127.0.0.1", place.port
+    for said in (b"GET / HTTP/1.1\r\n", b"7\n", b'["A to C#1", "refuse", 1, "no"]\n'):
+        with socket.create_connection(address, WAIT_S) as stranger:
+            stranger.sendall(said)
+            assert stranger.recv(1) == b""
+    first, second = (Entrance("A to B#1", member, address, WAIT_S) for member in (0, 1))
+    met = each([lambda: first.meet("come", 1, {"a": "x"}, WAIT_S), lambda: second.meet("come", 1, {"b": "y"}, WAIT_S)])
+    assert met == [{"said": {"a": "x", "b": "y"}}] * 2
+    assert second.meet("come", 2, {}, 0.0) == {"late": ["A"]}
+    first.refuse(3, "no room")
+    place.refuse(3, "later")
+    assert second.meet("come", 3, {}, WAIT_S) == {"refused": "no room"}
+    second.close()
+    place.close()
+    with pytest.raises(OSError):
+        Entrance("A to B#1", 1, address, WAIT_S)
 
 
 @pytest.mark.parametrize("way", ["shm", "p2p"])

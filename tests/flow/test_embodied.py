@@ -1,11 +1,13 @@
-"""The simulator of examples/embodied.py: what it goes on from is all there is to it."""
+"""Simulator and trainer of examples/embodied.py: what they go on from is all there is to them."""
 
+import copy
 import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("mujoco")
 
@@ -25,3 +27,20 @@ def test_a_simulation_goes_on_elsewhere_equal_to_the_bit() -> None:
     walk(other, actions[:20])
     assert before + walk(other.resume(first.state()), actions[137:]) == unbroken
     assert sum(ended for _, ended, *_ in unbroken) > 5
+
+
+def test_a_trainer_goes_on_elsewhere_equal_to_the_bit() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    random, length = torch.Generator().manual_seed(0), example["LENGTH"]
+    path: dict[str, Any] = {
+        name: torch.randn(length, *more, generator=random)
+        for name, more in {"inputs": (4,), "actions": (1,), "old": (), "advantage": (), "target": ()}.items()
+    }
+    path |= {"seen": torch.randn(length + 1, 4, generator=random).double(), "state": None, "returns": []}
+    trainer, other = example["Learn"](), example["Learn"]()
+    trainer.update([path])
+    state = copy.deepcopy(trainer.save())
+    trainer.update([path])
+    other.restore(state)
+    other.update([path])
+    assert all(map(torch.equal, trainer.policy.state_dict().values(), other.policy.state_dict().values()))

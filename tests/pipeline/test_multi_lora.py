@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.pipeline.algorithms import Algorithm
 from rlix.pipeline.base import Pipeline
+from rlix.pipeline.jobs import coordinator
 from rlix.pipeline.jobs.export import merge_adapter
 from rlix.pipeline.jobs.resume import note_runs, with_changed_runs
 from rlix.pipeline.jobs.status import JobConfig
@@ -34,7 +36,7 @@ from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.turns import Ticket, next_turn
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import Phase
 from tests.pipeline.in_process import Engine, Generator, InProcess
 
@@ -105,6 +107,7 @@ class AdapterGenerator(Generator):
 
 class AdapterEngine(Engine):
     processes: Mapping[int, str] = {0: "worker"}
+    idle_s = 0.0
 
     def read(self, name: str, *args: Any) -> Any:
         return getattr(self.module, name)(*args)
@@ -262,6 +265,39 @@ def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str
     again = Many(job({"small": RUNS["small"], "broken": {"steps": 1}}), tmp_path / "job", resume=True)
     assert again.run().state == "finished"
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
+
+
+def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, released = threading.Event(), threading.Event()
+    denominator = Algorithm.denominator
+
+    def hang(algorithm: Algorithm, mask: torch.Tensor) -> float:
+        if threading.current_thread().name == "run-stuck":
+            many.actor.idle_s = 1e9
+            entered.set()
+            released.wait(WAIT_S)
+        return denominator(algorithm, mask)
+
+    monkeypatch.setattr(Algorithm, "denominator", hang)
+    monkeypatch.setattr(coordinator, "_LOOK_S", 0.01)
+    many = Many(job({"stuck": {}, "small": RUNS["small"]}, training={"timeout_s": 0.2}), tmp_path / "job")
+    actor = object.__new__(coordinator.PipelineActor)
+    actor._pipeline, left = many, list[str]()
+    many.client.unregister = left.append  # type: ignore[method-assign]
+    with pytest.raises(
+        WaitTimeoutError, match=r"many: run 'stuck' holds actor_train for .*timeout_s: 0\.2.*, in hang$"
+    ):
+        actor.run()
+    assert left == ["its run ended"]
+    many.wait_ended()
+    status = many.status()
+    assert (status.state, str(status.error).endswith(", in hang")) == ("failed", True)
+    assert json.loads((tmp_path / "job/events.jsonl").read_text().splitlines()[-1])["detail"] == status.error
+    released.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "run"]:
+        thread.join(WAIT_S)
 
 
 def test_what_joined_and_what_was_removed_is_so_after_a_restart(tmp_path: Path) -> None:

@@ -184,6 +184,17 @@ def test_a_replica_without_memory_is_given_less_and_then_more_again() -> None:
     assert [len(requests) for _, requests in router.dispatch()] == [2], "none waits: there is room for more"
 
 
+def test_slots_that_many_leave_at_once_are_all_filled_again() -> None:
+    router = Router(1, 8, spare=2)
+    router.loading(0)
+    router.ready(0)
+    router.submit(trajectory(str(i), 3) for i in range(30))
+    ((_, requests),) = router.dispatch()
+    done = [chunk(request, 0, 3) for request in requests[:7]]
+    router.take(0, collected(*done, counters=DecodingCounters(running=8, waiting=2)))
+    assert [len(requests) for _, requests in router.dispatch()] == [7], "who waits takes two of seven free slots"
+
+
 def test_what_a_loading_replica_could_begin_is_not_piled_up_on_another() -> None:
     router = Router(replicas=2, slots=8, spare=2)
     router.loading(0)

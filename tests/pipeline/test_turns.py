@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from rlix.pipeline.holdings import Holdings
 from rlix.pipeline.turns import Turns
 from rlix.protocol.errors import RlixError
 from rlix.protocol.types import Phase
@@ -71,3 +72,32 @@ def test_a_turn_that_hangs_holds_up_nobody_who_is_stopped() -> None:
         ):
             raise AssertionError("there was no turn")
     turns.close()
+
+
+def test_code_hangs_that_asks_nothing_of_the_engine_whose_devices_it_holds() -> None:
+    class Engine:
+        idle_s = 90.0
+
+        def acquire(self, lease: object) -> None: ...
+
+        def release(self, epoch: int) -> None: ...
+
+    now, engine = [0.0], Engine()
+    holdings = Holdings(60.0, lambda: now[0])
+    with holdings.hold("actor_train for actor_training", engine):
+        assert holdings.hang("job") is None  # it was idle before, too
+        now[0] = 60.5
+        error = holdings.hang("job")
+        assert str(error).startswith(
+            "job holds actor_train for actor_training and has asked nothing of its engine for 60 s "
+            f"(training.timeout_s: 60); it hangs at {__file__}:"
+        )
+        engine.idle_s = 0.0  # a call, which ends by itself
+        now[0] = 9000.0
+        assert holdings.hang("job") is None
+        engine.idle_s = 61.0
+        assert holdings.hang("job") is not None
+    assert holdings.hang("job") is None
+    with holdings.hold("actor_train for initialization", None):
+        now[0] = 20000.0
+        assert holdings.hang("job") is None

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
+from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
 from rlix.pipeline.jobs.resume import resumption, shown
@@ -20,24 +21,17 @@ from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.planning.watch import PlanWatch
+from rlix.pipeline.samples import mean_or_none
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options, where_raised
-from rlix.protocol.errors import RlixError, SpecError
-from rlix.protocol.messages import Device, DeviceKind, Fence, Lease
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.messages import Device, DeviceKind, Lease
 from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
 
 SETTLE_AFTER_ERROR_S = 60.0
 _TRAINING = (Phase.ACTOR_TRAINING, Phase.CRITIC_TRAINING)
-
-
-class Resident(Protocol):
-    """An engine that moves on and off its devices under a lease."""
-
-    def acquire(self, lease: Fence) -> object: ...
-
-    def release(self, epoch: int) -> object: ...
 
 
 class Pipeline(ABC):
@@ -73,6 +67,7 @@ class Pipeline(ABC):
         self._lease_records = 0
         self._usage = Usage(time.time())
         self._moves = Deadlines()
+        self.holdings = Holdings(self.spec.training.timeout_s)
         self._plan = PlanWatch(self.spec, time.time(), may_switch=config.switches)
         self.goes_on: JobSpec | None = None  # by another plan: then `run` returns, and somebody starts it again
         self._started = time.time()
@@ -127,6 +122,15 @@ class Pipeline(ABC):
         """Block until `run` has returned or raised: the coordinator's way to notice the end."""
         self._ended.wait()
 
+    def hang(self) -> WaitTimeoutError | None:
+        """What there is to say when the job's own code hangs while it holds devices."""
+        return self.holdings.hang(self.spec.name)
+
+    def give_up(self, error: WaitTimeoutError) -> None:
+        """Fail without the code that hangs, which ends with this process; of the step under way nothing is saved."""
+        self._failed(error, save=False)
+        self._close("failed")
+
     def request_stop(self) -> None:
         """Ask for a clean stop: the step in progress is abandoned or finished, then a checkpoint is written."""
         self.stop_requested.set()
@@ -148,10 +152,10 @@ class Pipeline(ABC):
         Raises:
             InterruptedError: the job was asked to stop while it waited.
         """
-        name, step = phase.name.lower(), self._status.step
+        name, step, stop = phase.name.lower(), self._status.step, self.stop_requested if stoppable else None
         self.checkpoints.look()
         self._update(phase=f"waiting for {name}")
-        with self.client.phase(cluster, phase, stop=self.stop_requested if stoppable else None) as lease:
+        with self.client.phase(cluster, phase, stop=stop) as lease, self.holdings.hold(f"{cluster} for {name}", engine):
             self.note_entered(phase)
             marks = [time.time()]
             try:
@@ -320,17 +324,21 @@ class Pipeline(ABC):
             state = "failed"
             raise
         finally:
-            with ExitStack() as last:
-                for close in (self._ended.set, self._log.close, self.folder.close):
-                    last.callback(close)
-                if self.loggers is not None:
-                    self.loggers.close(state)
+            self._close(state)
 
-    def _failed(self, error: BaseException) -> None:
+    def _close(self, state: str) -> None:
+        with ExitStack() as last:
+            for close in (self._ended.set, self._log.close, self.folder.close):
+                last.callback(close)
+            if self.loggers is not None:
+                self.loggers.close(state)
+
+    def _failed(self, error: BaseException, *, save: bool = True) -> None:
         detail = self._said(error)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
-            self._save_after_error(error)
+            if save:
+                self._save_after_error(error)
             self._note_failure(detail)
         logger.info("%s failed", self.spec.name, exc_info=error)
 
@@ -382,14 +390,10 @@ class Pipeline(ABC):
             state=state,
             steps=self._status.step,
             seconds=time.time() - self._started,
-            first_reward=_mean(self._rewards[:1]),
-            last_reward=_mean(self._rewards[-5:]),
-            first_exact=_mean(self._exacts[:1]),
-            last_exact=_mean(self._exacts[-5:]),
+            first_reward=mean_or_none(self._rewards[:1]),
+            last_reward=mean_or_none(self._rewards[-5:]),
+            first_exact=mean_or_none(self._exacts[:1]),
+            last_exact=mean_or_none(self._exacts[-5:]),
             run_dir=str(self.config.run_dir),
             goes_on=self.goes_on,
         )
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from rlix.control.client import JobClient
+from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
-from rlix.pipeline.base import Resident
+from rlix.pipeline.holdings import Resident
 from rlix.pipeline.jobs.resume import changed_runs, note_runs, with_changed_runs
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
 from rlix.pipeline.rollout.adapters import AdapterRollouts
 from rlix.pipeline.rollout.shares import Share
-from rlix.pipeline.samples import mean
+from rlix.pipeline.samples import mean_or_none
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import LoraSpec, RunSpec
 from rlix.pipeline.spec.runs import with_run
 from rlix.pipeline.turns import Turns
-from rlix.protocol.errors import NotResidentError, RlixError, SpecError
+from rlix.protocol.errors import NotResidentError, RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import ClusterName, Phase
 
@@ -208,9 +209,15 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             runs=runs,
             step=sum(run.step for run in runs),
             steps=sum(run.steps for run in runs) or self.spec.steps,
-            reward=mean(rewards) if rewards else None,
+            reward=mean_or_none(rewards),
             share=Share(sum(s.to_come for s in shares), sum(s.in_flight for s in shares)),
         )
+
+    def hang(self) -> WaitTimeoutError | None:
+        served = self.turns.served if hasattr(self, "turns") else None
+        if served is None:
+            return super().hang()
+        return self.holdings.hang(f"{self.spec.name}: run {served.run!r}", served.thread)
 
     # ---- its life --------------------------------------------------------------------------------------------
 
@@ -369,8 +376,12 @@ def _shown(run: AdapterRun) -> JobStatus:
 class _OneAtATime:
     """An engine whose bytes do not move while a run reads them."""
 
-    def __init__(self, engine: Resident, lock: threading.RLock) -> None:
+    def __init__(self, engine: TrainEngine, lock: threading.RLock) -> None:
         self._engine, self._lock = engine, lock
+
+    @property
+    def idle_s(self) -> float:
+        return self._engine.idle_s
 
     def acquire(self, lease: Fence) -> object:
         with self._lock:

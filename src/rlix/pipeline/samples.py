@@ -156,6 +156,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def mean_or_none(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return mean(values) if values else None
+
+
 def digest(trajectories: Iterable[tuple[object, ...]]) -> int:
     """48 bits of a hash of what makes each trajectory up, in order: a number that JSON keeps exactly."""
     state = hashlib.blake2b(digest_size=6)

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlix.protocol.types import Phase
 
@@ -21,6 +21,7 @@ class Ticket:
 
     run: str
     phase: Phase
+    thread: int = field(default_factory=threading.get_ident)
     granted: bool = False
     done: bool = False
     refused: BaseException | None = None
@@ -47,6 +48,7 @@ class Turns:
         self._waiting: list[Ticket] = []
         self._changed = threading.Condition()
         self._closed = False
+        self.served: Ticket | None = None  # who has a turn now
         self._thread = threading.Thread(target=self._loop, name="turns", daemon=True)
         self._thread.start()
 
@@ -98,9 +100,10 @@ class Turns:
         trained: set[str] = set()
         last: str | None = None
         while (ticket := self._next(trained, last)) is not None:
-            with self._changed:
+            self.served = ticket
+            with self._changed:  # whoever hangs in it ends the job, which sees to that
                 self._changed.wait_for(lambda given=ticket: given.done)  # type: ignore[misc]
-            last = ticket.run
+            last, self.served = ticket.run, None
             if ticket.phase is Phase.ACTOR_TRAINING:
                 trained.add(last)
 

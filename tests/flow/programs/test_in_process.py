@@ -1,124 +1,25 @@
 """Running a flow with workers that are plain objects: what follows from drift, and that every mode makes the same."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
-import ray
 
-from rlix.flow.planner import Mode, Point
-from rlix.flow.profiler import measure as measure_module
-from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.flow.planner import Mode
 from rlix.flow.programs import running as running_module
 from rlix.flow.programs.drift import WINDOW
-from rlix.flow.programs.flow import Circle, Flow, Part
-from rlix.flow.programs.pieces import Pieces
+from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.running import Running
-from rlix.flow.programs.segment import SegmentRun
-from rlix.flow.workers import launch
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device, DeviceKind
 from rlix.protocol.types import Phase
+from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joins, flow, profile
 
-ITEMS, DEVICES = 16, 4
-POOL = [Device(i, "here", "::1", i, DeviceKind.CPU) for i in range(DEVICES)]
-
-
-class Adds(FlowWorker):
-    def __init__(self, number: int) -> None:
-        self.number, self.calls = number, 0
-
-    def add(self, items: list[int]) -> list[int]:
-        self.calls += 1
-        return [item + self.number for item in items]
-
-    def short(self, items: list[int]) -> list[int]:
-        return items[1:]
-
-    def memory(self) -> tuple[float, float]:
-        return 1.0, 2.0
-
-    def save(self) -> int:
-        return self.calls
-
-    def restore(self, state: int) -> None:
-        self.calls = state
-
-
-class Joins(FlowWorker):
-    def pairs(self, pairs: list[Any]) -> list[Any]:
-        return pairs
-
-    def join(self, pairs: list[tuple[int, int]]) -> list[int]:
-        return [1000 * first + second for first, second in pairs]
-
-
-class Group:
-    """As `rlix.flow.workers.launch.Group`, of objects in this process."""
-
-    def __init__(self, part: Part, ranks: int, first: int, name: str) -> None:
-        self.name, self.first = name, first
-        self.members = [part.worker(**part.kwargs) for _ in range(ranks)]
-        self.workers = SimpleNamespace(world_size=ranks, processes={})
-        self.lease = None
-
-    def call(self, method: str, *args: Any) -> Any:
-        return SimpleNamespace(wait=lambda *_: [getattr(member, method)(*args) for member in self.members])
-
-    def on(self, rank: int) -> Any:
-        return SimpleNamespace(
-            call=lambda method: SimpleNamespace(wait=lambda *_: [getattr(self.members[rank], method)()])
-        )
-
-    def part(self, method: str, inputs: Sequence[Sequence[Pieces]]) -> tuple[list[Any], Any]:
-        made = [member._rlix_part(method, lists)[0] for member, lists in zip(self.members, inputs, strict=True)]
-        return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
-
-    def onload(self) -> None: ...
-
-    def offload(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> "Group":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
-        return Group(part, ranks, first, name)
-
-    for module in (running_module, measure_module):
-        monkeypatch.setattr(module, "start", start)
-    monkeypatch.setattr(ray, "put", lambda value: value)
-    monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
-    yield
-
-
-def flow(**first: Any) -> Flow:
-    parts = [
-        Part("ones", Adds, "add", kwargs={"number": 1}, **first),
-        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
-        Part("more", Adds, "add", ("tens",), kwargs={"number": 100}),
-    ]
-    return Flow("sums", parts, ITEMS)
-
-
-def profile(**each: float) -> Profile:
-    parts = {
-        name: PartProfile(tuple(Point(w, w * load, 0.01 + each[name] * load) for w in (1, 4) for load in (1, 4, 16)))
-        for name in each
-    }
-    return Profile("sums", "here", parts)
+pytestmark = pytest.mark.usefixtures("no_ray")
 
 
 @pytest.mark.parametrize("mode", [*Mode, "auto"])
@@ -249,6 +150,18 @@ def test_parts_that_died_go_on_from_what_was_kept() -> None:
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
+def test_a_part_that_moves_without_what_it_has_learnt_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [Part("ones", Joins, "pairs"), Part("tens", Adds, "add", ("ones",), kwargs={"number": 10})]
+    known, sums = profile(ones=0.1, tens=0.1), Flow("sums", parts, ITEMS)
+    apart = sums.plan(known, DEVICES, mode=Mode.DISAGGREGATED).best
+    with Running(sums, POOL, plan=Mode.COLLOCATED, profile=known) as running:
+        running.switch(apart)
+        assert running.step([0] * ITEMS) == [10] * ITEMS
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "sums: ones moves and begins anew, for its class has no `save`"
+    ]
+
+
 def test_a_part_that_loses_items_is_an_error() -> None:
     parts = [Part("ones", Adds, "short", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 1})]
     known = profile(ones=0.1, tens=0.1)
@@ -259,66 +172,6 @@ def test_a_part_that_loses_items_is_an_error() -> None:
         running.step([0] * ITEMS)
     with pytest.raises(ValueError, match="needs a profile"):
         Running(flow(), POOL)
-
-
-def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
-    parts = [
-        Part("ones", Adds, "add", kwargs={"number": 1}, chunk=4),
-        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
-    ]
-    grid = measure_module.Grid(widths=(1, 2), batches=(8, 4, 2, 10), repeats=1)
-    flow = Flow("measured", parts, ITEMS, sample=lambda count: list(range(count)))
-    known = measure_module.profile(flow, POOL, grid)
-    assert [(p.width, p.items) for p in known.parts["ones"].points] == [(1, 4), (1, 8), (2, 4), (2, 8)]
-    assert {p.items for p in known.parts["tens"].points} == {2, 4, 8}  # of 10, 8 were made
-    with pytest.raises(SpecError, match=r"ones runs on at most 4 rank\(s\) here, and the grid has \[8\]"):
-        measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
-    with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
-        measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
-
-
-def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = []
-
-    def results(method: str, refs: list[Any], *, timeout_s: float, ranks: Any) -> list[Any]:
-        waits.append(timeout_s)
-        if method == "add":
-            raise WaitTimeoutError("ones: rank(s) 0 did not answer add()")
-        return [(0.0, 0.0)]
-
-    workers: Any = SimpleNamespace(
-        call=lambda *_, **__: [],
-        results=results,
-        check_usable=lambda _: None,
-        handles=(MagicMock(),),
-        world_size=1,
-        close=lambda: None,
-    )
-    monkeypatch.setattr(measure_module, "start", lambda *_: launch.Group(workers))
-    flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
-    with pytest.raises(WaitTimeoutError, match="ones: rank"):
-        measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
-    assert waits == [0.5] * 3  # its onload, its memory, and itself
-    part = launch.Group(workers, timeout_s=0.25).on(0)
-    part.memory().wait()
-    part.memory().wait(2.0)
-    assert waits[3:] == [0.25, 2.0]
-
-
-def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def get(refs: list[list[int]], timeout: float | None = None) -> list[list[int]]:
-        now[0] += 0.5 * sum(map(len, refs))
-        return refs
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(measure_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    parts = [Part("ones", Adds, "add", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 10})]
-    known = measure_module.profile(
-        Flow("sums", parts, 4, lambda n: [0] * n), POOL, measure_module.Grid((1,), (4,), repeats=1)
-    )
-    assert [known.parts[name].points[0].seconds for name in ("ones", "tens")] == [2.0, 2.0]
 
 
 def test_a_rank_that_computes_is_not_brought_off() -> None:
@@ -377,74 +230,6 @@ def test_what_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(WorkerError, match="no room"):
         Running(flow(), POOL, profile=profile(ones=0.1, tens=0.1, more=0.1))
     assert closed == ["sums/ones", "sums/tens"]
-
-
-class Walks(FlowWorker):
-    """A policy that adds, or a world that doubles; what happened is in the item."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def go(self, items: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        return [(n + 1 if self.kind == "a" else 2 * n, said + self.kind) for n, said in items]
-
-    def short(self, items: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        return items[len(items) // 2 :]
-
-
-def circular(**more: Any) -> Flow:
-    parts = [
-        Part("begin", Joins, "pairs"),
-        Part("act", Walks, "go", ("begin",), kwargs={"kind": "a"}),
-        Part("world", Walks, "go", ("act",), kwargs={"kind": "w"}, **more),
-        Part("both", Joins, "pairs", ("begin", "world")),
-    ]
-    return Flow("sums", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
-
-
-@pytest.mark.parametrize("cpu_ranks", [0, 2])
-def test_a_circle_goes_round_as_often_as_it_says(cpu_ranks: int) -> None:
-    known = profile(begin=0.1, act=0.2, world=0.2, both=0.1)
-    with Running(circular(cpu_ranks=cpu_ranks), POOL, plan="auto", profile=known) as running:
-        (loop,) = [loop for segment in running.plan.segments for stage in segment.stages for loop in stage.loops]
-        assert (loop.parts, loop.rounds, loop.slices > 1) == (("act", "world"), 3, cpu_ranks > 0)
-        begin = [(n, "") for n in range(ITEMS)]
-        expected = [((n, ""), (8 * n + 14, "awawaw")) for n in range(ITEMS)]
-        for chunk in (None, 5, 1):  # fives are not cut in slices
-            for segment in range(len(running.plan.segments)):
-                if chunk is not None:
-                    running.set_chunk(chunk, segment)
-            assert running.step(begin) == expected
-
-
-class Uneven(FlowWorker):
-    """A policy that loses an item of all slices but the first, whose world waits until that is known."""
-
-    known = threading.Event()
-
-    def act(self, items: list[int]) -> list[int]:
-        return items[items[0] > 0 :]
-
-    def world(self, items: list[int]) -> list[int]:
-        if not self.known.wait(60):
-            raise WaitTimeoutError("nobody stopped the first slice")
-        return items
-
-
-def test_a_slice_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(run: SegmentRun, error: BaseException) -> None:
-        stop(run, error)
-        Uneven.known.set()
-
-    stop = SegmentRun.fail
-    monkeypatch.setattr(SegmentRun, "fail", fail)
-    parts = [Part("act", Uneven, "act", most=1), Part("world", Uneven, "world", ("act",), cpu_ranks=2)]
-    flow = Flow("sums", parts, ITEMS, circles=[Circle(("act", "world"), 3)])
-    with Running(flow, POOL, plan="auto", profile=profile(act=0.2, world=0.2)) as running:
-        (loop,) = running.plan.segments[0].stages[0].loops
-        assert loop.slices > 1
-        with pytest.raises(WorkerError, match=r"act made \d items of \d"):
-            running.step(list(range(ITEMS)))
 
 
 def test_what_makes_no_sense_is_refused_before_anybody_starts(monkeypatch: pytest.MonkeyPatch) -> None:

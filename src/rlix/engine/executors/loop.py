@@ -184,13 +184,13 @@ class LoopExecutor(MovingExecutor):
         self._stream()
 
     def _count(self, seconds: float, ended: int) -> None:
-        before, running = self._counters, self._in_batch()
+        before, running = self._counters, self._in_batch() + ended  # whose room is taken when the next step begins
         self._counters = DecodingCounters(
             steps=before.steps + 1,
             seconds=before.seconds + seconds,
-            tokens=before.tokens + running + ended,
+            tokens=before.tokens + running,
             running=running,
-            waiting=len(self._open) - ended - running,
+            waiting=len(self._open) - running,
             late_s=self._deadlines.late_s,
         )
 

@@ -125,7 +125,7 @@ class DecodingCounters:
 
     Attributes:
         steps: decoding steps. seconds: that they took. tokens: sum over the steps of the requests decoded in each.
-        running: requests that are being decoded now; waiting: accepted ones for which there is no room yet.
+        running: requests of the last step, those included that ended in it; waiting: for which it had no room.
         late_s: by how much steps took longer than was declared, where it was.
     """
 

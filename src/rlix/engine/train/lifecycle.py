@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -57,11 +58,17 @@ class TrainWorkers(Engine):
         self._built = 0  # how often workers were started
         self._calls = 0  # of these workers
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
+        self._under_way, self._last_ended = 0, time.monotonic()  # calls
         self._configured: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
 
     @property
     def leased(self) -> bool:
         return self._lease is not None
+
+    @property
+    def idle_s(self) -> float:
+        """For how many seconds no call has been under way."""
+        return 0.0 if self._under_way else time.monotonic() - self._last_ended
 
     def _hold(self, lease: Fence | int | None) -> None:
         self._lease = lease
@@ -156,6 +163,15 @@ class TrainWorkers(Engine):
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        with self._dispatch:
+            self._under_way += 1
+        try:
+            return self._ran(method, *args, timeout_s=timeout_s)
+        finally:
+            with self._dispatch:
+                self._under_way, self._last_ended = self._under_way - 1, time.monotonic()
+
+    def _ran(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         group = self._workers()
         name = f"{args[0]}" if method == "call" else method
         try:

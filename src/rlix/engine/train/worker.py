@@ -13,17 +13,17 @@ import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rlix.engine.life_cycle import Life, Residency
 from rlix.engine.movers import mover_for
 from rlix.engine.parallel import like
-from rlix.engine.residency import MoveReport, ResidentSet, local_tensor
+from rlix.engine.residency import MoveReport, ResidentSet
 from rlix.engine.train import checkpoint
 from rlix.engine.train.adapters import Exported, aliases_of, to_publish
 from rlix.engine.train.evacuation import Begun, standing
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.handover import Handover, pack, unpack
+from rlix.engine.train.last_call import LastCall
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import Checkpoint, ModuleSpec
 from rlix.engine.train.optimizers import optimizers
@@ -68,9 +68,6 @@ class TrainWorker(Worker):
     def __init__(self) -> None:
         self._saver: BackgroundSaver | None = None
         self._calls = 0
-        self._versions = 0  # of the parameters, when the last call began
-        self._steps = 0  # of optimizers, begun since then
-        self._shards: int | None = None  # when the call that runs now began; -1: it may move them
 
     def setup(
         self,
@@ -98,7 +95,7 @@ class TrainWorker(Worker):
         world = self.ctx.world_size
         module.context = TrainContext(self.ctx.rank, world, *self._executor.data_part(), device, groups)
         torch.manual_seed(spec.seed + self.ctx.rank)
-        self._module = module
+        self._module, self._last = module, LastCall(module)
         self._weights_path, self._seed = spec.weights_path, spec.seed
         self._collective_timeout_s = collective_timeout_s
         self._resident = ResidentSet(
@@ -119,14 +116,8 @@ class TrainWorker(Worker):
                 f"{self.ctx.group}: rank {self.ctx.rank} got call {number} ({method}) after {self._calls - 1} calls: "
                 "its collectives would meet those of another call"
             )
-        self._versions, self._steps = self._written(), 0
-        self._shards = self._count_shards() if method in _LEAVES_BYTES else -1
-        hook = register_optimizer_step_pre_hook(self._step_begins)
-        try:
+        with self._last.runs(leaves_bytes=method in _LEAVES_BYTES):
             return getattr(self, method)(*args)
-        finally:
-            hook.remove()
-            self._shards = None
 
     def skip(self, number: int) -> None:
         """What the `number`th call sends could not be sent to every rank: the next one follows all the same."""
@@ -312,20 +303,14 @@ class TrainWorker(Worker):
         self._executor.settle(self._module)
         with self._resident.readable():
             snapshot = checkpoint.capture(self._module, copy=False, parts=self._executor)
-            if self._shards not in (None, self._count_shards()):
+            if not self._last.leaves_shards:
                 raise RlixError("a move or a forward pass is not through")
             pieces, data = pack(snapshot.tensors, self.ctx.rank)
         return Handover(pieces, data, snapshot.shared, snapshot.random_state)
 
     def changes(self) -> int:
-        """How often this rank's parameters were written to since its last call began, and optimizers began a step.
-
-        A step changes more than parameters, and before them; and kernels of fused ones do not count what they write.
-        """
-        return self._written() - self._versions + self._steps
-
-    def _step_begins(self, *_: object) -> None:
-        self._steps += 1
+        """How often this rank's last call has changed weights or optimizers."""
+        return self._last.changes
 
     def take_over(self, given: Sequence[Any]) -> TrainStatus:
         """Take the state that other ranks handed over, given as Ray's references in the order of their ranks."""
@@ -391,14 +376,6 @@ class TrainWorker(Worker):
 
     def _epoch(self) -> int | None:
         return None if self._lease is None else self._lease.epoch
-
-    def _count_shards(self) -> int:
-        """Parameters that this rank has a part of, which those that are gathered are not among."""
-        return sum(isinstance(parameter, DTensor) for parameter in self._module.parameters())
-
-    def _written(self) -> int:
-        """How often this rank's parameters have been written to, as sharded ones or as their shards."""
-        return sum(part._version for whole in self._module.parameters() for part in {whole, local_tensor(whole)})
 
 
 def _to_host(result: Any) -> Any:

@@ -1,16 +1,16 @@
 """The ends of a channel: the processes of two engines between which weights go from shard to shard.
 
-A channel is opened once, ahead of the first transfer, and stays. Its members meet in a store that the process which
-asked for it keeps, connect the two sides with each other, and map the memory that they share. A transfer begins when
-every member has said in the store that it is ready, receivers after they have checked what will come: whoever refuses
-stops all before the first byte. From then on every wait is for a message from the other side, so that a member that
+A channel is opened once, ahead of the first transfer, and stays. Its members meet at the process that asked for it,
+connect the two sides with each other, and map the memory that they share. A transfer begins when every member has said
+there that it is ready, receivers after they have checked what will come: whoever refuses stops all before the first
+byte. From then on every wait is for a message from the other side, so that a member that
 leaves is noticed at once.
 """
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,8 +20,9 @@ import torch
 
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import ALIGNMENT, HOST, Contents
-from rlix.engine.weights.group import open_nccl, open_store
+from rlix.engine.weights.group import open_nccl
 from rlix.engine.weights.links import Links, Listener, connect
+from rlix.engine.weights.rendezvous import Entrance
 from rlix.engine.weights.schedule import Load, Way
 from rlix.flow.memory import GpuMemory, HostMemory, opened_gpu, opened_host, synchronize
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
@@ -44,8 +45,10 @@ class Ticket:
 
     Attributes:
         channel: its name, "A to B#1": the same for all members and for no other channel.
+        host, port: where the members meet.
         members: what errors call them; sources come first.
         loads: the buckets that this member writes or reads, in order.
+        nccl_port: of the store on `host` by which NCCL connects the members; 0: they do without NCCL.
         timeout_s: longest that one side waits for another.
     """
 
@@ -56,7 +59,7 @@ class Ticket:
     sources: int
     member: int
     loads: tuple[Load, ...]
-    nccl: bool
+    nccl_port: int
     timeout_s: float
 
 
@@ -90,11 +93,9 @@ OPENING = 0
 """In place of a transfer's number, which begin at 1: while a channel is being opened."""
 
 
-def refuse(store: Any, number: int, error: BaseException) -> None:
-    """Tell all who wait for a transfer to begin that it does not, and why; the first reason counts."""
-    store.compare_set(f"failed/{number}", "", str(error) or type(error).__name__)
-    for what in ("come", "open", "ready"):
-        store.set(f"{what}/{number}/over", "yes")
+def reason(error: BaseException) -> str:
+    """What members are told of an error of one of them."""
+    return str(error) or type(error).__name__
 
 
 class Member:
@@ -103,7 +104,7 @@ class Member:
     def __init__(self, ticket: Ticket, device: torch.device) -> None:
         self.ticket, self.device = ticket, device
         self._deadline = time.monotonic() + ticket.timeout_s
-        self._store: Any = None
+        self._entrance: Entrance | None = None
         self._links = Links({})
         self._nccl: Any = None
         self._own: dict[Way, HostMemory | GpuMemory] = {}
@@ -136,30 +137,32 @@ class Member:
 
     def _open(self) -> None:
         ticket, everyone = self.ticket, range(len(self.ticket.members))
-        with self._named("reach the store"):
-            self._store = open_store(ticket.host, ticket.port, ticket.timeout_s)
+        with self._named("reach the process that asked for the channel"):
+            address = ticket.host, ticket.port
+            self._entrance = Entrance(ticket.channel, ticket.member, address, ticket.timeout_s)
+        said: dict[str, str] = {}
         self._slot = self._slots()
         for (source, way), slot in self._slot.items():
             if source == ticket.member:
                 size = slot * SLOTS
                 self._own[way] = HostMemory(size) if way == "shm" else GpuMemory(size, self.device)
-                self._store.set(f"memory/{source}/{way}", self._own[way].handle)
+                said[f"memory/{source}/{way}"] = self._own[way].handle
         listener = None
         if ticket.member < ticket.sources:
-            listener = Listener(ticket.channel, (ticket.host, ticket.port))
-            self._store.set(f"address/{ticket.member}", listener.address)
-        self._meet("come", OPENING)
+            listener = Listener(ticket.channel, address)
+            said[f"address/{ticket.member}"] = listener.address
+        found = self._meet("come", OPENING, said)
         with self._named("connect to the other side"):
             if listener is not None:
                 self._links = listener.accept(everyone[ticket.sources :], self._deadline)
             else:
-                addresses = {source: self._store.get(f"address/{source}").decode() for source in range(ticket.sources)}
+                addresses = {source: found[f"address/{source}"] for source in range(ticket.sources)}
                 self._links = connect(ticket.channel, ticket.member, addresses, self._deadline)
-            if ticket.nccl:
-                place = ticket.member, len(everyone)
-                self._nccl = self._within(lambda: open_nccl(self._store, *place, ticket.timeout_s, self.device))
+            if ticket.nccl_port:
+                place = (ticket.host, ticket.nccl_port), ticket.member, len(everyone)
+                self._nccl = self._within(lambda: open_nccl(*place, ticket.timeout_s, self.device))
         for source, way in self._slot:
-            self._mapped[source, way] = self._map(source, way)
+            self._mapped[source, way] = self._map(source, way, found[f"memory/{source}/{way}"])
         self._meet("open", OPENING)
 
     def _slots(self) -> dict[tuple[int, Way], int]:
@@ -173,10 +176,9 @@ class Member:
             return dict.fromkeys(sizes, 0)
         return dict(sizes)
 
-    def _map(self, source: int, way: Way) -> torch.Tensor:
+    def _map(self, source: int, way: Way, handle: str) -> torch.Tensor:
         if way in self._own and source == self.ticket.member:
             return self._own[way].data
-        handle = self._store.get(f"memory/{source}/{way}").decode()
         with self._named(f"map the memory of {self.ticket.members[source]}"):
             data = opened_host(handle) if way == "shm" else opened_gpu(handle, self.device)
         self._slot[source, way] = data.numel() // SLOTS
@@ -185,6 +187,8 @@ class Member:
     def close(self) -> None:
         """Leave. Who still waits for this member learns of it at once."""
         self._links.close()
+        if self._entrance is not None:
+            self._entrance.close()
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             nccl.abort()
@@ -210,21 +214,24 @@ class Member:
                 if isinstance(error, RlixError) and not isinstance(error, TransferError):
                     raise  # it says itself who did not come
                 raise RefusedError(f"weights were not sent, and nothing was changed: {error}") from error
-            if delivery.names != self._chosen[0]:
-                found = (load.only(delivery.names) for load in self.ticket.loads)
-                self._chosen, self.read = (delivery.names, tuple(load for load in found if load is not None)), {}
-            yield self._chosen[1]
+            yield self.loads(delivery)
         except BaseException as error:  # re-raised
             self.refuse(delivery.number, error)
             leave(self.ticket.channel, self.ticket.member)
             raise
 
+    def loads(self, delivery: Delivery) -> tuple[Load, ...]:
+        """What this member writes or reads of a transfer; the same object for one that moves the same tensors again."""
+        if delivery.names != self._chosen[0]:
+            found = (load.only(delivery.names) for load in self.ticket.loads)
+            self._chosen, self.read = (delivery.names, tuple(load for load in found if load is not None)), {}
+        return self._chosen[1]
+
     def refuse(self, number: int, error: BaseException) -> None:
         """Have everybody know that a transfer cannot be; the first reason counts."""
-        if self._store is None:
-            return
-        with suppress(RuntimeError):  # the store is gone with the process that asked for all this
-            refuse(self._store, number, error)
+        if self._entrance is not None:
+            with suppress(OSError):  # the process that asked for all this has gone
+                self._entrance.refuse(number, reason(error))
 
     def bucket(self, load: Load) -> torch.Tensor:
         """The memory of a bucket: shared, or for messages this member's own."""
@@ -295,24 +302,22 @@ class Member:
             raise RuntimeError("the other members did not connect in time")
         return result[0]
 
-    def _meet(self, what: str, number: int) -> None:
-        """Say that this member is so far, and wait until all are, unless somebody refuses transfer `number`."""
-        key, members = f"{what}/{number}", self.ticket.members
+    def _meet(self, what: str, number: int, said: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Say that this member is so far, and wait until all are, unless somebody refuses transfer `number`.
+
+        Returns what all said.
+        """
+        assert self._entrance is not None
         with self._named(f"wait for {what!r}"):
-            count = self._store.add(key, 1)
-            self._store.set(f"{key}/{self.ticket.member}", "yes")
-            if count == len(members):
-                self._store.set(f"{key}/over", "yes")
-            try:
-                self._store.wait([f"{key}/over"], timedelta(seconds=self._left()))
-            except RuntimeError:  # the time is over, or the store is gone: then so is what follows
-                late = [who for member, who in enumerate(members) if not self._store.check([f"{key}/{member}"])]
-                if late:
-                    raise WaitTimeoutError(
-                        f"{self.name} waited {self.ticket.timeout_s:g} s for {'; '.join(late)} to say {what!r}"
-                    ) from None
-            if self._store.add(key, 0) < len(members):
-                raise TransferError(self._store.get(f"failed/{number}").decode())
+            answer = self._entrance.meet(what, number, said or {}, self._left())
+        if late := answer.get("late"):
+            raise WaitTimeoutError(
+                f"{self.name} waited {self.ticket.timeout_s:g} s for {'; '.join(late)} to say {what!r}"
+            )
+        if "refused" in answer:
+            raise TransferError(answer["refused"])
+        found: dict[str, str] = answer["said"]
+        return found
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -13,15 +13,15 @@ def open_store(host: str, port: int, timeout_s: float, *, server: bool = False) 
     return dist.TCPStore(host, port, None, server, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def open_nccl(store: Any, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:
-    """With its communicator made, which NCCL otherwise does in the first transfer."""
+def open_nccl(address: tuple[str, int], rank: int, size: int, timeout_s: float, device: torch.device) -> Any:
+    """With its communicator made, which NCCL otherwise does in the first transfer; by the store at this address."""
     from torch import distributed
 
     dist: Any = distributed  # a build without CUDA has no ProcessGroupNCCL
     options = dist.ProcessGroupNCCL.Options()
     # When it expires NCCL's watchdog ends the process: ours is to come first.
     options._timeout = 2 * timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    group = dist.ProcessGroupNCCL(open_store(*address, timeout_s), rank, size, options)
     group.allreduce([torch.zeros(1, device=device)]).wait()
     torch.cuda.current_stream(device).synchronize()
     return group

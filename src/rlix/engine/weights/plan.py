@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlix.engine.weights.buckets import itemsize
-from rlix.engine.weights.layout import Box, Layout, Part, Piece, common, elements, moved, without
+from rlix.engine.weights.layout import Box, Layout, Part, Piece, common, elements, moved, slices, without
 from rlix.protocol.errors import WeightSyncError
 
 
@@ -82,7 +82,7 @@ def plan(sources: Sequence[Layout], targets: Sequence[Layout]) -> Plan:
                         source = _choose(name, box, target.node, part.dtype, ranks, sources, load, shared)
                         transfers.append(_transfer(name, box, source, sources[source].parts[name], index, piece, part))
                     left = [rest for box in left for rest in without(box, held)]
-                problems.extend(f"held by nobody: {name}{_slices(box)}" for box in left)
+                problems.extend(f"held by nobody: {name}{_shown(box)}" for box in left)
     if problems:
         raise WeightSyncError(
             "weights do not reach everyone; nothing was changed: " + "; ".join(dict.fromkeys(problems))
@@ -100,7 +100,7 @@ def least_bytes(sources: Sequence[Layout], targets: Sequence[Layout]) -> int:
         for name, part in target.parts.items():
             needed = np.zeros(part.shape, dtype=bool)
             for piece in part.pieces:
-                needed[tuple(slice(start, stop) for start, stop in piece.box)] = True
+                needed[slices(piece.box)] = True
             held = {source.parts[name].dtype for source in sources if name in source.parts}
             total += int(needed.sum()) * min(itemsize(dtype) for dtype in (*held, part.dtype))
     return total
@@ -173,5 +173,5 @@ def _floats(dtype: str) -> bool:
     return floating
 
 
-def _slices(box: Box) -> str:
+def _shown(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

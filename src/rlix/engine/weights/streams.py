@@ -112,5 +112,4 @@ def receive(delivery: Delivery) -> Iterator[Contents]:
 
 def expected(delivery: Delivery) -> Collection[WeightEntry]:
     """All that this member will receive."""
-    loads = (each.only(delivery.names) for each in joined(delivery).ticket.loads)
-    return [entry for load in loads if load is not None for entry in load.entries]
+    return [entry for load in joined(delivery).loads(delivery) for entry in load.entries]

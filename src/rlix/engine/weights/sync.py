@@ -13,11 +13,12 @@ from ray.exceptions import RayError
 from rlix.engine import placement
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
-from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, refuse
+from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, reason
 from rlix.engine.weights.group import open_store
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.plan import plan
 from rlix.engine.weights.publication import PublishedWeights, joined
+from rlix.engine.weights.rendezvous import Rendezvous
 from rlix.engine.weights.schedule import Way, schedule
 from rlix.engine.weights.shards import described, shares
 from rlix.flow.workers.group import PerRank
@@ -132,7 +133,7 @@ def choose(
 
 
 class Channel:
-    """A channel between two engines, as the process sees it that asks for transfers. It keeps the members' store.
+    """A channel between two engines, as the process sees it that asks for transfers, at which the members meet.
 
     Args:
         way: as `choose` gives it.
@@ -174,17 +175,23 @@ class Channel:
         members = (*(f"{trainer.name}, rank {rank}" for rank in range(len(held))), *_called(engine.name, sizes))
         places = [*trainer.devices, *(device for replica in engine.receivers for device in replica)]
         host = placement.common_address(places)
-        self._store = open_store(host, 0, timeout_s, server=True)
+        self._rendezvous = Rendezvous(self.name, host, members)
         nccl = "p2p" in self.ways and places[0].kind is DeviceKind.CUDA and len(set(places)) == len(places)
+        self._nccl_store = open_store(host, 0, timeout_s, server=True) if nccl else None
+        nccl_port = 0 if self._nccl_store is None else self._nccl_store.port
         shapes = {entry.name: entry.shape for entry in self.manifest.entries}
         loads = schedule(made, shapes, way, bucket_bytes, len(held))
-        base = Ticket(self.name, host, self._store.port, members, len(held), 0, (), nccl, timeout_s)
+        base = Ticket(self.name, host, self._rendezvous.port, members, len(held), 0, (), nccl_port, timeout_s)
         tickets = [
             replace(base, member=member, loads=tuple(load for load in loads if member in (load.source, *load.targets)))
             for member in range(len(members))
         ]
         theirs = [tickets[first : first + size] for first, size in zip(self._firsts, sizes, strict=True)]
-        self._both(OPENING, lambda: trainer.join_channel(tickets[: len(held)]), lambda: engine.join_channel(theirs))
+        try:
+            self._both(OPENING, lambda: trainer.join_channel(tickets[: len(held)]), lambda: engine.join_channel(theirs))
+        except BaseException:  # re-raised
+            self._rendezvous.close()
+            raise
 
     def leads_to(self, engine: WeightReceiver) -> bool:
         """Whether these are still the processes that it was opened to."""
@@ -224,6 +231,7 @@ class Channel:
 
     def close(self) -> None:
         """Have all members leave that still can."""
+        self._rendezvous.close()
         for side in (self._trainer, self._engine):
             try:
                 side.leave_channel(self.name)
@@ -239,7 +247,7 @@ class Channel:
                 action()
             except BaseException as error:  # noqa: BLE001 - raised below, once the other side knows; Ctrl-C too
                 failed.append(error)
-                refuse(self._store, number, error)
+                self._rendezvous.refuse(number, reason(error))
 
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
             sent = pool.submit(side, sending)

@@ -46,7 +46,7 @@ def profile(
     """Run every part alone on each width that the devices allow and on each batch size.
 
     Items come from `flow.sample`; what a part makes of the largest batch is what the next one is measured with.
-    `lease`: of these devices, where they are shared. `timeout_s`: longest that one call of a part may take.
+    `lease`: of these devices, where they are shared. `timeout_s`: for a part to start, and for each of its calls.
 
     Raises:
         SpecError: a part, which is named, can be measured on none of the widths, or with none of the batches.
@@ -78,8 +78,8 @@ def _measure(
     kept: Pieces = []
     for width in widths:
         made: Pieces = []
-        with start(part, width, devices) as group:
-            group.lease, group.timeout_s = lease, timeout_s
+        with start(part, width, devices, timeout_s=timeout_s) as group:
+            group.lease = lease
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in group.call("memory").wait())
             for batch in sorted(grid.batches):
@@ -102,11 +102,22 @@ def _measure(
     return PartProfile(tuple(points), median(loads), median(offloads)), kept
 
 
-def start(part: Part, ranks: int, devices: Sequence[Device], first: int = 0, name: str = "") -> Group:
-    """The part's group on devices from number `first` on."""
+def start(
+    part: Part,
+    ranks: int,
+    devices: Sequence[Device],
+    first: int = 0,
+    name: str = "",
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Group:
+    """The part's group on devices from number `first` on; `timeout_s`: until it is there, and of each of its calls."""
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
     placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
-    return launch(part.worker, placement, list(devices), name=name or part.name, kwargs=dict(part.kwargs))
+    options: dict[str, Any] = {"kwargs": dict(part.kwargs), "start_timeout_s": timeout_s}
+    group = launch(part.worker, placement, list(devices), name=name or part.name, **options)
+    group.timeout_s = timeout_s
+    return group
 
 
 def _repeat(group: Group, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:

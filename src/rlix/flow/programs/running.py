@@ -21,7 +21,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
-from rlix.flow.workers.flow_worker import fetch
+from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.launch import Group
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device
@@ -41,6 +41,7 @@ class Running:
         job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
             until all of its stages have ended; between segments, and between steps, they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
+        timeout_s: of each wait for a part: to start, for a call, for its devices in its turn, and for its items.
     """
 
     def __init__(
@@ -188,6 +189,8 @@ class Running:
         self._lock.clear()
         self._started = False
         for name in moving:
+            if self.flow.part(name).worker.save is FlowWorker.save:
+                logger.warning("%s: %s moves and begins anew, for its class has no `save`", self.flow.name, name)
             (self._states[name],) = self.groups[name].on(0).call("save").wait()
             self.groups.pop(name).close()
         self.plan = plan
@@ -210,8 +213,8 @@ class Running:
             if placed.name in self.groups:
                 continue
             part = self.flow.part(placed.name)
-            group = start(part, placed.ranks, self.devices, placed.first, names[placed.name])
-            group.timeout_s = self._timeout_s
+            name, limit = names[placed.name], self._timeout_s
+            group = start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
             try:
                 if placed.name in self._states:
                     group.call("restore", self._states[placed.name]).wait()

@@ -3,6 +3,9 @@
 import asyncio
 import importlib.util
 import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ _LORA = "rlix.pipeline.lora_finetune:LoraFinetunePipeline"
 _SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLoraPipeline"}
 _PIPELINE_FORMS = "write file.py:Class or package.module:Class"
 _CHANGES = ("add", "pause", "resume", "remove")
+_LOOK_S = 1.0
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
 
@@ -100,9 +104,19 @@ class PipelineActor:
         self._pipeline.client.join(config.spec.name)
 
     def run(self) -> JobSummary:
-        """Trains to the end, however it comes; then nothing of the job is left but its run folder."""
+        """Trains to the end, however it comes; then nothing of the job is left but its run folder.
+
+        Raises:
+            WaitTimeoutError: code of the job's own hung while it held devices.
+        """
+        ended: Future[JobSummary] = Future()
+        threading.Thread(target=_run_into, args=(ended, self._pipeline.run), name="run", daemon=True).start()
         try:
-            return self._pipeline.run()
+            while not wait([ended], _LOOK_S).done:
+                if (error := self._pipeline.hang()) is not None:
+                    self._pipeline.give_up(error)
+                    raise error
+            return ended.result()
         finally:
             self._pipeline.client.unregister("its run ended")
 
@@ -129,6 +143,13 @@ class PipelineActor:
             raise SpecError(f"{spec.name} has not begun its runs yet; try again in a moment")
         change = getattr(self._pipeline, verb)
         change(name) if run is None else change(name, run)
+
+
+def _run_into(ended: "Future[JobSummary]", run: Callable[[], JobSummary]) -> None:
+    try:
+        ended.set_result(run())
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        ended.set_exception(error)
 
 
 def check_importable(spec: JobSpec) -> None:

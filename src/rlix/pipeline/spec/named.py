@@ -112,6 +112,14 @@ def where_raised(error: BaseException) -> str:
     return f"{text} ({own[-1].filename}:{own[-1].lineno})"
 
 
+def where_now(thread: int) -> str:
+    """The line of the user's code at which a thread is, or that called what it is in; of any code, without such."""
+    stack = traceback.extract_stack(sys._current_frames().get(thread))
+    own = [frame for frame in stack if not frame.filename.startswith(_NOT_OWN)]
+    at = (own or stack)[-1]
+    return f"{at.filename}:{at.lineno}, in {at.name}"
+
+
 def own_traceback(error: BaseException) -> str:
     """The traceback as far as it runs through the user's code, with its lines; empty when it does not."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OWN)]

@@ -56,7 +56,8 @@ class TrainingSpec(Section):
     """Apply the model's own dropout in training steps; log-probs never have any."""
     timeout_s: Positive = 3600.0
     """Longest that one call of the training processes may take: an update of a minibatch, log-probs of a batch, a
-    checkpoint; then the job, or of `multi_lora` the run, fails and says which device it waited for."""
+    checkpoint; then the job, or of `multi_lora` the run, fails and says which device it waited for. As long may the
+    job's own code compute between two such calls while it has their devices; then the job fails and says where."""
 
 
 class WarmupSpec(Section):

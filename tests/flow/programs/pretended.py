@@ -1,0 +1,94 @@
+"""A flow's workers as plain objects in this process, for tests that need no Ray."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rlix.flow.planner import Point
+from rlix.flow.profiler.profile import PartProfile, Profile
+from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.pieces import Pieces
+from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.protocol.messages import Device, DeviceKind
+
+ITEMS, DEVICES = 16, 4
+POOL = [Device(i, "here", "::1", i, DeviceKind.CPU) for i in range(DEVICES)]
+
+
+class Adds(FlowWorker):
+    def __init__(self, number: int) -> None:
+        self.number, self.calls = number, 0
+
+    def add(self, items: list[int]) -> list[int]:
+        self.calls += 1
+        return [item + self.number for item in items]
+
+    def short(self, items: list[int]) -> list[int]:
+        return items[1:]
+
+    def memory(self) -> tuple[float, float]:
+        return 1.0, 2.0
+
+    def save(self) -> int:
+        return self.calls
+
+    def restore(self, state: int) -> None:
+        self.calls = state
+
+
+class Joins(FlowWorker):
+    def pairs(self, pairs: list[Any]) -> list[Any]:
+        return pairs
+
+    def join(self, pairs: list[tuple[int, int]]) -> list[int]:
+        return [1000 * first + second for first, second in pairs]
+
+
+class Group:
+    """As `rlix.flow.workers.launch.Group`, of objects in this process."""
+
+    def __init__(self, part: Part, ranks: int, first: int, name: str) -> None:
+        self.name, self.first = name, first
+        self.members = [part.worker(**part.kwargs) for _ in range(ranks)]
+        self.workers = SimpleNamespace(world_size=ranks, processes={})
+        self.lease = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        return SimpleNamespace(wait=lambda *_: [getattr(member, method)(*args) for member in self.members])
+
+    def on(self, rank: int) -> Any:
+        return SimpleNamespace(
+            call=lambda method: SimpleNamespace(wait=lambda *_: [getattr(self.members[rank], method)()])
+        )
+
+    def part(self, method: str, inputs: Sequence[Sequence[Pieces]]) -> tuple[list[Any], Any]:
+        made = [member._rlix_part(method, lists)[0] for member, lists in zip(self.members, inputs, strict=True)]
+        return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
+
+    def onload(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def flow(**first: Any) -> Flow:
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}, **first),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+        Part("more", Adds, "add", ("tens",), kwargs={"number": 100}),
+    ]
+    return Flow("sums", parts, ITEMS)
+
+
+def profile(**each: float) -> Profile:
+    parts = {
+        name: PartProfile(tuple(Point(w, w * load, 0.01 + each[name] * load) for w in (1, 4) for load in (1, 4, 16)))
+        for name in each
+    }
+    return Profile("sums", "here", parts)

@@ -1,0 +1,84 @@
+"""Measuring parts whose workers are plain objects: with which batches, how long, and what counts."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import ray
+
+from rlix.flow.profiler import measure as measure_module
+from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.workers import launch
+from rlix.protocol.errors import SpecError, WaitTimeoutError
+from tests.flow.programs.pretended import ITEMS, POOL, Adds
+
+pytestmark = pytest.mark.usefixtures("no_ray")
+START = measure_module.start
+
+
+def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}, chunk=4),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+    ]
+    grid = measure_module.Grid(widths=(1, 2), batches=(8, 4, 2, 10), repeats=1)
+    flow = Flow("measured", parts, ITEMS, sample=lambda count: list(range(count)))
+    known = measure_module.profile(flow, POOL, grid)
+    assert [(p.width, p.items) for p in known.parts["ones"].points] == [(1, 4), (1, 8), (2, 4), (2, 8)]
+    assert {p.items for p in known.parts["tens"].points} == {2, 4, 8}  # of 10, 8 were made
+    with pytest.raises(SpecError, match=r"ones runs on at most 4 rank\(s\) here, and the grid has \[8\]"):
+        measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
+    with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
+
+
+def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    def results(method: str, refs: list[Any], *, timeout_s: float, ranks: Any) -> list[Any]:
+        waits.append(timeout_s)
+        if method == "add":
+            raise WaitTimeoutError("ones: rank(s) 0 did not answer add()")
+        return [(0.0, 0.0)]
+
+    workers: Any = SimpleNamespace(
+        call=lambda *_, **__: [],
+        results=results,
+        check_usable=lambda _: None,
+        handles=(MagicMock(),),
+        world_size=1,
+        close=lambda: None,
+    )
+    group = launch.Group(workers)
+
+    def launched(*_: object, start_timeout_s: float, **__: object) -> launch.Group:
+        waits.append(start_timeout_s)
+        return group
+
+    monkeypatch.setattr(measure_module, "launch", launched)
+    monkeypatch.setattr(measure_module, "start", START)
+    flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
+    with pytest.raises(WaitTimeoutError, match="ones: rank"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
+    assert waits == [0.5] * 4  # its start, its onload, its memory, and itself
+    part = launch.Group(workers, timeout_s=0.25).on(0)
+    part.memory().wait()
+    part.memory().wait(2.0)
+    assert waits[4:] == [0.25, 2.0]
+
+
+def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def get(refs: list[list[int]], timeout: float | None = None) -> list[list[int]]:
+        now[0] += 0.5 * sum(map(len, refs))
+        return refs
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(measure_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = [Part("ones", Adds, "add", kwargs={"number": 1}), Part("tens", Adds, "add", ("ones",), {"number": 10})]
+    known = measure_module.profile(
+        Flow("sums", parts, 4, lambda n: [0] * n), POOL, measure_module.Grid((1,), (4,), repeats=1)
+    )
+    assert [known.parts[name].points[0].seconds for name in ("ones", "tens")] == [2.0, 2.0]
