@@ -27,11 +27,18 @@ class Terminals:
         return self.commands[-1]
 
     def run(self, *arguments: str, code: int = 0) -> str:
-        """What the command prints, on both streams."""
-        command = self.start(*arguments)
+        return self.said(self.start(*arguments), code)
+
+    @staticmethod
+    def said(command: Command, code: int = 0) -> str:
+        """What a command prints until its end, on both streams."""
         assert command.wait() == code, command.output()
         assert "Traceback" not in command.output()
         return re.sub(r"\s+", " ", command.output())
+
+    def left(self) -> list[str]:
+        """What a daemon has left in its home."""
+        return sorted(path.name for path in (self.folder / "home").glob("daemon.*"))
 
 
 @pytest.fixture
@@ -56,13 +63,12 @@ def test_jobs_outlive_their_driver_and_are_watched_and_stopped_by_others(termina
     first.send(signal.SIGKILL)
     first.process.wait()
 
-    assert "runs already, as ft_1, in" in terminals.run("run", "left.yaml", code=2)
-    status = terminals.run("status")
-    assert "left (ft_1): running" in status
-    assert "right (ft_2): running" in status
-    assert "that device is not in quarantine; none is" in terminals.run("free", "0", "--yes", code=2)
-
-    watcher = terminals.start("watch", "left")
+    asked = (("run", "left.yaml"), ("status",), ("free", "0", "--yes"), ("watch", "left"))
+    again, status, free, watcher = [terminals.start(*arguments) for arguments in asked]
+    assert "runs already, as ft_1, in" in terminals.said(again, code=2)
+    for shown in ("left (ft_1): running", "right (ft_2): running"):
+        assert shown in terminals.said(status)
+    assert "that device is not in quarantine; none is" in terminals.said(free, code=2)
     watcher.wait_for(r"left: running, step [1-9]")
     watcher.interrupt()
     assert watcher.wait() == 0, watcher.output()
@@ -78,9 +84,11 @@ def test_jobs_outlive_their_driver_and_are_watched_and_stopped_by_others(termina
     assert (terminals.folder / "runs" / "report.html").exists()
     assert "no control plane runs here" in terminals.run("status")
     assert second.marked() == []
+    assert terminals.left() == ["daemon.lock"]
 
 
-def test_ctrl_c_ends_its_own_jobs_beside_a_private_run_and_the_control_plane_ends_idle(terminals: Terminals) -> None:
+def test_a_signal_to_the_group_ends_its_own_jobs_and_the_control_plane_ends_idle(terminals: Terminals) -> None:
+    """Ctrl-C, and as `timeout` sends it to a private run."""
     write_jobs(terminals.folder, steps=100_000)
     private = terminals.start("run", "right.yaml", "--private", "--runs-dir", "apart")
     shared = terminals.start("run", "left.yaml")
@@ -90,7 +98,12 @@ def test_ctrl_c_ends_its_own_jobs_beside_a_private_run_and_the_control_plane_end
     shared.interrupt()
     assert shared.wait() == 130, shared.output()
     assert "left: stopped" in shared.output()
-    private.interrupt()
-    assert private.wait() == 130, private.output()
+    private.send(signal.SIGTERM)
+    assert private.wait() == 128 + signal.SIGTERM, private.output()
+    assert "Traceback" not in private.stderr.read_text()
+    assert "right: stopped" in private.stdout.read_text()
+    assert list((terminals.folder / "apart" / "right" / "checkpoints").glob("step_*")), private.output()
+    assert (terminals.folder / "apart" / "report.html").exists()
     await_end(terminals.folder / "home", 60.0)
     assert private.marked() == []
+    assert terminals.left() == ["daemon.lock"]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,16 @@ def test_a_cluster_that_wants_a_token_is_joined_with_it_and_only_with_it(
 ) -> None:
     address, home = guarded_ray
     where = f"cannot join the Ray cluster at {address}: it wants a token, and "
-    assert attached(address, home) == ["127.0.0.1"]
-    assert attached(address, tmp_path, RAY_AUTH_TOKEN_PATH=str(home / ".ray" / "auth_token")) == ["127.0.0.1"]
-    assert attached(address, tmp_path).startswith(f"{where}there is none here")
-    assert attached(address, home, RAY_AUTH_TOKEN="b" * 32).startswith(f"{where}does not take that of RAY_AUTH_TOKEN;")
+    with ThreadPoolExecutor() as pool:
+        of_home, named, none, wrong = [
+            pool.submit(attached, address, folder, **variables)
+            for folder, variables in (
+                (home, {}),
+                (tmp_path, {"RAY_AUTH_TOKEN_PATH": str(home / ".ray" / "auth_token")}),
+                (tmp_path, {}),
+                (home, {"RAY_AUTH_TOKEN": "b" * 32}),
+            )
+        ]
+    assert of_home.result() == named.result() == ["127.0.0.1"]
+    assert none.result().startswith(f"{where}there is none here")
+    assert wrong.result().startswith(f"{where}does not take that of RAY_AUTH_TOKEN;")

@@ -172,16 +172,6 @@ def test_a_background_save_that_fails_says_so(one: TrainEngine, tmp_path: Path) 
     assert one.count(NeedParallel(batch(0))) == 9
 
 
-def test_two_replicas_of_two_shards_train_as_one_process(ray_session: Any, reference: list[float]) -> None:
-    with TrainEngine(policy(), name="hsdp") as engine:
-        engine.build(tensor_parallel_size=2, data_parallel_size=2, seed=11)
-        assert train(engine, range(STEPS)) == pytest.approx(reference, rel=1e-5)
-        expected = gathered(engine.publish())
-        engine.cpu()
-        engine.cuda()
-        assert all(torch.equal(expected[name], tensor) for name, tensor in gathered(engine.publish()).items())
-
-
 def test_saved_weights_load_in_plain_transformers(engine: TrainEngine, tmp_path: Path) -> None:
     train(engine, range(1))
     engine.save(tmp_path / "model")

@@ -30,19 +30,36 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def unbroken(ray_session: Any) -> list[float]:
-    """Losses of eight steps on two ranks."""
-    with TrainEngine(policy()).build(shard=2, seed=11) as engine:
-        return train(engine, range(8))
+def named() -> list[Any]:
+    """The processes that holders were named as, each time."""
+    return []
 
 
-@pytest.fixture
-def engine(ray_session: Any) -> Iterator[TrainEngine]:
-    named: list[Any] = []
+@pytest.fixture(scope="module")
+def built(ray_session: Any, named: list[Any]) -> Iterator[TrainEngine]:
     settings = {"seed": 11, "collective_timeout_s": 60.0, "name_holders": named.append}
     with TrainEngine(policy()).build(shard=2, **settings) as engine:
         yield engine
-        assert not engine.processes or named[-1] == engine.processes
+
+
+@pytest.fixture(scope="module")
+def initial(built: TrainEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("initial") / "state"
+    built.save_state(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(built: TrainEngine, initial: Path) -> list[float]:
+    """Losses of eight steps on two ranks."""
+    return train(built, range(8))
+
+
+@pytest.fixture
+def engine(built: TrainEngine, initial: Path, unbroken: list[float], named: list[Any]) -> Iterator[TrainEngine]:
+    built.load_state(initial)
+    yield built
+    assert named[-1] == built.processes
 
 
 def test_one_ragged_row_costs_a_moment_and_nothing_else(engine: TrainEngine, unbroken: list[float]) -> None:

@@ -1,9 +1,7 @@
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,12 @@ from rlix.protocol.messages import Fence, Process
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, qwen
 from tests.engine.training_models import Policy
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]  # vLLM starts slowly on a busy machine
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),  # vLLM starts slowly on a busy machine
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),  # to import it takes seconds
+]
 
 WAIT_S = 120.0
 CONFIG = qwen(hidden_size=128)  # vLLM's CPU attention wants heads of at least 32
@@ -120,11 +122,8 @@ def test_a_token_outside_the_vocabulary_harms_no_later_call(engine: InferenceEng
 
 def test_options_of_its_own_are_passed_through_and_checked(ray_session: Any, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", seed=0, config=CONFIG)
-    build = partial(InferenceEngine(path, executor="vllm").build, max_model_len=64)
     with pytest.raises(WorkerError, match=r"'blok_size': vLLM .* has no such option; did you mean 'block_size'\?"):
-        build(executor_options={"blok_size": 16})
-    with pytest.raises(WorkerError, match="'max_num_seqs' is an argument of build"):
-        build(executor_options={"max_num_seqs": 16})
+        InferenceEngine(path, executor="vllm").build(max_model_len=64, executor_options={"blok_size": 16})
 
 
 def test_worker_processes_hold_their_devices_themselves(ray_session: Any, tmp_path: Path) -> None:
@@ -152,28 +151,6 @@ def _by_start(holders: dict[int, LockRecord]) -> list[Process]:
     """The processes of a bundle's devices, which are the same for each; the oldest first."""
     (processes,) = {record.processes for record in holders.values()}
     return sorted((replace(p, name="") for p in processes), key=lambda p: p.started)
-
-
-def test_a_vllm_without_what_rlix_relies_on_is_refused_at_once() -> None:
-    program = """
-import dataclasses
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine.llm_engine import LLMEngine
-from rlix.engine.executors import vllm_abi, vllm_options
-vllm_abi.check()
-assert vllm_options.known() == tuple(field.name for field in dataclasses.fields(EngineArgs))
-assert vllm_options.OURS <= set(vllm_options.known())
-del LLMEngine.is_sleeping
-LLMEngine.abort_request = lambda self, request_ids: None
-try:
-    vllm_abi.check()
-except RuntimeError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=True)
-    assert (
-        "does not have what RLix relies on: LLMEngine.abort_request(internal); LLMEngine.is_sleeping()" in done.stdout
-    )
 
 
 ADAPTERS = {"a": AdapterConfig(2, 8.0, targets=("q_proj", "v_proj")), "b": AdapterConfig(8, 8.0)}

@@ -20,10 +20,10 @@ from tests.engine.models import qwen
 SUITE = Path(__file__).with_name("inference_suite.py")
 
 
-def conforms(name: str, **environment: str) -> None:
+def conforms(name: str, *further: Path, **environment: str) -> None:
     """In a process of its own: a backend may change what it likes in it."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SUITE)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, (SUITE, *further))],
         env={**os.environ, **environment, "RLIX_CONFORMANCE": name},
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def test_transformers_conforms() -> None:
 @pytest.mark.timeout(660)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_conforms() -> None:
-    conforms("vllm", **backend("vllm").environment(DeviceKind.CPU, 1, True))
+    conforms("vllm", SUITE.with_name("vllm_suite.py"), **backend("vllm").environment(DeviceKind.CPU, 1, True))
 
 
 class Mine(TransformersExecutor):

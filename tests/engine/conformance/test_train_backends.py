@@ -184,6 +184,10 @@ def test_it_goes_on_at_another_width(
     for step, sizes in ((2, backend.other), (4, backend.sizes)):
         engine.resize(**sizes)
         losses += train(engine, range(step, step + 2))
+        published = {entry.name: tensor for entry, tensor in publication.stream(engine.publish())}
+        engine.cpu()
+        engine.cuda()
+        assert same(published, engine.state_dict())
     assert losses == pytest.approx(plain[0], rel=1e-5)
 
 
