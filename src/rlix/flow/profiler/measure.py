@@ -114,8 +114,8 @@ def start(
     """The part's group on devices from number `first` on; `timeout_s`: until it is there, and of each of its calls."""
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
     placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
-    options: dict[str, Any] = {"kwargs": dict(part.kwargs), "start_timeout_s": timeout_s}
-    group = launch(part.worker, placement, list(devices), name=name or part.name, **options)
+    kwargs, name = dict(part.kwargs), name or part.name
+    group = launch(part.worker, placement, list(devices), name=name, kwargs=kwargs, start_timeout_s=timeout_s)
     group.timeout_s = timeout_s
     return group
 
