@@ -147,6 +147,17 @@ class TestJob:
             (line,) = str(caught.value).splitlines()
             assert f": {name}.targets: the model has no linear layer 'gate'; did you mean 'gate_proj'?" in line
 
+    def test_each_job_whose_configuration_is_of_no_use_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 0}))
+        spec = job(source={"task": "sort_digits"}, model={"path": str(tmp_path)})
+        for name in ("a", "b"):
+            values = spec.model_dump(mode="json", exclude_unset=True) | {"name": name}
+            (tmp_path / f"{name}.yaml").write_text(json.dumps(values))
+        files = [str(tmp_path / f"{name}.yaml") for name in ("a", "b")]
+        with pytest.raises(SpecError, match=r"^a: model\.path: .*positive.*\nb: model\.path: ") as caught:
+            check_specs(files, memory_gib=80, devices=8, model_config=None)
+        assert len(str(caught.value).splitlines()) == 2
+
     @pytest.mark.parametrize(
         ("changes", "cluster", "advice"),
         [

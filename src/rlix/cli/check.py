@@ -38,7 +38,11 @@ def check_specs(
         if spec.pipeline is not None and not spec.multi_lora:
             console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
             continue
-        shape = shape_of(spec.model, model_config)
+        try:
+            shape = shape_of(spec.model, model_config)
+        except SpecError as error:
+            problems.append(f"{spec.name}: {error}")
+            continue
         problems += [spec.described(problem) for problem in target_problems(spec, shape.linear)]
         found = job_memory(spec, shape, memory)
         print_memory(spec, found, memory, console)
