@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 
 from rlix.engine.residency import ResidentSet
 from rlix.engine.train import checkpoint, lifecycle
-from rlix.engine.train.engine import TrainEngine
+from rlix.engine.train.engine import TrainEngine, _say_items
 from rlix.engine.train.last_call import LastCall
 from rlix.engine.train.random_state import random_state
 from rlix.engine.train.worker import TrainWorker
@@ -181,3 +181,16 @@ def test_an_engine_is_idle_while_no_call_is_under_way() -> None:
     ends.set()
     call.join(60.0)
     assert 0.0 < engine.idle_s < 99.0
+    seen: list[float] = []
+    engine._replace = lambda *_: seen.append(engine.idle_s)  # type: ignore[method-assign]
+    engine._check_readable = lambda: None  # type: ignore[method-assign]
+    engine.resize(devices=[Device(0, "node", "203.0.113.9", 0, DeviceKind.CPU)])
+    assert seen == [0.0]
+
+
+def test_an_error_names_the_items_of_its_rank_each_once() -> None:
+    for items, said in (((3, 5, 5), "2 items from 3 to 5"), ((4, 5, 5), "items 4 to 5")):
+        error = WorkerError("rank 1 raised")
+        error.rank = 1  # type: ignore[attr-defined]
+        _say_items(error, ((0, 1, 2), items), [0, 1])
+        assert str(error) == f"rank 1 raised ({said} of the split batch)"

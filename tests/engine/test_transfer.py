@@ -17,6 +17,7 @@ from rlix.engine.weights import channel, streams
 from rlix.engine.weights.buckets import views
 from rlix.engine.weights.channel import Delivery, Ticket, TransferError
 from rlix.engine.weights.layout import Cut, Layout, Part, shard
+from rlix.engine.weights.links import Listener, connect
 from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.rendezvous import Entrance, Rendezvous
@@ -259,10 +260,28 @@ def test_a_rendezvous_answers_members_alone_and_they_notice_when_its_process_has
     first.refuse(3, "no room")
     place.refuse(3, "later")
     assert second.meet("come", 3, {}, WAIT_S) == {"refused": "no room"}
+    assert second.meet("ready", 4, {}, 0.0) == {"late": ["A"]}
+    assert first.meet("ready", 4, {}, WAIT_S) == {"refused": "others had given up waiting by then"}
+    second.refuse(4, "A was late")
+    assert first.meet("ready", 4, {}, WAIT_S) == {"refused": "A was late"}
     second.close()
     place.close()
     with pytest.raises(OSError):
         Entrance("A to B#1", 1, address, WAIT_S)
+
+
+def test_a_stranger_who_comes_and_goes_is_no_target() -> None:
+    listener = Listener("A to B#1", ("127.0.0.1", 1))
+    host, _, port = listener.address.rpartition(":")
+    socket.create_connection((host, int(port)), WAIT_S).close()
+    deadline = time.monotonic() + WAIT_S
+    source, target = each(
+        [lambda: listener.accept([1], deadline), lambda: connect("A to B#1", 1, {0: listener.address}, deadline)]
+    )
+    target.say(0, 7, WAIT_S)
+    source.hear(1, 7, WAIT_S)
+    source.close()
+    target.close()
 
 
 @pytest.mark.parametrize("way", ["shm", "p2p"])

@@ -294,10 +294,13 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
     many.wait_ended()
     status = many.status()
     assert (status.state, str(status.error).endswith(", in hang")) == ("failed", True)
-    assert json.loads((tmp_path / "job/events.jsonl").read_text().splitlines()[-1])["detail"] == status.error
     released.set()
     for thread in [thread for thread in threading.enumerate() if thread.name == "run"]:
         thread.join(WAIT_S)
+    late = many.status()
+    assert (late.state, late.phase, late.error) == ("failed", "failed", status.error), "the code has come back too late"
+    ends = [json.loads(line) for line in (tmp_path / "job/events.jsonl").read_text().splitlines()]
+    assert [end["detail"] for end in ends if end.get("event") in ("failed", "finished", "stopped")] == [status.error]
 
 
 def test_what_joined_and_what_was_removed_is_so_after_a_restart(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ def test_what_an_environment_says_in_unknown_characters_is_read_and_named_once(
     first, second = (record.getMessage() for record in caplog.records)
     assert "does not know 'x': the policy reads <unk> in its place, in '1x'" in first
     assert "does not know '-'" in second
+    asked: list[str] = []
+    monkeypatch.setattr(type(TOKENIZER), "encode", lambda _, text, **__: asked.append(text) or [3])
+    EpisodeSource.encode(source, "-1-" * 1000, (1,))
+    assert asked == ["-1-" * 1000, "1"], "each character once, and none that was named already"
 
 
 def test_a_saved_folder_loads_as_any_hugging_face_tokenizer(tmp_path: Path) -> None:

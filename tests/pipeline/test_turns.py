@@ -98,6 +98,9 @@ def test_code_hangs_that_asks_nothing_of_the_engine_whose_devices_it_holds() -> 
         engine.idle_s = 61.0
         assert holdings.hang("job") is not None
     assert holdings.hang("job") is None
+    with holdings.hold("actor_train for actor_training", engine):
+        now[0] += 61.0
+        assert str(holdings.hang("job", -1)).endswith("it hangs at an unknown line: its thread has ended")
     with holdings.hold("actor_train for initialization", None):
         now[0] = 20000.0
         assert holdings.hang("job") is None

@@ -312,6 +312,8 @@ class Pipeline(ABC):
         """Whatever `teardown` raises, the folder is let go of and whoever waits for the end is told."""
         try:
             self.teardown()
+            if self._ended.is_set():  # it was given up
+                return
             if state != "stopped" or self.stop_requested.is_set():
                 self.goes_on = None
             if state != "failed":
@@ -327,6 +329,8 @@ class Pipeline(ABC):
             self._close(state)
 
     def _close(self, state: str) -> None:
+        if self._ended.is_set():
+            return
         with ExitStack() as last:
             for close in (self._ended.set, self._log.close, self.folder.close):
                 last.callback(close)
@@ -334,6 +338,8 @@ class Pipeline(ABC):
                 self.loggers.close(state)
 
     def _failed(self, error: BaseException, *, save: bool = True) -> None:
+        if self._ended.is_set():  # it was given up: why is what counts
+            return
         detail = self._said(error)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
@@ -382,6 +388,8 @@ class Pipeline(ABC):
         self.folder.event({"type": kind, "time": time.time(), **fields})
 
     def _update(self, **changes: object) -> None:
+        if self._ended.is_set():  # it was given up, and the code that hung has come back
+            return
         self._status = replace(self._status, **changes)  # type: ignore[arg-type]
 
     def _summary(self, state: str) -> JobSummary:

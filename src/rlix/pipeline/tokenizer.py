@@ -72,8 +72,8 @@ def read(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> tup
     """
     ids = tuple(tokenizer.encode(text, add_special_tokens=special))
     if len(_said) < _SHOWN and not knows(tokenizer, ids):
-        unknown = {c for c in text if not knows(tokenizer, tokenizer.encode(c, add_special_tokens=False))}
-        if new := "".join(sorted(unknown - _said)):
+        unknown = {c for c in set(text) - _said if not knows(tokenizer, tokenizer.encode(c, add_special_tokens=False))}
+        if new := "".join(sorted(unknown)):
             _said.update(new)
             said = "the model's tokenizer does not know %r: the policy reads %s in its place, in %.200r"
             logger.warning(said, new, tokenizer.unk_token, text)

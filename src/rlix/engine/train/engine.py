@@ -192,9 +192,10 @@ class TrainEngine(StateCalls):
             chosen = placement.choose(layout.world, devices=devices, bundle=layout.copy, **where)
         finally:
             placement.occupy(self, self.devices)
-        for save in list(self._saves):
-            save.settle(self._timeout_s)
-        self._replace(chosen, layout, lease or self._lease)
+        with self._busy():
+            for save in list(self._saves):
+                save.settle(self._timeout_s)
+            self._replace(chosen, layout, lease or self._lease)
 
     # ---- methods of the module ---------------------------------------------------------------------------------
 
@@ -311,7 +312,7 @@ def _say_items(error: WorkerError, items: Items | None, of_rank: Sequence[int]) 
     rank = getattr(error, "rank", None)
     if items is None or rank is None:
         return
-    mine = items[of_rank[rank]]
+    mine = tuple(dict.fromkeys(items[of_rank[rank]]))  # one that pads is there more than once
     neighbours = mine[-1] - mine[0] < len(mine)
     which = f"items {mine[0]} to {mine[-1]}" if neighbours else f"{len(mine)} items from {mine[0]} to {mine[-1]}"
     error.items = mine  # type: ignore[attr-defined]

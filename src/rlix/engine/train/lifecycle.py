@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -163,13 +164,20 @@ class TrainWorkers(Engine):
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        with self._busy():
+            return self._ran(method, *args, timeout_s=timeout_s)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """What the block waits for ends by itself."""
         with self._dispatch:
             self._under_way += 1
         try:
-            return self._ran(method, *args, timeout_s=timeout_s)
+            yield
         finally:
             with self._dispatch:
-                self._under_way, self._last_ended = self._under_way - 1, time.monotonic()
+                self._last_ended = time.monotonic()  # first: `idle_s` may be asked for between the two
+                self._under_way -= 1
 
     def _ran(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         group = self._workers()

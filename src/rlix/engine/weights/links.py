@@ -34,7 +34,11 @@ class Listener:
                 self._socket.settimeout(_left(deadline))
                 connection, _ = self._socket.accept()
                 connection.settimeout(_left(deadline))
-                hello = bytes(_received(connection, memoryview(bytearray(_HELLO_BYTES))))
+                try:
+                    hello = bytes(_received(connection, memoryview(bytearray(_HELLO_BYTES))))
+                except ConnectionError:  # a stranger, or a member whose own error says more
+                    connection.close()
+                    continue
                 member = int.from_bytes(hello[:4], "big")
                 if hello[4:] == self._secret and member in missing:
                     found[member] = connection

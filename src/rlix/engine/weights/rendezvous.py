@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -18,12 +19,20 @@ _ANSWER_S = 5.0  # beyond what a member wants to wait: for the answer that nobod
 _LONGEST_BYTES = 2**20  # of what a member says
 
 
+@dataclass(slots=True)
+class _Meeting:
+    """What members have said at it. `left`: somebody has gone again, so that it never takes place."""
+
+    said: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    left: bool = False
+
+
 class Rendezvous:
     """Kept by the process that asks for a channel, until it closes it; members come to `port`."""
 
     def __init__(self, channel: str, host: str, members: Sequence[str]) -> None:
         self._channel, self._members = channel, members
-        self._said: dict[tuple[str, int], dict[int, Mapping[str, str]]] = {}
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
         self._refused: dict[int, str] = {}
         self._changed = threading.Condition()
         self._socket = socket.create_server((host, 0), backlog=len(members))
@@ -67,18 +76,21 @@ class Rendezvous:
     def _meet(self, what: str, number: int, member: int, said: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
         """What all said, why the transfer is refused, or who is late."""
         with self._changed:
-            for earlier in [key for key in self._said if key[1] < number]:
-                del self._said[earlier]
-            here = self._said.setdefault((what, number), {})
+            for earlier in [key for key in self._meetings if key[1] < number]:
+                del self._meetings[earlier]
+            meeting = self._meetings.setdefault((what, number), _Meeting())
+            here = meeting.said
             here[member] = said
             if len(here) == len(self._members):
                 self._changed.notify_all()
             self._changed.wait_for(lambda: len(here) == len(self._members) or number in self._refused, timeout_s)
-            if len(here) == len(self._members):
+            if len(here) == len(self._members) and not meeting.left:
                 return {"said": {key: value for each in here.values() for key, value in each.items()}}
+            meeting.left = True
             if number in self._refused:
                 return {"refused": self._refused[number]}
-            return {"late": [name for member, name in enumerate(self._members) if member not in here]}
+            late = [name for member, name in enumerate(self._members) if member not in here]
+            return {"late": late} if late else {"refused": "others had given up waiting by then"}
 
 
 class Entrance:

@@ -175,12 +175,12 @@ class Channel:
         members = (*(f"{trainer.name}, rank {rank}" for rank in range(len(held))), *_called(engine.name, sizes))
         places = [*trainer.devices, *(device for replica in engine.receivers for device in replica)]
         host = placement.common_address(places)
-        self._rendezvous = Rendezvous(self.name, host, members)
         nccl = "p2p" in self.ways and places[0].kind is DeviceKind.CUDA and len(set(places)) == len(places)
         self._nccl_store = open_store(host, 0, timeout_s, server=True) if nccl else None
         nccl_port = 0 if self._nccl_store is None else self._nccl_store.port
         shapes = {entry.name: entry.shape for entry in self.manifest.entries}
         loads = schedule(made, shapes, way, bucket_bytes, len(held))
+        self._rendezvous = Rendezvous(self.name, host, members)
         base = Ticket(self.name, host, self._rendezvous.port, members, len(held), 0, (), nccl_port, timeout_s)
         tickets = [
             replace(base, member=member, loads=tuple(load for load in loads if member in (load.source, *load.targets)))

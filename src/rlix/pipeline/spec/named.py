@@ -114,7 +114,9 @@ def where_raised(error: BaseException) -> str:
 
 def where_now(thread: int) -> str:
     """The line of the user's code at which a thread is, or that called what it is in; of any code, without such."""
-    stack = traceback.extract_stack(sys._current_frames().get(thread))
+    if (frame := sys._current_frames().get(thread)) is None:
+        return "an unknown line: its thread has ended"
+    stack = traceback.extract_stack(frame)
     own = [frame for frame in stack if not frame.filename.startswith(_NOT_OWN)]
     at = (own or stack)[-1]
     return f"{at.filename}:{at.lineno}, in {at.name}"
