@@ -275,6 +275,7 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
 
     def hang(algorithm: Algorithm, mask: torch.Tensor) -> float:
         if threading.current_thread().name == "run-stuck":
+            many.checkpoints.begin(7, lambda _: [SimpleNamespace(done=lambda: False, wait=waited.append)])
             many.actor.idle_s = 1e9
             entered.set()
             released.wait(WAIT_S)
@@ -284,7 +285,7 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
     monkeypatch.setattr(coordinator, "_LOOK_S", 0.01)
     many = Many(job({"stuck": {}, "small": RUNS["small"]}, training={"timeout_s": 0.2}), tmp_path / "job")
     actor = object.__new__(coordinator.PipelineActor)
-    actor._pipeline, left = many, list[str]()
+    actor._pipeline, left, waited = many, list[str](), list[float]()
     many.client.unregister = left.append  # type: ignore[method-assign]
     with pytest.raises(
         WaitTimeoutError, match=r"many: run 'stuck' holds actor_train for .*timeout_s: 0\.2.*, in hang$"
@@ -294,6 +295,8 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
     many.wait_ended()
     status = many.status()
     assert (status.state, str(status.error).endswith(", in hang")) == ("failed", True)
+    assert waited, "a checkpoint that was under way counts"
+    assert (tmp_path / "job/checkpoints/step_7").is_dir()
     released.set()
     for thread in [thread for thread in threading.enumerate() if thread.name == "run"]:
         thread.join(WAIT_S)

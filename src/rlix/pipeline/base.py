@@ -127,8 +127,8 @@ class Pipeline(ABC):
         return self.holdings.hang(self.spec.name)
 
     def give_up(self, error: WaitTimeoutError) -> None:
-        """Fail without the code that hangs, which ends with this process; of the step under way nothing is saved."""
-        self._failed(error, save=False)
+        """Fail without the code that hangs, which ends with this process; only a checkpoint under way is completed."""
+        self._failed(error, hangs=True)
         self._close("failed")
 
     def request_stop(self) -> None:
@@ -337,22 +337,22 @@ class Pipeline(ABC):
             if self.loggers is not None:
                 self.loggers.close(state)
 
-    def _failed(self, error: BaseException, *, save: bool = True) -> None:
+    def _failed(self, error: BaseException, *, hangs: bool = False) -> None:
         if self._ended.is_set():  # it was given up: why is what counts
             return
         detail = self._said(error)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
-            if save:
-                self._save_after_error(error)
+            self._save_after_error(error, hangs)
             self._note_failure(detail)
         logger.info("%s failed", self.spec.name, exc_info=error)
 
-    def _save_after_error(self, error: BaseException) -> None:
-        """Complete the checkpoint under way, which is of a step before the error; write another where more was done."""
+    def _save_after_error(self, error: BaseException, hangs: bool) -> None:
+        """Complete the checkpoint under way, which is of a step before the error; write another where more was done,
+        except beside code that hangs."""
         try:
             self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
-            if self._done > self._saved and not self._changed and not is_full_disk(error):
+            if self._done > self._saved and not (self._changed or hangs or is_full_disk(error)):
                 self.checkpoints.begin(self._done, self.save)
                 self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
         except Exception:  # whatever it is: what went wrong first is what the user is told
