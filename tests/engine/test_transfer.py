@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from rlix.engine import placement
-from rlix.engine.weights import channel, streams
+from rlix.engine.weights import channel, links, streams
 from rlix.engine.weights.buckets import views
 from rlix.engine.weights.channel import Delivery, Ticket, TransferError
 from rlix.engine.weights.layout import Cut, Layout, Part, shard
-from rlix.engine.weights.links import Listener, connect
 from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.rendezvous import Entrance, Rendezvous
@@ -270,14 +269,14 @@ def test_a_rendezvous_answers_members_alone_and_they_notice_when_its_process_has
         Entrance("A to B#1", 1, address, WAIT_S)
 
 
-def test_a_stranger_who_comes_and_goes_is_no_target() -> None:
-    listener = Listener("A to B#1", ("127.0.0.1", 1))
+def test_strangers_who_say_nothing_keep_nobody_from_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_HELLO_S", 0.1)
+    listener = links.Listener("A to B#1", ("127.0.0.1", 1))
     host, _, port = listener.address.rpartition(":")
     socket.create_connection((host, int(port)), WAIT_S).close()
-    deadline = time.monotonic() + WAIT_S
-    source, target = each(
-        [lambda: listener.accept([1], deadline), lambda: connect("A to B#1", 1, {0: listener.address}, deadline)]
-    )
+    with socket.create_connection((host, int(port)), WAIT_S):
+        target = links.connect("A to B#1", 1, {0: listener.address}, time.monotonic() + WAIT_S)
+        source = listener.accept([1], time.monotonic() + WAIT_S)
     target.say(0, 7, WAIT_S)
     source.hear(1, 7, WAIT_S)
     source.close()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 _HELLO_BYTES = 36
 _TAG_BYTES = 8
+_HELLO_S = 10.0  # longest that whoever connects may take to say who it is: members do at once
 
 
 class Listener:
@@ -33,10 +34,10 @@ class Listener:
             while missing := set(members) - found.keys():
                 self._socket.settimeout(_left(deadline))
                 connection, _ = self._socket.accept()
-                connection.settimeout(_left(deadline))
+                connection.settimeout(min(_HELLO_S, _left(deadline)))
                 try:
                     hello = bytes(_received(connection, memoryview(bytearray(_HELLO_BYTES))))
-                except ConnectionError:  # a stranger, or a member whose own error says more
+                except OSError:  # a stranger, or a member whose own error says more
                     connection.close()
                     continue
                 member = int.from_bytes(hello[:4], "big")
