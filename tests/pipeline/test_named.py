@@ -1,8 +1,12 @@
 """What a user names: files and modules, options that the thing named checks, whole jobs made of a user's parts."""
 
 import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +208,20 @@ def test_a_reward_that_cannot_be_called_is_found_before_the_start(
     else:
         with pytest.raises(SpecError, match=message):
             load_job(path)
+
+
+def test_a_file_that_is_being_loaded_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate: Any = SimpleNamespace(entered=threading.Event(), go=threading.Event())
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    file = tmp_path / "slow.py"
+    file.write_text("import gate\ngate.entered.set()\ngate.go.wait(60)\nlast = 7\n")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(import_object, f"{file}:last")
+        assert gate.entered.wait(60.0)
+        second = pool.submit(import_object, f"{file}:last")
+        wait([second], 0.2)  # half a module would be found at once
+        gate.go.set()
+        assert (first.result(60.0), second.result(60.0)) == (7, 7)
 
 
 def test_a_spec_made_in_python_names_modules_too() -> None:

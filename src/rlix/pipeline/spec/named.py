@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from rlix.protocol.errors import SpecError
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_OWN = ("<", str(Path(__file__).parents[2]), *_LIBRARIES)  # how names of files begin that no user wrote
 _FORMS = "file.py:name or package.module:name"
+_loading = threading.RLock()  # runs of a job may name the same file at the same time
 
 
 class Named(Section):
@@ -58,7 +60,11 @@ def import_object(name: str) -> object:
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
         raise SpecError(f"{name!r} is not of the form {_FORMS}")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    if module_name.endswith(".py"):
+        with _loading:
+            module = _load_file(Path(module_name))
+    else:
+        module = _load_module(module_name)
     try:
         found: object = getattr(module, attribute)
     except AttributeError:
