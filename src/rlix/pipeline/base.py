@@ -177,9 +177,8 @@ class Pipeline(ABC):
             finally:
                 marks.append(time.time())
                 self._plan.phase(cluster, marks[-1] - marks[0])
-                kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
-                spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
-                self.folder.spans([span for span in spans if span.end > span.start])
+                parts = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
+                self.folder.spans([Span(lease.devices, cluster, name, k, a, b, step) for k, a, b in parts if b > a])
 
     def _release_after_error(self, engine: Resident, lease: Lease) -> None:
         """What went wrong first says more than that its engine cannot let go; who keeps a device locked is ended."""
@@ -246,8 +245,7 @@ class Pipeline(ABC):
 
     def _train(self, first: int) -> str:
         every = self.spec.checkpoint.every
-        self._saved = self._done = first
-        self._changed = False
+        self._saved, self._done, self._changed = first, first, False
         self._write_lease_events()
         spent_gpu_s = self._usage.gpu_s(time.time())  # on what is not done again at every step
         for step in range(first, self.spec.steps):
@@ -260,8 +258,7 @@ class Pipeline(ABC):
                 metrics = self._one_step(step)
             except InterruptedError:
                 break
-            done = self._done = step + 1
-            self._changed = False
+            self._done, self._changed = (done := step + 1), False
             per_step = (self._usage.gpu_s(time.time()) - spent_gpu_s) / (done - first)
             self.expect_gpu_s(per_step * (self.spec.steps - done))
             best = self.checkpoints.better(done, metrics)
@@ -312,11 +309,9 @@ class Pipeline(ABC):
         """Whatever `teardown` raises, the folder is let go of and whoever waits for the end is told."""
         try:
             self.teardown()
-            if self._ended.is_set():  # it was given up
-                return
             if state != "stopped" or self.stop_requested.is_set():
                 self.goes_on = None
-            if state != "failed":
+            if state != "failed" and not self._ended.is_set():
                 self._event("job", event=state, detail=None if self.goes_on is None else "goes on by another plan")
                 if self.goes_on is None:
                     self._update(state=state, phase=state)
@@ -326,11 +321,10 @@ class Pipeline(ABC):
             state = "failed"
             raise
         finally:
-            self._close(state)
+            if not self._ended.is_set():
+                self._close(state)
 
     def _close(self, state: str) -> None:
-        if self._ended.is_set():
-            return
         with ExitStack() as last:
             for close in (self._ended.set, self._log.close, self.folder.close):
                 last.callback(close)
@@ -338,8 +332,8 @@ class Pipeline(ABC):
                 self.loggers.close(state)
 
     def _failed(self, error: BaseException, *, hangs: bool = False) -> None:
-        if self._ended.is_set():  # it was given up: why is what counts
-            return
+        if self._ended.is_set():
+            return  # it was given up: why is what counts
         detail = self._said(error)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
@@ -348,8 +342,7 @@ class Pipeline(ABC):
         logger.info("%s failed", self.spec.name, exc_info=error)
 
     def _save_after_error(self, error: BaseException, hangs: bool) -> None:
-        """Complete the checkpoint under way, which is of a step before the error; write another where more was done,
-        except beside code that hangs."""
+        """Complete the checkpoint under way; where more was done write another, unless code `hangs` meanwhile."""
         try:
             self.checkpoints.settle(SETTLE_AFTER_ERROR_S)
             if self._done > self._saved and not (self._changed or hangs or is_full_disk(error)):
@@ -388,9 +381,8 @@ class Pipeline(ABC):
         self.folder.event({"type": kind, "time": time.time(), **fields})
 
     def _update(self, **changes: object) -> None:
-        if self._ended.is_set():  # it was given up, and the code that hung has come back
-            return
-        self._status = replace(self._status, **changes)  # type: ignore[arg-type]
+        if not self._ended.is_set():  # else it was given up, and the code that hung has come back
+            self._status = replace(self._status, **changes)  # type: ignore[arg-type]
 
     def _summary(self, state: str) -> JobSummary:
         return JobSummary(
