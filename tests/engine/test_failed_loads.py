@@ -15,7 +15,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.movers import VirtualMover
 from rlix.engine.residency import ResidentSet
 from rlix.engine.train.worker import TrainWorker
-from rlix.protocol.errors import RlixError, WeightSyncError
+from rlix.protocol.errors import DeviceBusyError, RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 from tests.engine.models import qwen
 
@@ -55,7 +55,13 @@ class Refusing:
 
 def context() -> Any:
     return SimpleNamespace(
-        device_locks=Locks, kind=DeviceKind.CPU, rendezvous=None, rank=0, group="a group", fence=lambda _: FENCE
+        device_locks=Locks,
+        kind=DeviceKind.CPU,
+        rendezvous=None,
+        rank=0,
+        group="a group",
+        namespace=None,
+        fence=lambda _: FENCE,
     )
 
 
@@ -83,6 +89,22 @@ def test_a_replica_lets_go_of_what_it_brought_nothing_to(
     with pytest.raises(WeightSyncError):
         asyncio.run(replica.load(None, None, ALL_PARTS))
     assert replica._locks.fence == held
+
+
+class BusyElsewhere(Refusing):
+    """On another node of the bundle."""
+
+    def share_locks(self, keys: Sequence[str], fence: Fence | None) -> None:
+        if fence is not None:
+            raise DeviceBusyError("device 8 is in use")
+
+
+def test_a_replica_that_does_not_get_all_devices_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replica, "ctx", context(), raising=False)
+    replica = Replica(ModelSource.of(qwen()), f"{__name__}:BusyElsewhere", ExecutorOptions())
+    with pytest.raises(DeviceBusyError, match="device 8"):
+        asyncio.run(replica.load(None, None, ALL_PARTS))
+    assert replica._locks.fence is None
 
 
 def test_a_rank_whose_bytes_do_not_come_back_holds_no_device() -> None:

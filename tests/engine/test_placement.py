@@ -1,10 +1,11 @@
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.placement import check_bundles, choose, select
+from rlix.engine.placement import bundles_of, by_node, choose, select
 from rlix.protocol.messages import Device, DeviceKind
 
 
@@ -20,7 +21,7 @@ class Engine:
 NODES = [device(0), device(1), device(2), *(device(n, "b") for n in (3, 4, 5))]
 
 
-def ids(chosen: tuple[Device, ...]) -> list[int]:
+def ids(chosen: Sequence[Device]) -> list[int]:
     return [d.id for d in chosen]
 
 
@@ -28,8 +29,7 @@ def test_a_bundle_stays_on_one_node_where_that_can_be() -> None:
     assert ids(select(4, NODES, bundle=2, load=Counter())) == [0, 1, 3, 4]
     assert ids(select(2, NODES, bundle=2, load=Counter({NODES[0]: 1, NODES[1]: 1}))) == [3, 4]
     assert ids(select(3, NODES, bundle=1, load=Counter({NODES[0]: 1}))) == [3, 4, 5]
-    assert ids(select(6, NODES, bundle=2, load=Counter())) == [0, 1, 2, 3, 4, 5]  # there is no fit
-    assert ids(select(4, NODES, bundle=4, load=Counter())) == [0, 1, 2, 3]
+    assert ids(select(6, NODES, bundle=2, load=Counter())) == [0, 1, 2, 5, 3, 4]  # of three, two fit
 
 
 @given(
@@ -47,10 +47,13 @@ def test_bundles_fit_whenever_they_can(nodes: list[int], bundle: int, count: int
         return
     chosen = select(bundle * count, pool, bundle=bundle, load=load)
     assert len(set(chosen)) == bundle * count
-    room = sum(size // bundle for size in Counter(d.node_id for d in pool).values())
+    sizes = Counter(d.node_id for d in pool)
+    room = sum(size // bundle for size in sizes.values())
     if room >= count:
         groups = [chosen[first : first + bundle] for first in range(0, len(chosen), bundle)]
         assert all(len({d.node_id for d in group}) == 1 for group in groups)
+    if count == 1 and bundle % 2 == 0 and sum(size >= bundle // 2 for size in sizes.values()) >= 2:
+        bundles_of(chosen, bundle, spans=True)
 
 
 def test_devices_under_a_jobs_lease_are_not_taken() -> None:
@@ -70,9 +73,28 @@ def test_named_devices_keep_their_order() -> None:
 
 
 def test_a_replica_over_two_nodes_is_refused() -> None:
-    check_bundles(NODES, 3)
+    bundles_of(NODES, 3, spans=False)
     with pytest.raises(ValueError, match=r"^tensor_parallel_size=2: .* one node, but .* 2 on .*, 3 on .*; take a"):
-        check_bundles(NODES, 2)
+        bundles_of(NODES, 2, spans=False)
+
+
+def test_a_replica_that_may_span_nodes_takes_as_many_devices_of_each() -> None:
+    bundles_of(NODES, 2, spans=True)
+    bundles_of(NODES, 6, spans=True)
+    assert [ids(share) for share in by_node(NODES)] == [[0, 1, 2], [3, 4, 5]]
+    for uneven in ([0, 1, 2, 3], [0, 3, 1, 4]):
+        with pytest.raises(ValueError, match=r"^tensor_parallel_size=4: .* as many devices of each"):
+            bundles_of([NODES[number] for number in uneven], 4, spans=True)
+
+
+def test_a_bundle_larger_than_a_node_takes_equal_shares_of_few() -> None:
+    assert ids(select(4, NODES, bundle=4, load=Counter())) == [0, 1, 3, 4]
+    assert ids(select(4, NODES, bundle=4, load=Counter({NODES[0]: 1, NODES[3]: 1}))) == [1, 2, 4, 5]
+    pool = [device(number, f"node-{number // 2}") for number in range(8)]
+    chosen = select(8, pool, bundle=4, load=Counter({pool[1]: 1}))
+    assert set(chosen) == set(pool)
+    bundles_of(chosen, 4, spans=True)
+    assert ids(select(4, pool, bundle=4, load=Counter({pool[0]: 1, pool[4]: 1}))) == [2, 3, 6, 7]
 
 
 @pytest.mark.parametrize("condition", ["colocate_with", "not_colocate_with"])

@@ -1,5 +1,6 @@
 import pickle
 import warnings
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
 from rlix.engine.weights.buckets import ALIGNMENT, Bytes, Contents, WeightEntry, fill, pack, pack_stream, runs_of
-from rlix.engine.weights.publication import PublishedWeights, apply, named_weights, publish, stream, tied_names, unpack
+from rlix.engine.weights.publication import (
+    NodeWeights,
+    PublishedWeights,
+    apply,
+    named_weights,
+    publish,
+    stream,
+    tied_names,
+    unpack,
+)
 from rlix.protocol.errors import WaitTimeoutError, WeightSyncError
 from tests.engine.models import qwen
 
@@ -211,6 +221,17 @@ def test_a_publication_is_cheap_to_send() -> None:
     once, again = (pickle.loads(pickle.dumps(references.manifest)) for _ in range(2))
     assert once is again  # with all that was made of it
     assert once.entries == published.manifest.entries
+
+
+def test_other_processes_of_a_node_map_what_one_has_fetched() -> None:
+    trainer, replica = (Qwen2ForCausalLM(qwen()) for _ in range(2))
+    published = publication(trainer, version=3)
+    with closing(NodeWeights(published)) as here:
+        message = pickle.dumps(here.published)
+        assert len(message) < len(pickle.dumps(published)) / 10
+        report = apply(replica, pickle.loads(message))
+    assert (report.version, here.published.id) == (3, published.id)
+    assert all(torch.equal(a, b) for a, b in zip(trainer.parameters(), replica.parameters(), strict=True))
 
 
 def test_bucket_bytes_must_be_positive() -> None:

@@ -399,11 +399,24 @@ class TestPool:
     def test_a_replica_larger_than_a_node(self, tmp_path: Path) -> None:
         clusters = {"actor_train": {"gpus": 4, "tensor_parallel": 4}, "actor_infer": {"gpus": 4, "tensor_parallel": 4}}
         spec = load_job(write(tmp_path, with_keys(clusters=clusters)))
-        check_jobs([spec], range(8), node=4)
+        check_jobs([spec], range(8), nodes=(4, 4))
         with pytest.raises(SpecError) as caught:
-            check_jobs([spec], range(8), node=3)
+            check_jobs([spec], range(8), nodes=(3, 3, 2))
         (line,) = str(caught.value).splitlines()
         assert "clusters.actor_infer.tensor_parallel: the devices of a replica must be on one node, and" in line
+
+    def test_vllm_takes_whole_nodes_where_a_replica_is_larger(self, tmp_path: Path) -> None:
+        def check(nodes: tuple[int, ...], infer: dict[str, Any]) -> None:
+            clusters = {"actor_train": {"gpus": 4}, "actor_infer": {"tensor_parallel": 4, **infer}}
+            rollout = {"max_new_tokens": 5, "executor": "vllm"}
+            text = with_keys(clusters=clusters, rollout=rollout, model={"hidden_size": 128})
+            check_jobs([load_job(write(tmp_path, text))], range(8), nodes=nodes)
+
+        check((2, 2, 2, 2), {"gpus": 8})
+        for nodes in ((3, 3, 2), (3, 3)):
+            with pytest.raises(SpecError, match=r"takes whole nodes of one size, and the pool's have 3, 3"):
+                check(nodes, {"gpus": 4})
+            check(nodes, {"devices": [0, 1, 3, 4]})
 
     def test_two_jobs_of_one_name(self, tmp_path: Path) -> None:
         first = load_job(write(tmp_path, VALID, "a.yaml"))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -51,7 +52,8 @@ def choose(
     """`count` devices: those named, else those of `colocate_with`, else from the pool, free ones first.
 
     Devices from the pool, unless they are those of `colocate_with`, are never under a job's lease; those that another
-    program of this machine has bytes on come last. They come in groups of `bundle`, each on one node where that can be.
+    program of this machine has bytes on come last. They come in groups of `bundle`, each on one node where that can be,
+    else in equal shares on as few nodes as can be.
 
     Raises:
         ValueError: no such choice; the message says how many devices each condition leaves. Or an engine that is
@@ -92,7 +94,10 @@ def select(
     acceptable_node_ips: Sequence[str] | None = None,
     load: Counter[Device],
 ) -> tuple[Device, ...]:
-    """The pure choice: least loaded devices, in pool order, preferring one node, else one node for each bundle."""
+    """The pure choice: least loaded devices, in pool order, preferring one node, else one node for each bundle.
+
+    Where a bundle fits on no node, it takes as many devices of each of several.
+    """
     left = list(pool)
     conditions = [f"{len(pool)} in the pool"]
 
@@ -115,21 +120,41 @@ def select(
     for device in sorted(left, key=lambda device: (load[device], order[device])):
         nodes.setdefault(device.node_id, []).append(device)
     bundles = _on_one_node(nodes, count, load) or _on_one_node(nodes, bundle, load, count // bundle)
-    if not bundles:
-        bundles = [sorted(left, key=lambda device: (load[device], order[device]))[:count]]
     in_order = [sorted(chosen, key=lambda device: order[device]) for chosen in bundles]
+    in_order = in_order or _in_shares(nodes, order, bundle, load, count // bundle)
+    if not in_order:
+        least = sorted(left, key=lambda device: (load[device], order[device]))[:count]
+        in_order = [sorted(least, key=lambda device: order[device])]
     return tuple(device for chosen in sorted(in_order, key=lambda chosen: order[chosen[0]]) for device in chosen)
 
 
-def check_bundles(devices: Sequence[Device], size: int) -> None:
-    """Raise ValueError unless each `size` devices, in this order, are on one node."""
-    for bundle in (devices[first : first + size] for first in range(0, len(devices), size)):
-        if len({device.node_id for device in bundle}) > 1:
-            on = ", ".join(f"{device.id} on {device.node_ip}" for device in bundle)
+def by_node(bundle: Sequence[Device]) -> tuple[tuple[Device, ...], ...]:
+    """A bundle's devices, cut wherever the next one is on another node."""
+    return tuple(tuple(share) for _, share in groupby(bundle, key=lambda device: device.node_id))
+
+
+def bundles_of(devices: Sequence[Device], size: int, *, spans: bool) -> list[tuple[Device, ...]]:
+    """Each `size` devices, in this order. Raises ValueError unless one replica can be on them.
+
+    That is on one node, or, where the backend `spans` nodes, in equal shares, one node's after the other's.
+    """
+    bundles = [tuple(devices[first : first + size]) for first in range(0, len(devices), size)]
+    for bundle in bundles:
+        shares = by_node(bundle)
+        if len(shares) == 1:
+            continue
+        on = ", ".join(f"{device.id} on {device.node_ip}" for device in bundle)
+        if not spans:
             raise ValueError(
                 f"tensor_parallel_size={size}: the devices of a replica must be on one node, but these are {on}; "
-                "take a smaller one, and a smaller dtype or a quantization where the weights do not fit then"
+                'take a smaller one, a smaller dtype where the weights do not fit then, or executor="vllm"'
             )
+        if len(set(map(len, shares))) > 1 or len({share[0].node_id for share in shares}) < len(shares):
+            raise ValueError(
+                f"tensor_parallel_size={size}: a replica over several nodes takes as many devices of each, one node's "
+                f"after the other's, but these are {on}; name others, or take another size"
+            )
+    return bundles
 
 
 def _on_one_node(
@@ -141,6 +166,24 @@ def _on_one_node(
     ]
     groups.sort(key=lambda group: sum(load[device] for device in group))
     return groups[:count] if len(groups) >= count else []
+
+
+def _in_shares(
+    nodes: Mapping[str, Sequence[Device]], order: Mapping[Device, int], size: int, load: Counter[Device], count: int
+) -> list[list[Device]]:
+    """`count` groups of `size` devices, each with as many on each of its nodes, which are as few as can be."""
+    left, groups = [list(devices) for devices in nodes.values()], list[list[Device]]()
+    for span in (span for span in range(1, len(nodes) + 1) if size % span == 0):
+        share = size // span
+        while len(groups) < count:
+            # Those with most left, so that as many groups are found as there are; among these the least loaded.
+            left.sort(key=lambda free: (-(len(free) // share), sum(load[device] for device in free[:share])))
+            if len(left[span - 1]) < share:
+                break
+            shares = [sorted(free[:share], key=lambda device: order[device]) for free in left[:span]]
+            groups.append([device for own in sorted(shares, key=lambda own: order[own[0]]) for device in own])
+            left[:span] = [free[share:] for free in left[:span]]
+    return groups if len(groups) == count else []
 
 
 def common_address(devices: Iterable[Device]) -> str:

@@ -19,7 +19,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.protocol.messages import DeviceKind, Fence
+from rlix.protocol.messages import Device, DeviceKind, Fence
 
 ALL_PARTS = (Part.WEIGHTS, Part.KV_CACHE)
 
@@ -77,11 +77,15 @@ class Site:
     """Where an executor runs: its bundle's devices, which alone are visible to its process, by their keys.
 
     `scratch` is a folder for temporary files that goes with the replica's group, even if the replica is killed.
+    `further` are the bundle's devices on other nodes, node by node; for workers there are a name and a `namespace`.
     """
 
     kind: DeviceKind
     keys: tuple[str, ...] = ()
     scratch: str | None = None
+    further: tuple[tuple[Device, ...], ...] = ()
+    name: str = "replica"
+    namespace: str | None = None
 
 
 class InferenceExecutor(ABC):

@@ -4,11 +4,11 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -19,7 +19,8 @@ from rlix.engine import lora
 from rlix.engine.executors import vllm_abi, vllm_worker
 from rlix.engine.executors.base import ExecutorOptions, Site
 from rlix.engine.executors.loop import LoopExecutor
-from rlix.engine.executors.vllm_arguments import engine_arguments
+from rlix.engine.executors.vllm_arguments import engine_arguments, model_folder
+from rlix.engine.executors.vllm_nodes import FurtherNodes
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
@@ -81,6 +82,8 @@ class VllmExecutor(LoopExecutor):
         self._running: dict[int, _Progress] = {}
         self._numbers: dict[str, int] = {}  # of adapters, by name; one is used for one name only
         self._has_none = False
+        self._fence: Fence | None = None
+        self._nodes = FurtherNodes(source, options, site)
         super().__init__(source, options, site)
 
     @property
@@ -180,11 +183,14 @@ class VllmExecutor(LoopExecutor):
     def share_locks(self, keys: Sequence[str], fence: Fence | None) -> None:
         if self._options.tensor_parallel_size == 1:  # vLLM runs in this process
             return
-        if fence is None:
-            os.environ.pop(vllm_worker.LOCK_VARIABLE, None)
-        else:
-            os.environ[vllm_worker.LOCK_VARIABLE] = vllm_worker.lock_setting(keys, fence)
-        self._run("share_locks", lambda: None if self._engine is None else self._rpc("rlix_lock", keys, fence))
+        vllm_worker.announce_locks(keys, fence)
+        self._run("share_locks", lambda: self._share_locks(fence))
+
+    def _share_locks(self, fence: Fence | None) -> None:
+        self._fence = fence
+        if self._engine is not None:
+            self._nodes.hold(fence)
+            self._rpc("rlix_lock", fence)
 
     def _shut_down(self) -> None:
         self._end_engine()
@@ -294,18 +300,19 @@ class VllmExecutor(LoopExecutor):
             raise WeightSyncError("vLLM loads a layer's tensors together, not some of them: sync all names")
         for progress in self._running.values():  # these tokens are the old weights'
             self._catch_up(progress)
-        # Tensor-parallel workers are no Ray processes, so the buckets are pulled here; one node, so by shared memory.
-        # A bucket that does not come is known before vLLM has been touched.
-        try:
-            ready = publication.pulled(published)
-        except RlixError as error:
-            raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
-        self._lose_adapters()  # as vLLM does when it loads weights
-        try:
-            ends: list[RlixError | None] = self._rpc("rlix_reload", ready)
-        except Exception:  # of vLLM itself, which is not fit for another load then
-            self._end_engine()
-            raise
+        with ExitStack() as stack:
+            # Tensor-parallel workers are no Ray processes, so the buckets are pulled for them, once on each node.
+            # A bucket that does not come is known before vLLM has been touched.
+            try:
+                ready = stack.enter_context(self._nodes.fetched(published))
+            except RlixError as error:
+                raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
+            self._lose_adapters()  # as vLLM does when it loads weights
+            try:
+                ends: list[RlixError | None] = self._rpc("rlix_reload", ready)
+            except Exception:  # of vLLM itself, which is not fit for another load then
+                self._end_engine()
+                raise
         errors = [error for error in ends if error is not None]
         if errors:
             broken = [error for error in errors if not isinstance(error, WeightSyncError)]
@@ -349,6 +356,7 @@ class VllmExecutor(LoopExecutor):
         engine, self._engine = self._engine, None
         self._running.clear()
         self._lose_adapters()
+        self._nodes.close()
         if engine is not None:
             engine.engine_core.shutdown()
 
@@ -360,25 +368,21 @@ class VllmExecutor(LoopExecutor):
                 else Scratch("vllm")
             )
         os.environ["VLLM_RPC_BASE_PATH"] = self._folder.name  # of the sockets of tensor-parallel workers
-        path = self._source.path
-        if path is None:
-            path = self._folder.name
-            self._config.architectures = self._config.architectures or [_architecture(self._config)]
-            self._config.save_pretrained(path)
-        arguments = engine_arguments(
-            self._options, self._config, self._site, path, dummy=dummy, max_length=self._max_length
-        )
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        path = model_folder(self._source, self._config, self._folder.name)
+        length = self._max_length
+        arguments = engine_arguments(self._options, self._config, self._site, path, dummy=dummy, max_length=length)
+        try:
+            with self._nodes.starting(self._fence, dummy=dummy, max_length=length) as span:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments, **span))
+        except Exception:  # re-raised; where a follower failed in the end, the engine is there
+            self._end_engine()
+            raise
         sizes: list[tuple[int, int]] = self._rpc("rlix_bytes")
         self._sizes = {Part.WEIGHTS: sum(s[0] for s in sizes), Part.KV_CACHE: sum(s[1] for s in sizes)}
         self.change(lambda life: life.brought(*Part))  # vLLM allocates its KV cache with the weights
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._engine.collective_rpc(method, args=args)
-
-
-def _architecture(config: Any) -> str:
-    return AutoModelForCausalLM._model_mapping[type(config)].__name__
 
 
 def _seed(seed: int, kept: int) -> int:

@@ -4,14 +4,18 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import interface as platform
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlix.engine.executors import vllm_options
@@ -39,6 +43,9 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LoRAModelManager, "activate_adapter", ()),
     (LoRAModelManager, "create_dummy_lora", ("lora_id", "rank")),
     (layerwise, "finalize_layerwise_reload", ()),
+    (EngineArgs, "create_engine_config", ("usage_context", "headless")),
+    (MultiprocExecutor, "register_failure_callback", ()),
+    (platform, "set_assigned_physical_gpu_ids", ()),
 )
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (LLMEngine, "engine_core"),
@@ -50,6 +57,11 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (LogprobsProcessor, "logprobs"),
     (GPUModelRunner, "kv_caches"),
     (GPUModelRunner, "model_config"),
+    (MultiprocExecutor, "shutting_down"),
+    (ParallelConfig, "master_addr"),
+    (ParallelConfig, "master_port"),
+    (ParallelConfig, "nnodes"),
+    (ParallelConfig, "node_rank"),
 )
 
 

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from rlix.engine.executors.base import DEFAULT_SHARE, ExecutorOptions, Site
+from rlix.engine.model_source import ModelSource
 from rlix.node.devices import gpu_memory
 from rlix.protocol.messages import DeviceKind
 
@@ -17,12 +21,20 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
 def engine_arguments(
-    options: ExecutorOptions, config: Any, site: Site, path: str, *, dummy: bool, max_length: int
+    options: ExecutorOptions,
+    config: Any,
+    site: Site,
+    path: str,
+    *,
+    dummy: bool,
+    max_length: int,
+    span: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Of `EngineArgs`: the defaults that a user may change, and what RLix depends on.
 
     Args:
         path: the model's folder. dummy: its weights come later.
+        span: of a replica over several nodes, this one's place among them.
     """
     virtual, parallel = site.kind is DeviceKind.CPU, options.tensor_parallel_size
     return {
@@ -46,7 +58,18 @@ def engine_arguments(
         "async_scheduling": False,
         "worker_extension_cls": WORKER,
         **_adapter_arguments(options),
+        **span,
     }
+
+
+def model_folder(source: ModelSource, config: Any, scratch: str) -> str:
+    """What vLLM takes for a model: the source's folder or hub name, or for a mere configuration one in `scratch`."""
+    if source.path is not None:
+        return source.path
+    if not config.architectures:
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(scratch)
+    return scratch
 
 
 def _adapter_arguments(options: ExecutorOptions) -> Mapping[str, Any]:

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import astuple
 from itertools import chain, islice
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from rlix.engine.executors import vllm_layout
 from rlix.engine.weights import channel, publication
@@ -26,41 +30,53 @@ from rlix.protocol.messages import Fence
 LOCK_VARIABLE = "RLIX_VLLM_DEVICE_LOCK"
 """Tells worker processes that are still to come which devices to lock, and under which fence."""
 
+_GRACE_S = 1.0  # for vLLM's own way to end, which leaves no shared memory behind
+
 _locks: DeviceLocks | None = None  # of this process, where it is a worker process of its own
 
 
-def lock_setting(keys: Sequence[str], fence: Fence) -> str:
-    return json.dumps([list(keys), astuple(fence)])
-
-
-def _hold(keys: Sequence[str], fence: Fence | None) -> None:
-    global _locks  # noqa: PLW0603 - vLLM constructs its workers, and they have no place for it before that
-    if _locks is None:
-        _locks = DeviceLocks(keys)
+def announce_locks(keys: Sequence[str], fence: Fence | None) -> None:
+    """Have worker processes that this one starts from now on hold these devices; None: hold none."""
     if fence is None:
-        _locks.release()
+        os.environ.pop(LOCK_VARIABLE, None)
     else:
-        _locks.acquire(fence, LOCK_TIMEOUT_S)
+        os.environ[LOCK_VARIABLE] = json.dumps([list(keys), astuple(fence)])
 
 
-if multiprocessing.parent_process() is not None and LOCK_VARIABLE in os.environ:
+def _end_with(parent: Any) -> None:
+    """vLLM's workers learn of their parent's end only once they have started, and not while they wait for others."""
+    parent.join()
+    time.sleep(_GRACE_S)
+    os._exit(1)
+
+
+if (_parent := multiprocessing.parent_process()) is not None and LOCK_VARIABLE in os.environ:
     # vLLM imports this before a worker touches its device, and this is the one thing of ours that it does by then.
-    # The whole bundle's devices: it passes on together, and which of them is this worker's is not known yet.
+    # This node's devices of the bundle: they pass on together, and which of them is this worker's is not known yet.
     _held_keys, _held_fence = json.loads(os.environ[LOCK_VARIABLE])
-    _hold(_held_keys, Fence(*_held_fence))
+    _locks = DeviceLocks(_held_keys)
+    _locks.acquire(Fence(*_held_fence), LOCK_TIMEOUT_S)
+    if current_platform.is_cpu():  # of which vLLM counts one on a node, and by that tells its own workers from others
+        set_assigned_physical_gpu_ids(list(range(len(_held_keys))))
+    threading.Thread(target=_end_with, args=[_parent], name="parent", daemon=True).start()
 
 
 class ReplicaWorker:
     """A worker extension (`worker_extension_cls`)."""
 
     model_runner: Any
+    vllm_config: Any
     rank: int
     device: torch.device
     _expected: torch.nn.Module | None = None
 
-    def rlix_lock(self, keys: Sequence[str], fence: Fence | None) -> None:
-        """Lock the bundle's devices for this process too; None: let them go."""
-        _hold(keys, fence)
+    def rlix_lock(self, fence: Fence | None) -> None:
+        """Lock the devices that this process was started with; None: let them go."""
+        assert _locks is not None
+        if fence is None:
+            _locks.release()
+        else:
+            _locks.acquire(fence, LOCK_TIMEOUT_S)
 
     def rlix_layout(self, offered: Manifest) -> Layout:
         """What this worker needs of a trainer's tensors."""
@@ -79,8 +95,8 @@ class ReplicaWorker:
     def rlix_leave(self, name: str) -> None:
         channel.leave(name)
 
-    def rlix_reload(self, published: PublishedWeights) -> RlixError | None:
-        """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be arrays by now.
+    def rlix_reload(self, by_node: Sequence[PublishedWeights]) -> RlixError | None:
+        """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be on this node by now.
 
         vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So of what a trainer sends
         directly only that part arrives; it comes to lie in a tensor of the whole's shape that is otherwise undefined.
@@ -88,7 +104,8 @@ class ReplicaWorker:
         Returns what went wrong, because errors do not pass between vLLM's processes with their types: a WeightSyncError
         when nothing was changed, else one that leaves the weights undefined, but vLLM fit for others.
         """
-        arriving = publication.stream(published.received_by(worker=self.rank), device=self.device)
+        published = by_node[self.vllm_config.parallel_config.node_rank].received_by(worker=self.rank)
+        arriving = publication.stream(published, device=self.device)
         named = ((entry.name, tensor) for entry, tensor in arriving)
         try:
             first = list(islice(named, 1))  # whoever refuses does so now, before vLLM takes its layers apart

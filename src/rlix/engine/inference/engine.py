@@ -65,6 +65,7 @@ class InferenceEngine(Engine):
         self.executor = executor
         self._reader: PromptReader | None = None
         self._turn = itertools.count()  # of replicas to take the next stream
+        self._bundles: Sequence[tuple[Device, ...]] = ()
 
     def build(
         self,
@@ -125,7 +126,7 @@ class InferenceEngine(Engine):
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
         )
-        placement.check_bundles(chosen, tensor_parallel_size)
+        bundles = placement.bundles_of(chosen, tensor_parallel_size, spans=self._backend.spans)
         if gradual_moves and not self._backend.gradual:
             raise ValueError(f"gradual_moves: executor {self.executor!r} leaves and comes as a whole")
         virtual = chosen[0].kind is DeviceKind.CPU
@@ -145,13 +146,19 @@ class InferenceEngine(Engine):
             gradual_moves=self.gradual_moves,
             more=dict(executor_options or {}),
         )
+        nodes = [placement.by_node(bundle) for bundle in bundles]
         self._timeout_s = call_timeout_s
         self._reader = PromptReader(self.source, max_model_len, seed)
         self._group = WorkerGroup(
             Replica,
             name=self.name,
-            placements=[chosen[i : i + size] for i in range(0, len(chosen), size)],
-            kwargs={"source": self.source, "backend": self._backend.target, "options": options},
+            placements=[own for own, *_ in nodes],
+            kwargs={
+                "source": self.source,
+                "backend": self._backend.target,
+                "options": options,
+                "further": PerRank([tuple(further) for _, *further in nodes]),
+            },
             namespace=namespace,
             env=self._backend.environment(chosen[0].kind, cpu_threads, self.source.is_local),
             start=start or self._backend.start,
@@ -159,7 +166,7 @@ class InferenceEngine(Engine):
             cpu_threads=cpu_threads,
             start_timeout_s=build_timeout_s,
         )
-        self.devices = chosen
+        self.devices, self._bundles = chosen, bundles
         try:
             if load and self.source.has_weights:
                 self.cuda()
@@ -177,8 +184,8 @@ class InferenceEngine(Engine):
     @property
     def receivers(self) -> tuple[tuple[Device, ...], ...]:
         """Of each replica: the devices that receive its weights. vLLM splits a model over its bundle."""
-        bundles = self.replicas.placements
-        return bundles if self._backend.splits else tuple(bundle[:1] for bundle in bundles)
+        self._workers()
+        return tuple(bundle if self._backend.splits else bundle[:1] for bundle in self._bundles)
 
     def _ask_workers(self) -> Life:
         return joint([self._asked(rank) for rank in range(self.replicas.world_size)])

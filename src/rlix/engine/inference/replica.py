@@ -22,7 +22,7 @@ from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
-from rlix.protocol.messages import Fence
+from rlix.protocol.messages import Device, Fence
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,18 @@ class Replica(Worker):
     state is its executor's `life`; what the replica adds are the leases and the devices' locks.
     """
 
-    def __init__(self, source: ModelSource, backend: str, options: ExecutorOptions) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        backend: str,
+        options: ExecutorOptions,
+        further: tuple[tuple[Device, ...], ...] = (),
+    ) -> None:
+        """`further`: the bundle's devices on other nodes than this one, node by node."""
         disable_progress_bar()  # of every replica, they would run through each other on the user's terminal
         self._locks = self.ctx.device_locks()
-        site = Site(self.ctx.kind, self._locks.keys, self.ctx.rendezvous)
+        name = f"{self.ctx.group}:{self.ctx.rank}"
+        site = Site(self.ctx.kind, self._locks.keys, self.ctx.rendezvous, further, name, self.ctx.namespace)
         self._executor: InferenceExecutor = Backend(backend).load()(source, options, site)
         self._declared = options.declared
         self._moving = asyncio.Lock()
@@ -96,13 +104,12 @@ class Replica(Worker):
                 await asyncio.to_thread(self._hold, fence)
             except BaseException:  # re-raised; nothing was moved
                 self._executor.change(lambda life: replace(life, epoch=before.epoch))
+                await self._let_go_of_nothing()
                 raise
             try:
                 return await self._move(lambda: self._executor.load(weights, parts), self._declared.expand_s)
-            except BaseException:  # re-raised; where nothing came, nothing is held
-                after = self._executor.life
-                if after.phase is Phase.OFF or after.residency is Residency.HOST:  # which may count as failed
-                    await asyncio.to_thread(self._let_go)
+            except BaseException:  # re-raised
+                await self._let_go_of_nothing()
                 raise
 
     async def update(self, weights: PublishedWeights) -> ReplicaReport:
@@ -262,6 +269,12 @@ class Replica(Worker):
         """After the last byte has gone."""
         self._executor.share_locks(self._locks.keys, None)
         self._locks.release()
+
+    async def _let_go_of_nothing(self) -> None:
+        """After a load that failed: where nothing came, nothing is held."""
+        after = self._executor.life
+        if after.phase is Phase.OFF or after.residency is Residency.HOST:  # which may count as failed
+            await asyncio.to_thread(self._let_go)
 
     def close(self) -> None:
         """The devices stay locked until the process, and any it started, has ended: the bytes do too."""

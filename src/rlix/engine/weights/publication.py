@@ -40,6 +40,7 @@ from rlix.engine.weights.buckets import (
     views,
 )
 from rlix.engine.weights.channel import Delivery, TransferError
+from rlix.flow.memory import HostMemory, opened_host
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]
@@ -235,6 +236,30 @@ def pulled(published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch
     return replace(published, buckets=buckets)
 
 
+class NodeWeights:
+    """The same for processes of this node beside this one: buckets in memory that they can map, until `close`."""
+
+    def __init__(self, published: PublishedWeights, *, timeout_s: float = 60.0) -> None:
+        self._memory: list[HostMemory] = []
+        self.published = published
+        if published.delivery is not None:
+            return
+        try:
+            for index in range(len(published.buckets)):
+                bucket = _as_tensor(_fetch(published, index, timeout_s, None))
+                self._memory.append(HostMemory(bucket.nbytes))
+                self._memory[-1].data.copy_(bucket)
+        except BaseException:  # raised again
+            self.close()
+            raise
+        self.published = replace(published, buckets=tuple(memory.handle for memory in self._memory))
+
+    def close(self) -> None:
+        """Who has mapped a bucket keeps it."""
+        for memory in self._memory:
+            memory.close()
+
+
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by state-dict name, tied names included; not detached, not gathered."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
@@ -297,6 +322,9 @@ def _fetch(published: PublishedWeights, index: int, timeout_s: float, fetch: Fet
         return fetch(reference, timeout_s)
     if isinstance(reference, np.ndarray):
         return reference
+    if isinstance(reference, str):  # of `NodeWeights`
+        mapped: Bytes = opened_host(reference).numpy()
+        return mapped
     try:
         # Unlike `ray.get`, this may be called in a thread of an async actor, which replicas are.
         data: Bytes = reference.future().result(timeout=timeout_s)

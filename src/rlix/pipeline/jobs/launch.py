@@ -180,8 +180,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]
     specs = [choose(spec, ids, Settings.from_env().home).spec if spec.is_unplanned else spec for spec in specs]
-    largest = max(Counter(device.node_id for device in status.devices).values(), default=None)
-    check_jobs(specs, ids, virtual=all(device.kind is DeviceKind.CPU for device in status.devices), node=largest)
+    nodes = tuple(Counter(device.node_id for device in status.devices).values())
+    check_jobs(specs, ids, virtual=all(device.kind is DeviceKind.CPU for device in status.devices), nodes=nodes)
     for spec in specs:
         check_importable(spec)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start

@@ -1,7 +1,7 @@
 """The sections of a job spec that say on how many devices it runs, or on which."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -61,7 +61,8 @@ class ClusterSpec(Section):
     devices: Annotated[tuple[Index, ...] | None, Field(strict=False)] = None
     """Ids of devices, where it matters which."""
     tensor_parallel: Count = 1
-    """Consecutive devices that hold one copy of the weights between them. Those of a replica are on one node."""
+    """Consecutive devices that hold one copy of the weights between them. Those of a replica are on one node,
+    where they fit; with `vllm` they may be on several, as many on each."""
 
     @field_validator("devices")
     @classmethod
@@ -196,11 +197,21 @@ def pool_problems(clusters: ClustersSpec, pool: Collection[int]) -> Iterator[Pro
             yield Problem(where, f"needs {least} devices, and the pool has {len(pool)}; ask for fewer, {_LARGER_POOL}")
 
 
-def node_problems(clusters: ClustersSpec, node: int) -> Iterator[Problem]:
-    """What the largest node of a pool, which has so many devices, is too small for."""
-    if clusters.actor_infer.tensor_parallel > node:
+def node_problems(clusters: ClustersSpec, nodes: Sequence[int], *, spans: bool) -> Iterator[Problem]:
+    """What nodes with so many devices each are too small for; `spans`: whether a replica may be on several of them."""
+    infer, largest = clusters.actor_infer, max(nodes)
+    if infer.tensor_parallel <= largest:
+        return
+    where = "clusters.actor_infer.tensor_parallel"
+    if not spans:
         yield Problem(
-            "clusters.actor_infer.tensor_parallel",
-            f"the devices of a replica must be on one node, and the pool's largest has {node}; write at most that, and "
-            "where the weights do not fit then a smaller model.dtype or a rollout.executor_options.quantization",
+            where,
+            f"the devices of a replica must be on one node, and the pool's largest has {largest}; write at most that, "
+            "or where the weights do not fit then a smaller model.dtype or 'rollout.executor: vllm'",
+        )
+    elif infer.devices is None and (len(set(nodes)) > 1 or infer.tensor_parallel % largest):
+        yield Problem(
+            where,
+            f"a replica that is larger than a node takes whole nodes of one size, and the pool's have "
+            f"{', '.join(map(str, nodes))}; write a multiple of that size, or name the devices: as many on each node",
         )

@@ -140,14 +140,14 @@ def load_run(path: Path) -> RunSpec:
 
 
 def check_jobs(
-    specs: Sequence[JobSpec], pool: Collection[int] | None, *, virtual: bool | None = None, node: int | None = None
+    specs: Sequence[JobSpec], pool: Collection[int] | None, *, virtual: bool | None = None, nodes: Sequence[int] = ()
 ) -> None:
     """Raise SpecError when the jobs cannot run together on a pool.
 
     Args:
         pool: ids of its devices; None: any pool.
         virtual: whether these are virtual GPUs; None: not known.
-        node: how many of them its largest node has; None: not known.
+        nodes: how many of them each of its nodes has; empty: not known.
     """
     lines: list[str] = []
     first: dict[str, JobSpec] = {}
@@ -162,8 +162,9 @@ def check_jobs(
             lines += [spec._origin.describe(problem) for problem in pool_problems(spec.clusters, pool)]
         if virtual is not None:
             lines += [spec._origin.describe(problem) for problem in device_problems(spec, virtual=virtual)]
-        if node is not None and (spec.pipeline is None or spec.multi_lora):
-            lines += [spec._origin.describe(problem) for problem in node_problems(spec.clusters, node)]
+        if nodes and (spec.pipeline is None or spec.multi_lora):
+            spans = spec.rollout.executor == "vllm"
+            lines += [spec._origin.describe(problem) for problem in node_problems(spec.clusters, nodes, spans=spans)]
     if lines:
         raise SpecError("\n".join(lines))
 

@@ -1,0 +1,102 @@
+"""A replica of vLLM on two raylets of this machine, with real workers on each."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.control.test_lifecycle import LOCAL, run
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(960)]
+
+TWO_NODES = """
+import json, pathlib, time, ray, rlix
+from ray.cluster_utils import Cluster
+from rlix.engine.placement import pool_devices
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.publication import named_weights, publish
+from rlix.node.node import Node
+from rlix.protocol.messages import Fence
+from tests.engine.models import folder, greedy, model, qwen
+from tests.engine.training_models import Policy
+
+CONFIG, PROMPTS = qwen(hidden_size=128), [(5, 6, 7), (8, 9)]
+def until(true, what):
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+def answers():
+    sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return [output.outputs[0].token_ids for output in engine.generate([list(p) for p in PROMPTS], sampling)]
+
+def expected(plain):
+    return [greedy(plain, prompt, 12) for prompt in PROMPTS]
+
+def holders():  # by device: how many processes, and under which epoch
+    return {number: [len(held.processes), held.fence.epoch] for number, held in Node("here").holders(devices).items()}
+
+got = {}
+virtual = {"rlix_virtual": 1}
+small = {"num_cpus": 8, "num_gpus": 1, "resources": virtual, "object_store_memory": 100_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **small})
+cluster.add_node(**small)
+cluster.wait_for_nodes()
+try:
+    rlix.init(address=cluster.address, log_level="ERROR")
+    devices = pool_devices()
+    path = folder(pathlib.Path(__file__).parent / "model", seed=0, config=CONFIG)
+    sizes = {"tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 4}
+    try:
+        rlix.InferenceEngine(path).build(**sizes)
+    except ValueError as error:
+        got["refused"] = str(error)
+    engine = rlix.InferenceEngine(path, executor="vllm").build(**sizes)
+    got["receivers"] = [[device.id for device in replica] for replica in engine.receivers]
+    got["answers"] = answers() == expected(model(0, CONFIG))
+    engine.update_weights(publish(named_weights(model(4, CONFIG)).items(), 9))
+    got["updated"] = answers() == expected(model(4, CONFIG))
+    got["held"] = holders()
+    engine.cpu()
+    engine.cuda()
+    with TrainEngine((Policy, CONFIG)).build(seed=3, devices=devices[:1]) as trainer:
+        got["transports"] = trainer.p2p_weight_sync(engine, transport="direct").transports
+        trained = model(0, CONFIG)
+        trained.load_state_dict(trainer.state_dict())
+    got["synced"] = answers() == expected(trained)
+    engine.cpu()
+    got["released"] = holders()
+    for epoch in 1, 2:  # a lease that follows another without a release: workers change with it
+        engine.replicas.run("load", None, Fence("test", epoch, "a job"), timeout_s=120)
+    got["leased"] = holders()
+    (follower,) = (name for name in ray.util.list_named_actors(all_namespaces=True) if "-nodes-" in name["name"])
+    ray.kill(ray.get_actor(follower["name"], follower["namespace"]))
+    until(lambda: not holders(), "the replica outlived its follower")
+    try:
+        engine.replicas.run("report", ranks=[0], timeout_s=120)
+    except rlix.protocol.errors.WorkerError as error:
+        got["dead"] = str(error)
+    engine.close()
+    rlix.shutdown()
+    print(json.dumps(got))
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+def test_a_replica_on_two_nodes(tmp_path: Path) -> None:
+    got = run(TWO_NODES, tmp_path, timeout_s=900.0, **LOCAL, RLIX_LOCK_DIR=str(tmp_path / "locks"))
+    assert "the devices of a replica must be on one node" in got.pop("refused")
+    assert "rank 0 failed in report()" in got.pop("dead")
+    each = {"answers", "updated", "synced"}
+    assert {key for key in each if got.pop(key)} == each
+    # On the one node the replica, on the other its follower, and one of vLLM's workers on each.
+    assert got == {
+        "receivers": [[0, 1]],
+        "transports": ["p2p", "shm"],
+        "held": {"0": [2, 0], "1": [2, 0]},
+        "released": {},
+        "leased": {"0": [2, 2], "1": [2, 2]},
+    }
