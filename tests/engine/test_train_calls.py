@@ -110,6 +110,11 @@ def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_m
         worker.do(worker._calls + 1, "save", False)
 
 
+def test_looking_at_random_generators_begins_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "cuda" not in random_state()
+
+
 def test_a_call_that_has_changed_no_weights_is_undone_in_random_generators_too() -> None:
     last = LastCall(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(last._module.parameters())

@@ -11,7 +11,10 @@ Json = dict[str, Any]
 
 
 def random_state() -> Json:
-    """Of torch (on this process's first CUDA device too), numpy and Python."""
+    """Of torch (on this process's first CUDA device too, if CUDA has begun here), numpy and Python.
+
+    Asking it of a device would begin CUDA, whose context is bytes on a GPU that this process may have no lease of.
+    """
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     inner = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
@@ -20,7 +23,7 @@ def random_state() -> Json:
         "python": random.getstate(),
         "numpy": {**numpy_state, "state": inner},
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = _encode(torch.cuda.get_rng_state())
     return state
 
