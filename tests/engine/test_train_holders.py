@@ -26,7 +26,7 @@ class Workers:
             raise WorkerError("setup failed")
         return []
 
-    def call(self, *_: Any) -> list[Any]:
+    def call(self, *_: Any, **__: Any) -> list[Any]:
         return []
 
     def results(self, *_: Any, **__: Any) -> list[Any]:
