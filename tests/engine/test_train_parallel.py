@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.parallel import NeedParallel, balanced, combine, scatter, split_sizes
+from rlix.engine.parallel import NeedParallel, balanced, combine, neighbours, scatter
 
 
 def pieces(value: Any, parts: int, pad: bool = False) -> list[Any]:
@@ -14,7 +14,7 @@ def pieces(value: Any, parts: int, pad: bool = False) -> list[Any]:
 
 
 def test_nine_over_four() -> None:
-    assert split_sizes(9, 4) == (3, 2, 2, 2)
+    assert [len(items) for items in neighbours(9, 4)] == [3, 2, 2, 2]
     assert pieces(list(range(9)), 4) == [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
 
 
@@ -70,10 +70,10 @@ def test_a_balanced_split_has_the_usual_sizes_and_is_never_worse_than_neighbours
     if len(costs) < parts:
         return
     shares = balanced(costs, parts)
-    assert tuple(len(items) for items in shares) == split_sizes(len(costs), parts)
+    assert [len(items) for items in shares] == [len(items) for items in neighbours(len(costs), parts)]
     assert sorted(item for items in shares for item in items) == list(range(len(costs)))
-    neighbours = [args[0] for args in scatter((NeedParallel(costs),), {}, parts).args]
-    assert max(sum(costs[item] for item in items) for items in shares) <= max(map(sum, neighbours))
+    in_order = [args[0] for args in scatter((NeedParallel(costs),), {}, parts).args]
+    assert max(sum(costs[item] for item in items) for items in shares) <= max(map(sum, in_order))
     split = scatter((NeedParallel(torch.tensor(costs), costs=costs),), {}, parts)
     assert combine([args[0] for args in split.args], "gather", split.items).tolist() == costs
 

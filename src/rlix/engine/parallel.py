@@ -45,26 +45,25 @@ class Scattered:
     items: Items | None
 
 
-def split_sizes(length: int, parts: int) -> tuple[int, ...]:
+def neighbours(count: int, parts: int) -> Items:
     """As even as possible, larger parts first: 9 over 4 is 3, 2, 2, 2."""
-    return tuple(end - begin for begin, end in pairwise(bounds(length, parts)))
+    return tuple(tuple(range(begin, end)) for begin, end in pairwise(bounds(count, parts)))
 
 
 def dealt(items: Sequence[T], parts: int) -> tuple[list[int], list[list[T]]]:
     """The numbers of the parts that get any of the items, and what each gets: neighbours stay together."""
-    shares = [list(items[begin:end]) for begin, end in pairwise(bounds(len(items), parts))]
+    shares = [[items[item] for item in share] for share in neighbours(len(items), parts)]
     numbers = [part for part, share in enumerate(shares) if share]
     return numbers, [shares[part] for part in numbers]
 
 
 def balanced(costs: Sequence[float], parts: int) -> Items:
-    """As many items for each part as `split_sizes` gives it, so that the costliest part has little.
+    """As many items for each part as `neighbours` gives it, so that the costliest part has little.
 
     The costliest items first, each to the part with least so far that has room (Graham's rule for unequal jobs, 1969,
     with the number of items bounded). In order where that is no worse.
     """
-    bound = bounds(len(costs), parts)
-    plain = tuple(tuple(range(first, end)) for first, end in pairwise(bound))
+    plain = neighbours(len(costs), parts)
     chosen: list[list[int]] = [[] for _ in plain]
     loads = [(0.0, part) for part in range(parts)]
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
@@ -197,8 +196,11 @@ def _items_of(marks: Sequence[NeedParallel], parts: int) -> Items:
         raise ValueError(
             f"NeedParallel(costs=...): one cost for each of {length} items, the same in a call; got {found}"
         )
-    costs = given.pop() if given else (0.0,) * length
-    shares = balanced(costs + costs[-1:] * (padded - length), parts)
+    if given:
+        costs = given.pop()
+        shares = balanced(costs + costs[-1:] * (padded - length), parts)
+    else:
+        shares = neighbours(padded, parts)
     return tuple(tuple(min(item, length - 1) for item in rows) for rows in shares)  # padding is the last item again
 
 
