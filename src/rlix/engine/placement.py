@@ -116,15 +116,14 @@ def select(
     if len(left) < count:
         raise ValueError(f"{count} device(s) wanted, but there are {', '.join(conditions)}")
     order = {device: place for place, device in enumerate(left)}
+    free = sorted(left, key=lambda device: (load[device], order[device]))
     nodes: dict[str, list[Device]] = {}
-    for device in sorted(left, key=lambda device: (load[device], order[device])):
+    for device in free:
         nodes.setdefault(device.node_id, []).append(device)
     bundles = _on_one_node(nodes, count, load) or _on_one_node(nodes, bundle, load, count // bundle)
     in_order = [sorted(chosen, key=lambda device: order[device]) for chosen in bundles]
     in_order = in_order or _in_shares(nodes, order, bundle, load, count // bundle)
-    if not in_order:
-        least = sorted(left, key=lambda device: (load[device], order[device]))[:count]
-        in_order = [sorted(least, key=lambda device: order[device])]
+    in_order = in_order or [sorted(free[:count], key=lambda device: order[device])]
     return tuple(device for chosen in sorted(in_order, key=lambda chosen: order[chosen[0]]) for device in chosen)
 
 

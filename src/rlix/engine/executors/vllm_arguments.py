@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -21,20 +20,12 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
 def engine_arguments(
-    options: ExecutorOptions,
-    config: Any,
-    site: Site,
-    path: str,
-    *,
-    dummy: bool,
-    max_length: int,
-    span: Mapping[str, Any] = MappingProxyType({}),
+    options: ExecutorOptions, config: Any, site: Site, path: str, *, dummy: bool, max_length: int
 ) -> dict[str, Any]:
     """Of `EngineArgs`: the defaults that a user may change, and what RLix depends on.
 
     Args:
         path: the model's folder. dummy: its weights come later.
-        span: of a replica over several nodes, this one's place among them.
     """
     virtual, parallel = site.kind is DeviceKind.CPU, options.tensor_parallel_size
     return {
@@ -58,7 +49,6 @@ def engine_arguments(
         "async_scheduling": False,
         "worker_extension_cls": WORKER,
         **_adapter_arguments(options),
-        **span,
     }
 
 

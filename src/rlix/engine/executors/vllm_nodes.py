@@ -73,7 +73,8 @@ class Follower(Worker):
         config = source.load_config()
         path = model_folder(source, config, self._folder.name)
         site = Site(self.ctx.kind, self._locks.keys)
-        self._arguments = engine_arguments(options, config, site, path, dummy=dummy, max_length=max_length, span=span)
+        arguments = engine_arguments(options, config, site, path, dummy=dummy, max_length=max_length)
+        self._arguments = {**arguments, **span}
         self.hold(fence)
 
     def hold(self, fence: Fence | None) -> None:
