@@ -177,8 +177,9 @@ class Pipeline(ABC):
             finally:
                 marks.append(time.time())
                 self._plan.phase(cluster, marks[-1] - marks[0])
-                parts = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
-                self.folder.spans([Span(lease.devices, cluster, name, k, a, b, step) for k, a, b in parts if b > a])
+                kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
+                spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
+                self.folder.spans([span for span in spans if span.end > span.start])
 
     def _release_after_error(self, engine: Resident, lease: Lease) -> None:
         """What went wrong first says more than that its engine cannot let go; who keeps a device locked is ended."""
@@ -245,7 +246,8 @@ class Pipeline(ABC):
 
     def _train(self, first: int) -> str:
         every = self.spec.checkpoint.every
-        self._saved, self._done, self._changed = first, first, False
+        self._saved = self._done = first
+        self._changed = False
         self._write_lease_events()
         spent_gpu_s = self._usage.gpu_s(time.time())  # on what is not done again at every step
         for step in range(first, self.spec.steps):
@@ -258,7 +260,8 @@ class Pipeline(ABC):
                 metrics = self._one_step(step)
             except InterruptedError:
                 break
-            self._done, self._changed = (done := step + 1), False
+            done = self._done = step + 1
+            self._changed = False
             per_step = (self._usage.gpu_s(time.time()) - spent_gpu_s) / (done - first)
             self.expect_gpu_s(per_step * (self.spec.steps - done))
             best = self.checkpoints.better(done, metrics)
