@@ -1,5 +1,7 @@
 """No trajectory is lost, doubled or given to two replicas, whatever happens to the replicas."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -170,13 +172,19 @@ def test_wrong_moves_and_doubled_ids_are_errors() -> None:
         router.submit([trajectory("a", 1)])
 
 
-def test_a_replica_without_memory_is_given_less_and_then_more_again() -> None:
+def full_replica() -> tuple[Router, Sequence[GenerationRequest]]:
+    """One of eight slots and two to spare, all taken, while twenty trajectories of three tokens wait."""
     router = Router(1, 8, spare=2)
     router.loading(0)
     router.ready(0)
     router.submit(trajectory(str(i), 3) for i in range(30))
     ((_, requests),) = router.dispatch()
     assert len(requests) == 10
+    return router, requests
+
+
+def test_a_replica_without_memory_is_given_less_and_then_more_again() -> None:
+    router, requests = full_replica()
     done = [chunk(request, 0, 3) for request in requests]
     router.take(0, collected(*done[:6], counters=DecodingCounters(running=3, waiting=1)))
     assert [len(requests) for _, requests in router.dispatch()] == [1], "three run, and two may wait"
@@ -185,11 +193,7 @@ def test_a_replica_without_memory_is_given_less_and_then_more_again() -> None:
 
 
 def test_slots_that_many_leave_at_once_are_all_filled_again() -> None:
-    router = Router(1, 8, spare=2)
-    router.loading(0)
-    router.ready(0)
-    router.submit(trajectory(str(i), 3) for i in range(30))
-    ((_, requests),) = router.dispatch()
+    router, requests = full_replica()
     done = [chunk(request, 0, 3) for request in requests[:7]]
     router.take(0, collected(*done, counters=DecodingCounters(running=8, waiting=2)))
     assert [len(requests) for _, requests in router.dispatch()] == [7], "who waits takes two of seven free slots"

@@ -15,6 +15,7 @@ from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid, profile
 from rlix.flow.profiler.profile import Profile, halves, path_of
 from rlix.flow.programs.flow import Flow
+from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S
 from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
@@ -55,7 +56,7 @@ def load_flow(name: str) -> Flow:
 
 
 def profile_flow(
-    name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int, timeout_s: float
+    name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int, timeout_s: float | None
 ) -> None:
     """Measure every part on the pool's first devices, and keep the tables of this kind of machine."""
     flow = load_flow(name)
@@ -64,7 +65,8 @@ def profile_flow(
         known = job.client.devices()
         with job.phase(Phase.INITIALIZATION, "profile") as lease:
             devices = [known[device] for device in lease.devices]
-            found = profile(flow, devices, grid, lease=job.client.fence(lease), timeout_s=timeout_s)
+            limit = timeout_s or DEFAULT_TIMEOUT_S
+            found = profile(flow, devices, grid, lease=job.client.fence(lease), timeout_s=limit)
     path = path_of(Settings.from_env().home, flow.name)
     found.write(path)
     typer.echo(found.describe())

@@ -259,11 +259,11 @@ def profile(
 
     with one_message_per_mistake():
         if is_flow(name):
-            profile_flow(name, gpus or 4, width or (), batch or (), repeats, timeout or 600.0)
+            profile_flow(name, gpus or 4, width or (), batch or (), repeats, timeout)
         else:
             from rlix.cli.plans import profile_job_file
 
-            profile_job_file(name, gpus, width or (), batch or (), repeats, timeout or 3600.0)
+            profile_job_file(name, gpus, width or (), batch or (), repeats, timeout)
 
 
 @app.command()

@@ -21,6 +21,9 @@ from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import RlixError, SpecError
 
+TRIAL_S = 3600.0
+"""Longest that the few steps of one width may take, where nobody says."""
+
 
 def planned(
     specs: Sequence[JobSpec], ids: Sequence[int], memory: int | None, console: Console, resumed: Path | None = None
@@ -47,7 +50,12 @@ def pool_size(spec: JobSpec) -> int:
 
 
 def profile_job_file(
-    name: str, gpus: int | None, widths: Sequence[int], prompts: Sequence[int], repeats: int, timeout_s: float
+    name: str,
+    gpus: int | None,
+    widths: Sequence[int],
+    prompts: Sequence[int],
+    repeats: int,
+    timeout_s: float | None,
 ) -> None:
     """Run a few steps of the job for each width, alone where nobody else is in the pool, and keep the tables."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
@@ -61,7 +69,7 @@ def profile_job_file(
     wanted = trials(spec, devices, tuple(widths) or halves(devices), sizes, repeats)
     with shared_pool(settings, None, devices) as pool, TemporaryDirectory(prefix="rlix-profile-") as folder:
         typer.echo(pool.said)
-        runs = [(trial.width, _run(trial, Path(folder), timeout_s)) for trial in wanted]
+        runs = [(trial.width, _run(trial, Path(folder), timeout_s or TRIAL_S)) for trial in wanted]
     found = measured(spec, runs, machine())
     path = profile_path(settings.home, spec)
     found.write(path)
