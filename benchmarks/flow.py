@@ -20,6 +20,7 @@ from rlix.flow.profiler.profile import Profile, path_of
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.protocol.messages import Device, DeviceKind
 
 DEVICES, ITEMS = 4, 32
 GRID = Grid(widths=(1, 2, 4), batches=(1, 4, 12, 32), repeats=2)
@@ -85,7 +86,7 @@ def flow(name: str) -> tuple[Flow, float]:
 
 def measure(name: str, steps: int) -> None:
     this, room = flow(name)
-    devices = [rlix.protocol.messages.Device(i, _node(), "127.0.0.1", i, "cpu", f"flow-{i}") for i in range(DEVICES)]
+    devices = [Device(i, _node(), "127.0.0.1", i, DeviceKind.CPU, f"flow-{i}") for i in range(DEVICES)]
     path = path_of(Settings.from_env().home, f"benchmark-{name}")
     if not path.exists():
         profile(this, devices, GRID).write(path)

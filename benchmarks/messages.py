@@ -76,7 +76,7 @@ def main() -> None:
 
         def run(method: str, *given: Any) -> tuple[float, float]:
             def spent() -> float:
-                return sum(ends.run("cpu_s", timeout_s=60))
+                return float(sum(ends.run("cpu_s", timeout_s=60)))
 
             before = spent()
             (times,) = ends.run(method, *given, ranks=[0], timeout_s=600)

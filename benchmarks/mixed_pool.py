@@ -39,7 +39,7 @@ class Running:
             self.kill()
             code = f"none within {TIMEOUT_S:.0f} s"
         if code:
-            raise SystemExit(f"{self.process.args}: exit code {code}\n{self.errors.read_text()[-4000:]}")
+            raise SystemExit(f"{self.process.args!r}: exit code {code}\n{self.errors.read_text()[-4000:]}")
         return self.said.read_text()
 
     def kill(self) -> None:
@@ -76,7 +76,7 @@ class Terminal:
             if running.process.poll() or time.monotonic() > deadline:
                 running.kill()
                 raise SystemExit(
-                    f"{running.process.args} started no control plane\n{running.errors.read_text()[-4000:]}"
+                    f"{running.process.args!r} started no control plane\n{running.errors.read_text()[-4000:]}"
                 )
             time.sleep(0.1)
 

@@ -121,7 +121,7 @@ def shares_table(runs: Runs, workloads: list[str], policies: list[str]) -> Itera
 
 def _cells(rows: list[Row]) -> Iterator[str]:
     def of(key: str) -> float:
-        return mean(row[key] for row in rows)
+        return float(mean(row[key] for row in rows))
 
     for key, form in (
         ("makespan_over_bound", ".2f"),

@@ -27,7 +27,7 @@ from transformers import Qwen2ForCausalLM
 
 import rlix
 from benchmarks.generation import build_model
-from rlix.engine.executors.environment import replica_environment
+from rlix.engine.executors.registry import backend
 from rlix.engine.inference.requests import GenerationRequest
 from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.pipeline.jobs.run_folder import Span
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
-    os.environ.update(replica_environment(options.executor, kind, 1, local=True))
+    os.environ.update(backend(options.executor).environment(kind, 1, True))
     rlix.init(virtual_gpus=None if kind is DeviceKind.CUDA else 1, address="local")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"

@@ -28,7 +28,7 @@ from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 
-CASES = {
+CASES: dict[str, dict[str, Any] | None] = {
     "one pass": None,
     "micro-batches": {},
     "micro-batches, packed": {"packing": True},
@@ -70,14 +70,15 @@ def memory(name: str) -> float:
 
 def plain_log_probs(model: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=tensors["input_ids"], use_cache=False).logits[:, :-1].float()
-    return logits.log_softmax(-1).gather(2, tensors["input_ids"][:, 1:, None])[..., 0]
+    chosen: torch.Tensor = logits.log_softmax(-1).gather(2, tensors["input_ids"][:, 1:, None])[..., 0]
+    return chosen
 
 
 def plain_step(model: PolicyModule, tensors: dict[str, torch.Tensor]) -> None:
     log_probs = plain_log_probs(model, tensors)
     ratio = (log_probs - log_probs.detach()).exp()
     loss = -(ratio * tensors["advantages"][:, None] * tensors["mask"]).sum() / tensors["mask"].sum()
-    loss.backward()
+    torch.autograd.backward(loss)
     model.clip_grad_norm(1.0)
     model.optimizer.step()
     model.optimizer.zero_grad(set_to_none=False)
@@ -91,7 +92,7 @@ def one_case(options: argparse.Namespace) -> None:
     args, kwargs = meta.rlix_init
     spec = ModuleSpec(module_class=type(meta), args=args, kwargs=kwargs, weights_path=str(folder))
     model: Any = build_module(spec, torch.device("cpu"), None)
-    settings, algorithm = CASES[options.case], build_algorithm(AlgorithmSpec(), Setting(8, options.length))
+    settings = CASES[options.case]
     training = TrainingSpec(micro_batch_tokens=options.budget, **(settings or {}))
     model.configure_optimizer(OptimizerSpec(), training)
     algorithm = build_algorithm(AlgorithmSpec(), Setting(group_size=8, longest=options.length))

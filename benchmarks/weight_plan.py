@@ -71,7 +71,7 @@ class Member:
         }
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(f"{folder}/all", RANKS + REPLICAS * WORKERS),
+            store=dist.FileStore(f"{folder}/all", RANKS + REPLICAS * WORKERS),  # type: ignore[attr-defined]
             rank=place,
             world_size=RANKS + REPLICAS * WORKERS,
             timeout=timedelta(seconds=WAIT_S),
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=int, default=sync.CHANNEL_BUCKET_BYTES // 2**20)
     options = parser.parse_args()
     sync.CHANNEL_BUCKET_BYTES = options.bucket_mb * 2**20 // ALIGNMENT * ALIGNMENT
-    placement.common_address = lambda _: "127.0.0.1"
+    placement.common_address = lambda devices: "127.0.0.1"
     torch.set_num_threads(1)
     results = [measure(name, count, shape, options.repeat) for name, (count, shape) in MODELS.items()]
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"

@@ -66,7 +66,7 @@ def work_of(folder: Path) -> Work:
     steps = trajectories = redone = redone_steps = 0
     wrong: list[str] = []
     for name in JOBS:
-        expected, seen = 0, []
+        expected, seen = 0, list[tuple[int, int]]()
         for line in _lines(folder / f"{name}.ledger"):
             kind, number, *rest = line.split()
             if kind == "restart":

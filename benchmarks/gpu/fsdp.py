@@ -24,7 +24,7 @@ def measure(device: torch.device) -> list[Row]:
     ids = torch.randint(0, config.vocab_size, (8, 1024) if cuda else (2, 32), device=device)
     spec = ModuleSpec(Policy, (config,), dtype="bfloat16" if cuda else "float32")
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
         try:
             mesh = init_device_mesh(device.type, (1,))

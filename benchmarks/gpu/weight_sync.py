@@ -24,7 +24,7 @@ from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.engine.weights.shards import everything, pieces_of, whole_layout
 from rlix.engine.weights.sync import CHANNEL_BUCKET_BYTES, Channel, Trainer, choose
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.messages import Device, DeviceKind, Process
 
 WAIT_S = 60.0
 
@@ -90,8 +90,10 @@ class _Sender:
         if method == "weight_layout":
             return [(whole_layout(self._named), {})]
         if method == "join_channel":
-            return [channel.join(args[0].values[0], self._device)]
-        return [streams.send(args[0].sent_by(0), [(name, partial(self._held, name)) for name in self._named])]
+            channel.join(args[0].values[0], self._device)
+        else:
+            streams.send(args[0].sent_by(0), [(name, partial(self._held, name)) for name in self._named])
+        return [None]
 
     def _held(self, name: str) -> streams.Held:
         return [(piece, self._named[name]) for piece in pieces_of(self._named[name], name)]
@@ -100,7 +102,8 @@ class _Sender:
 class _Replica:
     """The other process, as an inference engine."""
 
-    name, processes = "replica", {}
+    name = "replica"
+    processes: dict[int, Process] = {}  # noqa: RUF012
 
     def __init__(self, connection: Connection, place: Device) -> None:
         self._connection, self.receivers = connection, ((place,),)
@@ -128,7 +131,7 @@ def _channel(trainer: nn.ParameterList, connection: Connection, device: torch.de
     place = Device(0, "node", "127.0.0.1", 0, kind)
     way = choose("direct", [place], [(place,)])
     assert way is not None
-    placement.common_address = lambda _: "127.0.0.1"
+    placement.common_address = lambda devices: "127.0.0.1"
     sender = Trainer("trainer", [place], _Sender(trainer, device))
     return Channel(sender, _Replica(connection, place), way, WAIT_S, CHANNEL_BUCKET_BYTES)
 

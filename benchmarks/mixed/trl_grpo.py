@@ -37,4 +37,5 @@ trainer = GRPOTrainer(
 )  # fmt: skip
 trainer.train()
 rows = [[row["loss"], row["grad_norm"], row["reward"]] for row in trainer.state.log_history if "loss" in row]
-out.write_text(json.dumps({"rows": rows, "outside": None if None in outside else max(outside)}))
+seen = [held for held in outside if held is not None]
+out.write_text(json.dumps({"rows": rows, "outside": max(seen) if len(seen) == len(outside) else None}))
