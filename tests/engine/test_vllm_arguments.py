@@ -38,6 +38,13 @@ def test_a_virtual_gpu_has_a_small_cache_of_its_own() -> None:
     assert arguments(Site(DeviceKind.CPU), kv_cache_bytes=7)["kv_cache_memory_bytes"] == 7
 
 
+def test_on_a_virtual_gpu_prompts_are_computed_whole() -> None:
+    made = arguments(Site(DeviceKind.CPU), more={"enable_chunked_prefill": True, "max_num_batched_tokens": 512})
+    assert (made["enable_chunked_prefill"], made["max_num_batched_tokens"]) == (False, 10_000)
+    assert "max_num_batched_tokens" not in arguments(Site(DeviceKind.CPU))
+    assert "enable_chunked_prefill" not in arguments(Site(DeviceKind.CUDA))
+
+
 def test_a_users_options_are_passed_on_and_adapters_have_room() -> None:
     made = arguments(Site(DeviceKind.CPU), more={"block_size": 32, "enforce_eager": False}, adapters=3, adapter_rank=20)
     assert (made["block_size"], made["enforce_eager"]) == (32, False)

@@ -49,7 +49,16 @@ def engine_arguments(
         "async_scheduling": False,
         "worker_extension_cls": WORKER,
         **_adapter_arguments(options),
+        **(_whole_prefills(options, max_length) if virtual else {}),
     }
+
+
+def _whole_prefills(options: ExecutorOptions, max_length: int) -> Mapping[str, Any]:
+    """Prompts that are computed in parts end in an error on a CPU: a request's seeded generator cannot be set back there
+    (`GPUModelRunner._bookkeeping_sync`). So the tokens of a step have room for the longest prompt."""
+    wanted = options.more.get("max_num_batched_tokens")
+    room = {} if wanted is None else {"max_num_batched_tokens": max(wanted, max_length)}
+    return {"enable_chunked_prefill": False, **room}
 
 
 def model_folder(source: ModelSource, config: Any, scratch: str) -> str:
