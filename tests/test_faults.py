@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.light import JOBS, work_of
 from benchmarks.faults.table import Fault, quantile
 from benchmarks.faults.watcher import Ledger
-from rlix.protocol.events import DrainStarted, LeaseGranted, LeaseReleased, PipelineEnding
+from rlix.protocol.events import DevicesReleased, DrainStarted, LeaseGranted, LeaseReleased, PipelineEnding
 from rlix.protocol.messages import Lease, ReleaseReason
 from rlix.protocol.types import Phase
 
@@ -26,6 +26,18 @@ def test_a_device_passes_on_only_from_a_lease_that_drains() -> None:
     assert ledger.double == []
     ledger.apply(granted(4, 1))
     assert ledger.double == ["device 1: lease 4 beside 2 and None"]
+
+
+def test_a_device_that_a_gang_gave_back_early_is_free_and_no_other() -> None:
+    ledger = Ledger()
+    for event in (granted(1, 0, 1, 2), DevicesReleased(1, (1, 2)), granted(2, 1)):
+        ledger.apply(event)
+    assert (ledger.holder, ledger.double) == ({0: 1, 1: 2}, [])
+    ledger.apply(LeaseReleased(1, ReleaseReason.RELEASED))
+    assert (ledger.holder, ledger.double) == ({1: 2}, [])
+    for event in (DevicesReleased(2, (0,)), DevicesReleased(1, (0,))):
+        ledger.apply(event)
+    assert ledger.double == ["lease 2 gave (0,) back, of (1,)", "lease 1 gave (0,) back, of None"]
 
 
 def test_a_pipeline_that_ends_never_begins_what_it_waited_for() -> None:

@@ -247,11 +247,14 @@ def script(name: str, gang: int, folder: Path, seed: int) -> None:
             keys = {device: known.key for device, known in job.client.devices().items()}
             while True:
                 try:
-                    with (
-                        job.phase(rng.choice(PHASES), timeout_s=90) as lease,
-                        witness.using([keys[device] for device in lease.devices], lease.epoch),
-                    ):
-                        time.sleep(rng.uniform(0.05, 0.3))
+                    with job.phase(rng.choice(PHASES), timeout_s=90) as lease:
+                        (first, *others), used = [keys[device] for device in lease.devices], lease.epoch
+                        with witness.using([first], used):
+                            with witness.using(others, used):
+                                time.sleep(rng.uniform(0.05, 0.3))
+                            if others and rng.random() < 0.5:
+                                job.give_back(lease, lease.devices[1:])
+                                time.sleep(rng.uniform(0.05, 0.3))
                 except DeviceBusyError as error:
                     witness.violation("busy", str(error))
                 except StaleEpochError as error:

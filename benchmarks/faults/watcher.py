@@ -4,12 +4,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rlix.control.journal import decode
 from rlix.node.device_lock import holder
 from rlix.protocol.events import (
     DevicesDiscovered,
+    DevicesReleased,
     DrainStarted,
     Event,
     GrantRevoked,
@@ -43,6 +45,8 @@ class Ledger:
                 self._grant(lease)
             case DrainStarted(epoch) | LeaseQuarantined(epoch):
                 self.draining.add(epoch)
+            case DevicesReleased(epoch, devices):
+                self._shrink(epoch, devices)
             case LeaseReleased(epoch) | GrantRevoked(epoch):
                 self._end(epoch)
             case PipelineEnding(pipeline_id):
@@ -70,6 +74,15 @@ class Ledger:
                 del self.next[device]
                 self.holder[device] = lease.epoch
 
+    def _shrink(self, epoch: int, devices: tuple[int, ...]) -> None:
+        lease = self.leases.get(epoch)
+        if lease is None or not set(devices) < set(lease.devices) or epoch in self.draining:
+            self.double.append(f"lease {epoch} gave {devices} back, of {lease and lease.devices}")
+            return
+        self.leases[epoch] = replace(lease, devices=tuple(d for d in lease.devices if d not in devices))
+        for device in devices:
+            del self.holder[device]
+
     def _end(self, epoch: int) -> None:
         lease = self.leases.pop(epoch, None)
         if lease is None:
@@ -95,7 +108,7 @@ class Watcher:
         self.violations: list[str] = []
         self.log: list[Entry] = []
         self.looks = 0
-        self._ended: dict[int, float] = {}
+        self._ended: dict[tuple[int, int], float] = {}  # when a lease lost a device
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._read(self._connect())
@@ -154,9 +167,12 @@ class Watcher:
             for sequence, at, name, body in rows:
                 self._sequence = sequence
                 event = decode(name, body)
+                if isinstance(event, LeaseReleased | DevicesReleased):
+                    lease = self.ledger.leases.get(event.epoch)
+                    for device in lease.devices if lease is not None else ():
+                        if isinstance(event, LeaseReleased) or device in event.devices:
+                            self._ended[event.epoch, device] = at
                 self.ledger.apply(event)
-                if isinstance(event, LeaseReleased):
-                    self._ended[event.epoch] = at
                 if isinstance(event, DevicesDiscovered):
                     known = {device.id for device in self._devices}
                     self._devices += tuple(device for device in event.devices if device.id not in known)
@@ -166,7 +182,7 @@ class Watcher:
     def _check(self, device: int, epoch: int, at: float, who: str) -> None:
         """Whoever has bytes on a device has its lease, or had it a moment ago."""
         allowed = {self.ledger.holder.get(device), self.ledger.next.get(device)}
-        ended = self._ended.get(epoch)
+        ended = self._ended.get((epoch, device))
         if epoch in allowed or (ended is not None and at - ended < _SLACK_S):
             return
         self.violations.append(f"device {device} is used under epoch {epoch} ({who}), but leased to {allowed}")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rlix.control.journal import Journal, JournalError
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.usage import Usage
-from rlix.protocol.errors import DeadlockError, PipelineGoneError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import DeadlockError, PipelineGoneError, SpecError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.scheduler.image import image
@@ -25,10 +26,14 @@ def test_gpu_seconds_count_from_grant_to_release() -> None:
     usage.granted(1, devices=2, now=11.0)
     usage.granted(2, devices=4, now=12.0)
     assert usage.gpu_s(13.0) == 2 * 2 + 4 * 1
-    usage.released(1, now=13.0)
-    usage.released(9, now=13.0)  # granted, and given up before it was active
+    usage.released(1, devices=2, now=13.0)
+    usage.released(9, devices=1, now=13.0)  # granted, and given up before it was active
     assert usage.gpu_s(15.0) == 2 * 2 + 4 * 3
     assert usage.age_s(15.0) == 5.0
+    usage.released(2, devices=3, now=15.0)
+    assert usage.gpu_s(16.0) == 2 * 2 + 4 * 3 + 1
+    usage.released(2, devices=1, now=16.0)
+    assert usage.gpu_s(20.0) == 2 * 2 + 4 * 3 + 1
 
 
 def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -> None:
@@ -87,6 +92,87 @@ def test_a_gang_whose_lock_goes_a_moment_after_its_word_is_simply_released() -> 
     world.run(0.5)
     assert world.machine.killed == []
     assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
+
+
+def give_back(world: World, lease: Lease, *devices: int) -> None:
+    asyncio.run(service_of(world).give_back(lease.pipeline_id, lease.epoch, devices))
+    world.run(0.0)
+
+
+def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_restart(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(journal=journal)
+        lease = world.gang("ft_1", key="k")
+        second = world.ask("ft_2", devices=(1,))
+        world.run(3.0)
+        for _ in range(2):  # an answer that is lost is asked for again
+            give_back(world, lease, 1)
+        (rest,) = world.held("ft_1")
+        assert rest == replace(lease, devices=(0,))
+        assert second.outcome == world.held("ft_2")[0]
+        for _ in range(2):
+            before = world.core.state
+            world.restart(list(journal.replay()))
+            assert world.core.state.leases == before.leases
+            assert world.core.gangs.find("ft_1", "k").outcome == rest  # type: ignore[union-attr]
+            journal.compact(image(world.core.state))
+        world.run(3.0)
+        third = world.ask("ft_2", devices=(0,))
+        world.release(lease)  # by its epoch, whatever is left of it
+        assert third.outcome in world.held("ft_2")
+        assert world.held("ft_1") == ()
+    world = World()
+    give_back(world, world.gang("ft_1"), 0)
+    world.run(2.0)
+    world.release(world.held("ft_1")[0])
+    records = world.core.log.since("ft_1", 0)
+    assert [(r.event, r.lease.devices) for r in records] == [
+        ("granted", (0, 1)),
+        ("released", (0,)),
+        ("released", (1,)),
+    ]
+    assert world.core.jobs["ft_1"].usage.gpu_s(world.clock.time()) == 2.0
+
+
+def test_a_part_that_stays_locked_takes_the_lease_with_it() -> None:
+    world = World()
+    lease, trainer = world.gang("ft_1"), process(7)
+    world.machine.lock(lease, trainer)
+    second = world.ask("ft_2", devices=(1,))
+    give_back(world, lease, 1)
+    world.run(0.5)
+    assert world.held("ft_1") == (lease,)
+    del world.machine.locks[1]
+    world.run(0.5)
+    assert second.outcome == world.held("ft_2")[0]
+    (rest,) = world.held("ft_1")
+    world.core.endings.take(lease, "it hangs")  # as it was granted: what it has now is taken
+    assert world.machine.killed == [trainer]
+    assert status_of(world.core).endings[-1].devices == rest.devices == (0,)
+    world = World()
+    lease = world.gang("ft_1")
+    world.machine.lock(lease, trainer)
+    second = world.ask("ft_2")
+    give_back(world, lease, 1)
+    world.run(5.0)
+    assert world.machine.killed == [trainer]
+    assert second.outcome == world.held("ft_2")[0]
+    assert "but device 1 is still locked by process 7" in status_of(world.core).endings[-1].why
+
+
+def test_of_parts_given_back_at_once_the_last_goes_with_the_lease() -> None:
+    """Each leaves the other when it is said; a node that is asked about locks answers later."""
+    world = World()
+    lease, answers = world.gang("ft_1"), []
+    occupied = world.machine.occupied
+    world.machine.occupied = lambda *asked: answers.append(asked)  # type: ignore[method-assign, assignment]
+    for device in lease.devices:
+        give_back(world, lease, device)
+    for asked in answers:
+        occupied(*asked)
+    assert [rest.devices for rest in world.held("ft_1")] == [(1,)]
+    with pytest.raises(SpecError, match="has no other devices than"):
+        give_back(world, lease, 0, 1)
 
 
 def test_what_cannot_be_killed_is_quarantined_tried_again_and_given_up_by_a_person_only() -> None:

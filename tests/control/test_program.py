@@ -41,6 +41,14 @@ def test_a_phase_holds_the_devices_and_their_locks(program: Program, ray_session
         assert [p.name for p in status.pipelines if p.pipeline_id == program.pipeline_id] == ["my script"]
         with program.phase(Phase.CRITIC_TRAINING) as inner:
             assert set(inner.devices).isdisjoint(lease.devices)
+        kept, given = lease.devices
+        for wrong in ((), (given, given), lease.devices, (99,)):
+            with pytest.raises(SpecError, match="a part may be given back before the phase ends, not"):
+                program.give_back(lease, wrong)
+        rest = program.give_back(lease, [given])
+        assert (rest.devices, rest.epoch) == ((kept,), lease.epoch)
+        assert [s.lease for s in program.client.leases()] == [rest]
+        assert [holder(keys[device]) is None for device in (kept, given)] == [False, True]
     assert [holder(keys[device]) for device in lease.devices] == [None, None]
 
 

@@ -91,12 +91,26 @@ def test_what_a_client_says_for_its_user_is_refused_in_the_jobs_name(call: Call)
         asyncio.run(call(service_of(World())))
 
 
+@pytest.mark.parametrize("devices", [7, ("x",), (0, 1), (True,)])
+def test_a_part_that_is_none_is_refused(devices: Any) -> None:
+    world = World()
+    lease, service = world.gang("ft_1"), service_of(world)
+    with pytest.raises(SpecError):
+        asyncio.run(service.give_back("ft_1", lease.epoch, devices))
+    (bundle, *_) = world.roll("ft_2", 9)
+    with pytest.raises(SpecError, match=r"job 'ft_2': lease \d+ is a rollout's"):
+        asyncio.run(service.give_back("ft_2", bundle.epoch, ()))
+    assert world.held("ft_1") == (lease,)
+
+
 def test_nobody_gives_back_what_another_job_holds() -> None:
     world = World()
     lease = world.gang("ft_1")
     world.machine.lock(lease, process(7))
     with pytest.raises(StaleEpochError, match=f"lease {lease.epoch} is not held by 'ft_2'"):
         asyncio.run(service_of(world).release("ft_2", [lease.epoch]))
+    with pytest.raises(StaleEpochError, match=f"lease {lease.epoch} is not held by 'ft_2'"):
+        asyncio.run(service_of(world).give_back("ft_2", lease.epoch, (0,)))
     world.run(5.0)
     assert world.held("ft_1") == (lease,)
     assert world.machine.killed == []

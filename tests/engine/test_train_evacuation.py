@@ -34,8 +34,13 @@ class Ranks:
         self._undead = undead
         self._asked: list[tuple[int, str, bool, Future[Any]]] = []
 
-    def call(self, method: str, ranks: Sequence[int] = (), *, at_once: bool = False, **given: bool) -> list[Any]:
-        assert given == ({"undo": True} if method == "hand_over" else {})
+    def call(self, method: str) -> None:
+        assert method == "abort"
+
+    def submit(
+        self, method: str, args: Sequence[Any] = (), kwargs: Any = None, *, ranks: Sequence[int], at_once: bool
+    ) -> list[Any]:
+        assert (args, kwargs) == ((), {"undo": True} if method == "hand_over" else None)
         futures: list[Future[Any]] = [Future() for _ in ranks]
         self._asked += [(rank, method, at_once, future) for rank, future in zip(ranks, futures, strict=True)]
         self._answer()

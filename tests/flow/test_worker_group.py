@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from rlix.flow.workers.group import PerRank, WorkerGroup
+from rlix.flow.workers.launch import Group
 from rlix.node import process
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
@@ -59,6 +60,8 @@ def test_arguments_go_to_all_ranks_or_one_each(group: WorkerGroup) -> None:
     assert group.run("add", PerRank([1, 2, 3]), right=10, timeout_s=TIMEOUT_S) == [11, 12, 13]
     assert group.run("add", PerRank([1, 2]), right=10, ranks=[2, 0], timeout_s=TIMEOUT_S) == [11, 12]
     assert ray.get(group.call("add", ray.put([1]), [2], ranks=[1])) == [[1, 2]]
+    names = {"at_once": True, "ranks": [0], "method": "add", "args": 1, "timeout_s": 0.0}  # as its user calls them
+    assert Group(group).on(1, 2).named(**names).wait(TIMEOUT_S) == [names] * 2
     with pytest.raises(ValueError, match=r"add\(\) goes to 3 rank\(s\), but a PerRank argument has 1"):
         group.call("add", PerRank([1]), 2)
     with pytest.raises(IndexError, match=r"ranks 0\.\.2, not 3"):

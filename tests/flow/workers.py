@@ -44,6 +44,9 @@ class EchoWorker(Worker):
     def add(self, left: Any, right: Any) -> Any:
         return left + right
 
+    def named(self, **arguments: Any) -> dict[str, Any]:
+        return arguments
+
     def fail_on(self, rank: int) -> int:
         if self.ctx.rank == rank:
             raise LookupError("nothing here")

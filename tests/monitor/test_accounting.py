@@ -22,7 +22,8 @@ def two_jobs(folder: Path) -> list[RunRecord]:
             span(0, 2, 5),  # busy while still loading: one second of loading is hidden
             span(0, 4, 6),  # overlaps itself
             span(1, 8, 9, kind="sync"),
-            lease_event("granted", 1, [0], 1),
+            lease_event("granted", 1, [0, 1], 1),
+            lease_event("released", 1, [1], 2),  # given back early
             lease_event("shrinking", 1, [0], 6.5),
             lease_event("released", 1, [0], 7),
             lease_event("granted", 2, [1], 8),  # never released: held until the end
@@ -56,7 +57,7 @@ def test_by_hand(tmp_path: Path) -> None:
     first, second = accounting.devices
     assert accounting.window_s == 12
     assert (first.busy_s, first.switching_s, first.held_s, first.free_s) == (4 + 1, 1, 1, 5)
-    assert (second.busy_s, second.switching_s, second.held_s, second.free_s) == (2, 1, 1, 8)
+    assert (second.busy_s, second.switching_s, second.held_s, second.free_s) == (2, 1, 1 + 1, 7)
     assert accounting.total.idle_s == 15
     assert accounting.share(accounting.total.busy_s) == pytest.approx(7 / 24)
     assert accounting.steps_per_hour == pytest.approx(8 * 3600 / 12)

@@ -137,6 +137,11 @@ def test_all_devices_or_none(tmp_path: Path) -> None:
         other.ask("release")
         locks.acquire(TWO, 0.0)
         assert all(holder(key, tmp_path) for key in "abc")
+        locks.release("a", "c")
+        assert [holder(key, tmp_path) is not None for key in "abc"] == [False, True, False]
+        assert (locks.keys, locks.fence) == (("b",), TWO)
+        locks.release()
+        assert holder("b", tmp_path) is None
 
 
 def test_the_kernel_drops_the_lock_of_a_killed_holder(tmp_path: Path) -> None:

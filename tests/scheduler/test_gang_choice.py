@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlix.protocol.events import DevicesReleased
 from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
@@ -59,7 +60,9 @@ def test_the_state_learns_how_long_a_gang_is() -> None:
     world.register("a", [0, 1, 2, 3], [0, 1, 2, 3], alternatives=[(0, 1)])
     world.request("a")
     world.cycle()
-    world.now = 30.0
+    world.now = 20.0
+    world.apply(DevicesReleased(1, (0, 3)))
+    world.now = 40.0
     world.release_gangs()
     world.request("a")
     world.request("a", Phase.OLD_LOG_PROBS)

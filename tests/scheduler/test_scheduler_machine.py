@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlix.protocol.events import (
     DevicesDiscovered,
+    DevicesReleased,
     GangCancelled,
     GrantRevoked,
     LeaseQuarantined,
@@ -145,6 +147,23 @@ class Pool(RuleBasedStateMachine):
         gangs = [s for s in self.world.leases(LeaseState.ACTIVE) if s.lease.phase is not Phase.ROLLOUT]
         epoch = gangs[pick % len(gangs)].lease.epoch
         self.released(LeaseReleased(epoch, ReleaseReason.RELEASED))
+
+    @precondition(has_gangs)
+    @rule(pick=PICK)
+    def give_back_a_part(self, pick: int) -> None:
+        """The rest stays, under its epoch, and nothing else changes."""
+        gangs = [s for s in self.world.leases(LeaseState.ACTIVE) if len(s.lease.devices) > 1 and s.lease.bundle is None]
+        if not gangs:
+            return
+        before, others = gangs[pick % len(gangs)], dict(self.world.state.leases)
+        devices = before.lease.devices
+        given = tuple(random.Random(pick).sample(devices, 1 + pick % (len(devices) - 1)))
+        assert self.world.apply(DevicesReleased(before.lease.epoch, given)) == ()
+        after = self.world.state.leases[before.lease.epoch]
+        assert after == replace(before, lease=replace(before.lease, devices=after.lease.devices))
+        assert sorted((*after.lease.devices, *given)) == sorted(devices)
+        assert {**others, before.lease.epoch: after} == self.world.state.leases
+        assert all(self.world.state.holder(device) is None for device in given)
 
     @precondition(lambda self: self.world.leases(LeaseState.DRAINING))
     @rule(pick=PICK, reason=st.sampled_from([ReleaseReason.SHRUNK, ReleaseReason.KILLED]))
@@ -287,7 +306,7 @@ def test_long_life_of_a_busy_pool(seed: int, count: int) -> None:
     pool = Pool()
     pool.start(count)
     events = {"register": 2, "report": 8, "request": 4, "finish_gang": 4, "acknowledge": 10, "cancel": 1}
-    events |= {"pass_time": 4, "depart": 0.3, "resize": 0.3, "settle": 1, "plan_a_cycle": 6}
+    events |= {"give_back_a_part": 2, "pass_time": 4, "depart": 0.3, "resize": 0.3, "settle": 1, "plan_a_cycle": 6}
     for _ in range(150):
         state, pick = pool.world.state, rng.randrange(10_000)
         (event,) = rng.choices(list(events), list(events.values()))
@@ -301,8 +320,8 @@ def test_long_life_of_a_busy_pool(seed: int, count: int) -> None:
             pool.resize(rng.randint(2, 12))
         elif event == "acknowledge" and pool.world.leases(LeaseState.DRAINING):
             pool.acknowledge(pick, rng.choice([ReleaseReason.SHRUNK, ReleaseReason.KILLED]))
-        elif event == "finish_gang" and pool.has_gangs():
-            pool.finish_gang(pick)
+        elif event in ("finish_gang", "give_back_a_part") and pool.has_gangs():
+            getattr(pool, event)(pick)
         elif event == "cancel" and state.requests:
             pool.cancel(pick)
         elif event in ("report", "request", "depart") and state.registrations:

@@ -6,6 +6,7 @@ from rlix.protocol.errors import PipelineGoneError
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DevicesReleased,
     DrainStarted,
     Event,
     GangCancelled,
@@ -78,6 +79,11 @@ def registered(*clusters: Cluster) -> PipelineRegistered:
         (LeaseGranted(Lease(3, "a", TRAIN, Phase.ACTOR_TRAINING, (2,)), 1), "not waiting"),
         (DrainStarted(9), "not held"),
         (LeaseReleased(9, ReleaseReason.RELEASED), "not held"),
+        (DevicesReleased(9, (0,)), "not held"),
+        (DevicesReleased(1, (0,)), "only an active gang's"),
+        (DevicesReleased(2, (2,)), r"\(2,\) are not a part of the devices"),
+        (DevicesReleased(2, (3,)), r"\(3,\) are not a part of the devices"),
+        (DevicesReleased(2, ()), r"\(\) are not a part of the devices"),
     ],
 )
 def test_a_contradiction_is_refused_and_changes_nothing(event: Event, message: str) -> None:

@@ -13,6 +13,7 @@ from rlix.control.job import Job
 from rlix.control.registration import job_name
 from rlix.protocol.errors import PipelineGoneError, SpecError, StaleEpochError
 from rlix.protocol.messages import Demand, Lease, Process, Registration
+from rlix.protocol.types import Phase
 
 
 def registration(core: Core, pipeline_id: str) -> Registration:
@@ -76,6 +77,16 @@ def held(core: Core, pipeline_id: str, epochs: Sequence[int]) -> tuple[list[Leas
     names = [f"{e} ({why})" if (why := core.endings.why(e)) else str(e) for e in epochs if e not in found]
     text = f"lease {', '.join(names)} is not held by {pipeline_id!r} (any more)"
     return list(found.values()), StaleEpochError(text) if names else None
+
+
+def part(where: str, lease: Lease, devices: object) -> None:
+    """Raises SpecError unless the lease is a gang's and keeps some of its devices when these are given back."""
+    if not isinstance(devices, Sequence | Set) or not all(_is_count(device) for device in devices):
+        raise SpecError(f"{where}: needs the ids of devices, got {devices!r}")
+    if lease.phase is Phase.ROLLOUT:
+        raise SpecError(f"{where}: lease {lease.epoch} is a rollout's: its bundle is released as a whole")
+    if set(lease.devices) <= set(devices):
+        raise SpecError(f"{where}: lease {lease.epoch} has no other devices than {list(lease.devices)}: release it")
 
 
 def wait(where: str, value: object) -> None:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from rlix.control.endings import Endings
 from rlix.control.gang_queue import Asked, GangQueue, Ticket
@@ -24,6 +25,7 @@ from rlix.protocol.errors import (
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DevicesReleased,
     DrainStarted,
     Event,
     GangCancelled,
@@ -179,11 +181,14 @@ class Core:
 
     def _fold(self, event: Event, now: float, wall: float) -> tuple[Lease, ...]:
         """The state after the event, and what is kept about jobs beside it. Returns the leases that became active."""
-        released = self.state.leases.get(event.epoch) if isinstance(event, LeaseReleased) else None
+        released = self.state.leases.get(event.epoch) if isinstance(event, LeaseReleased | DevicesReleased) else None
         active = self.state.apply(event, now)
         match event:
             case LeaseReleased() if released is not None:
                 self._note_release(released.lease, event.reason, now, wall)
+            case DevicesReleased() if released is not None:
+                part = replace(released.lease, devices=event.devices)
+                self._note_freed(part, ReleaseReason.RELEASED, now, wall)
             case PipelineAdmitted():
                 self.jobs.setdefault(event.pipeline_id, Job(now))
             case PipelineUnregistered():
@@ -202,16 +207,21 @@ class Core:
         return active
 
     def _note_release(self, lease: Lease, reason: ReleaseReason, now: float, wall: float) -> None:
-        self.log.add("released", lease, wall, reason=reason)
+        self._note_freed(lease, reason, now, wall)
         self.granted_at.pop(lease.epoch, None)
         job = self.jobs.get(lease.pipeline_id)
-        if job is not None:
-            job.usage.released(lease.epoch, now)
-            if lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
-                self._phase_ended(job)
+        if job is not None and lease.phase is not Phase.ROLLOUT and reason is ReleaseReason.RELEASED:
+            self._phase_ended(job)
         ticket = self.gangs.holding(lease.epoch)
         if ticket is not None:
             self.gangs.close(ticket)
+
+    def _note_freed(self, lease: Lease, reason: ReleaseReason, now: float, wall: float) -> None:
+        """`lease` with the devices that are free now."""
+        self.log.add("released", lease, wall, reason=reason)
+        job = self.jobs.get(lease.pipeline_id)
+        if job is not None:
+            job.usage.released(lease.epoch, len(lease.devices), now)
 
     def _phase_ended(self, job: Job) -> None:
         """Its gang's devices are kept from other rollouts for a moment, then planned anew."""

@@ -3,11 +3,13 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rlix.protocol.errors import PipelineGoneError
 from rlix.protocol.events import (
+    DevicesReleased,
     DrainStarted,
     GrantRevoked,
     LeaseQuarantined,
@@ -85,6 +87,33 @@ class Endings:
             again = partial(self._look, locked, partial(self._seen_after_word, locked, until))
             core.clock.call_later(_LOOK_AGAIN_S, again)
 
+    def part_given_back(self, lease: Lease, devices: Sequence[int]) -> None:
+        """The holder of a gang says that its bytes are gone from these of its devices, and keeps the others.
+
+        If a part stays locked the whole lease is taken. A control plane that is restarted while it looks forgets the
+        word: then they stay with the lease until it ends.
+        """
+        until = self._core.clock.time() + self._core.settings.release_grace_s
+        self._look_at_part(replace(lease, devices=tuple(devices)), until)
+
+    def _look_at_part(self, part: Lease, until: float) -> None:
+        self._look((part,), lambda there: self._seen_of_part(part, until, there[part.epoch]))
+
+    def _seen_of_part(self, part: Lease, until: float, there: Sequence[Occupant]) -> None:
+        core = self._core
+        status = core.state.leases.get(part.epoch)
+        if status is None or status.state is not LeaseState.ACTIVE:
+            return  # all of it ends
+        given = tuple(device for device in part.devices if device in status.lease.devices)  # or it was said twice
+        if not given or len(given) == len(status.lease.devices):
+            return  # the last one goes with the lease
+        if not there:
+            core.record(DevicesReleased(part.epoch, given))
+        elif core.clock.time() >= until:
+            self.take(status.lease, f"its holder says that its bytes are gone, but {_describe(there)}")
+        else:
+            core.clock.call_later(_LOOK_AGAIN_S, partial(self._look_at_part, part, until))
+
     # -- a lease is taken --------------------------------------------------------------------------------------------
 
     def take(self, lease: Lease, why: str, *, reason: ReleaseReason = ReleaseReason.KILLED) -> None:
@@ -96,6 +125,7 @@ class Endings:
         if status.state is LeaseState.PENDING:
             self._release({lease: reason})
             return
+        lease = status.lease  # with the devices that it has now
         self._taking.add(lease.epoch)
         ending = self._note(lease.pipeline_id, why, lease)
         logger.warning("lease %d is taken back: %s", lease.epoch, ending)

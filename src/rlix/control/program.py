@@ -13,7 +13,7 @@ from types import TracebackType
 import ray
 
 from rlix.control.announcement import find_or_start_daemon
-from rlix.control.client import JobClient
+from rlix.control.client import JobClient, without
 from rlix.control.init import init
 from rlix.control.rollout_lease import RolloutLease
 from rlix.control.rpc import get
@@ -128,6 +128,12 @@ class LeaseLocks:
         if locks is not None:
             locks.release()
 
+    def drop_part(self, lease: Lease, devices: Sequence[int]) -> None:
+        """After the last byte on these of its devices."""
+        if lease.epoch in self._held:
+            known = self._client.devices()
+            self._held[lease.epoch].release(*(known[device].key for device in devices))
+
 
 class Program:
     """A job that is this process. Its death is the job's end, and frees what it held.
@@ -182,6 +188,15 @@ class Program:
                 yield lease
             finally:
                 self._locks.drop(lease)
+
+    def give_back(self, lease: Lease, devices: Sequence[int]) -> Lease:
+        """Within a `phase`: others may have these of its devices, on which no byte is any more. Returns what is left.
+
+        Raises what `JobClient.give_back` raises.
+        """
+        without(lease, devices)
+        self._locks.drop_part(lease, devices)
+        return self.client.give_back(lease, devices)
 
     def rollout(self, cluster: str | None = None, *, demand: Demand | int = 0) -> RolloutLease:
         """The bundles of an elastic cluster, as they come and go; `cluster` may be left out when there is one.

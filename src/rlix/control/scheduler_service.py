@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import ray
 
 from rlix.control import checks
+from rlix.control.called import called
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.journal import open_journal
@@ -240,7 +241,7 @@ class Scheduler:
         core.gangs.stop_timer(ticket, "abandoned")
         if ticket.outcome is None:
             try:
-                await _called(ticket.watchers, wait_s)
+                await called(ticket.watchers, wait_s)
             except asyncio.CancelledError:
                 core.abandon(ticket)
                 raise
@@ -277,6 +278,21 @@ class Scheduler:
         if gone is not None:
             raise gone
 
+    async def give_back(self, pipeline_id: str, epoch: int, devices: Sequence[int]) -> None:
+        """Gives some devices of a gang back, as `release` does; its lease keeps the others. Saying it twice is fine.
+
+        Raises:
+            SpecError: these are no devices, or all that are left of the lease, or it is a rollout's.
+            StaleEpochError: the pipeline does not hold it (any more).
+        """
+        checks.epochs(pipeline_id, (epoch,))
+        core = await self._core()
+        held, gone = checks.held(core, pipeline_id, (epoch,))
+        if gone is not None:
+            raise gone
+        checks.part(checks.name(core, pipeline_id), held[0], devices)
+        core.endings.part_given_back(held[0], devices)
+
     async def poll_rollout(
         self,
         pipeline_id: str,
@@ -302,7 +318,7 @@ class Scheduler:
             left_s = deadline - core.clock.time()
             if answer != RolloutAnswer() or left_s <= 0:
                 return answer
-            if not await _called(core.rollouts.watchers(pipeline_id, cluster), left_s):
+            if not await called(core.rollouts.watchers(pipeline_id, cluster), left_s):
                 return RolloutAnswer()
             checks.job(core, pipeline_id)
 
@@ -360,28 +376,6 @@ class Scheduler:
     async def status(self) -> ControlStatus:
         """See `Orchestrator.status`."""
         return status_of(await self._core())
-
-
-async def _called(watchers: list[Callable[[], None]], wait_s: float) -> bool:
-    """Whether the watchers were called within `wait_s` seconds.
-
-    `asyncio.wait_for` would answer a few turns of the loop later: it waits in a task of its own.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[bool] = loop.create_future()
-
-    def decide(called: bool = True) -> None:
-        if not outcome.done():
-            outcome.set_result(called)
-
-    timer = loop.call_later(wait_s, decide, False)
-    watchers.append(decide)
-    try:
-        return await outcome
-    finally:
-        timer.cancel()
-        if decide in watchers:
-            watchers.remove(decide)
 
 
 async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | None) -> None:

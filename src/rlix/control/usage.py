@@ -15,9 +15,12 @@ class Usage:
         self._held[epoch] = devices
         self._change(devices, now)
 
-    def released(self, epoch: int, now: float) -> None:
-        """A lease that never became active has used nothing."""
-        self._change(-self._held.pop(epoch, 0), now)
+    def released(self, epoch: int, devices: int, now: float) -> None:
+        """So many devices of a lease, or all; one that never became active has used nothing."""
+        held = self._held.pop(epoch, 0)
+        if held > devices:
+            self._held[epoch] = held - devices
+        self._change(-min(held, devices), now)
 
     def _change(self, devices: int, now: float) -> None:
         self._used_gpu_s, self._since = self.gpu_s(now), now

@@ -107,11 +107,19 @@ class DeviceLocks:
             raise
         self.fence = fence
 
-    def release(self) -> None:
-        """Let go of every device, after the last byte has gone. Nothing held: nothing done."""
-        self.fence = None
+    def release(self, *keys: str) -> None:
+        """Let go of these devices for good, or of every one (none named), after the last byte has gone.
+
+        Nothing held: nothing done.
+        """
         for file in self._files:
-            file.release()
+            if not keys or file.key in keys:
+                file.release()
+        if keys:
+            self._files = [file for file in self._files if file.key not in keys]
+            self.keys = tuple(file.key for file in self._files)
+        else:
+            self.fence = None
 
 
 class _LockFile:

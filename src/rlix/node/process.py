@@ -152,3 +152,24 @@ def _command(pid: int) -> str:
         return (words or Path(f"/proc/{pid}/comm").read_bytes().strip()).decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+class WatchedProcess:
+    """A process on this node, watched by a descriptor: its number may be reused, the descriptor is not."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._fd: int | None = os.pidfd_open(pid)
+        except OSError:  # gone already, or in another container
+            self._fd = None
+
+    def wait(self, deadline: float) -> bool:
+        """True when it has ended; False at the deadline (`time.monotonic()`)."""
+        if self._fd is None:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        ended = bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        os.close(self._fd)
+        self._fd = None
+        return ended

@@ -364,7 +364,7 @@ class Pipeline(ABC):
             if record.event == "granted":
                 self._usage.granted(lease.epoch, len(lease.devices), record.time)
             elif record.event == "released":
-                self._usage.released(lease.epoch, record.time)
+                self._usage.released(lease.epoch, len(lease.devices), record.time)
             self._plan.lease(record)
             self.folder.lease(record)
 

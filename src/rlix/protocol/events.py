@@ -123,6 +123,14 @@ class LeaseQuarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class DevicesReleased:
+    """Some devices of a gang's active lease are free; the lease keeps the others, and its epoch."""
+
+    epoch: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseReleased:
     """The devices of the lease are free; leases that waited for them and now have all become active."""
 
@@ -167,6 +175,7 @@ Event = (
     | DrainStarted
     | GrantRevoked
     | LeaseQuarantined
+    | DevicesReleased
     | LeaseReleased
     | LeaseKept
     | CountersKept

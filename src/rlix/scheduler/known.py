@@ -185,3 +185,19 @@ class Known:
         if epoch not in self._leases:
             raise StateError(f"lease {epoch} is not held (any more)")
         return self._leases[epoch]
+
+
+def check_cluster(pipeline_id: str, cluster: Cluster) -> None:
+    """Raises StateError unless its devices are different ones, in whole bundles."""
+    where = f"cluster {cluster.name!r} of pipeline {pipeline_id!r}"
+    if not cluster.devices or len(set(cluster.devices)) != len(cluster.devices):
+        raise StateError(f"{where} must name at least one device and none twice, not {cluster.devices}")
+    if cluster.tensor_parallel_size < 1 or len(cluster.devices) % cluster.tensor_parallel_size:
+        raise StateError(
+            f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
+        )
+    for devices in cluster.alternatives:
+        if not devices or len(set(devices)) != len(devices) or len(devices) % cluster.tensor_parallel_size:
+            raise StateError(
+                f"{where}: alternative {devices} must be different devices in bundles of {cluster.tensor_parallel_size}"
+            )

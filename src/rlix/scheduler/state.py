@@ -9,6 +9,7 @@ from rlix.protocol.events import (
     CountersKept,
     DemandReported,
     DevicesDiscovered,
+    DevicesReleased,
     DrainStarted,
     Event,
     GangCancelled,
@@ -34,7 +35,7 @@ from rlix.protocol.messages import (
 )
 from rlix.protocol.types import Phase
 from rlix.scheduler.account import REMEMBERED_S, Account
-from rlix.scheduler.known import Known, StateError
+from rlix.scheduler.known import Known, StateError, check_cluster
 from rlix.scheduler.snapshot import Bundles
 
 
@@ -87,24 +88,9 @@ class State(Known):
         if len(set(names)) != len(names):
             raise StateError(f"pipeline {registration.pipeline_id!r} registers a cluster name twice: {sorted(names)}")
         for cluster in registration.clusters:
-            self._check_cluster(registration.pipeline_id, cluster)
+            check_cluster(registration.pipeline_id, cluster)
         self._registrations[registration.pipeline_id] = registration
         return ()
-
-    def _check_cluster(self, pipeline_id: str, cluster: Cluster) -> None:
-        where = f"cluster {cluster.name!r} of pipeline {pipeline_id!r}"
-        if not cluster.devices or len(set(cluster.devices)) != len(cluster.devices):
-            raise StateError(f"{where} must name at least one device and none twice, not {cluster.devices}")
-        if cluster.tensor_parallel_size < 1 or len(cluster.devices) % cluster.tensor_parallel_size:
-            raise StateError(
-                f"{where}: {len(cluster.devices)} devices cannot be cut into bundles of {cluster.tensor_parallel_size}"
-            )
-        for devices in cluster.alternatives:
-            if not devices or len(set(devices)) != len(devices) or len(devices) % cluster.tensor_parallel_size:
-                raise StateError(
-                    f"{where}: alternative {devices} must be different devices in bundles of "
-                    f"{cluster.tensor_parallel_size}"
-                )
 
     @_apply.register
     def _(self, event: PipelineAdmitted) -> tuple[Lease, ...]:
@@ -330,6 +316,24 @@ class State(Known):
             took_s = self._now - self._gang_since[event.epoch]
             self._gang_work[lease.pipeline_id, lease.cluster, lease.phase] = took_s * len(lease.devices)
         return self._activate(self._remove(event.epoch))
+
+    @_apply.register
+    def _(self, event: DevicesReleased) -> tuple[Lease, ...]:
+        """Nobody waits for them as a successor: of a lease that drains no part is given back."""
+        status, given = self._status(event.epoch), set(event.devices)
+        lease = status.lease
+        kept = tuple(device for device in lease.devices if device not in given)
+        if event.epoch not in self._gang_since or status.state is not LeaseState.ACTIVE:
+            raise StateError(f"only an active gang's lease gives a part of its devices back, not {status}")
+        if not kept or not given or len(kept) + len(event.devices) != len(lease.devices):
+            raise StateError(f"{event.devices} are not a part of the devices of {lease}")
+        self._leases[event.epoch] = replace(status, lease=replace(lease, devices=kept))
+        for device in event.devices:
+            del self._holder[device]
+        # What it did so far is as if it had begun earlier, on those that it keeps.
+        took_s = self._now - self._gang_since[event.epoch]
+        self._gang_since[event.epoch] = self._now - took_s * len(lease.devices) / len(kept)
+        return ()
 
     # -- helpers -------------------------------------------------------------------------------------------------
 

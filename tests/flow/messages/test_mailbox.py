@@ -150,7 +150,16 @@ def test_what_is_on_a_gpu_that_both_see_does_not_leave_it(actors: Pretended, mon
         return opened_host(handle)
 
     monkeypatch.setattr(gpus, "gpu_of", lambda tensor, _: "GPU-1" if tensor.is_floating_point() else "")
-    monkeypatch.setattr(gpus, "GpuMemory", lambda size, _: HostMemory(size))
+    withdrawn: list[str] = []
+
+    class Memory(HostMemory):
+        def __init__(self, size: int, _: torch.device) -> None:
+            super().__init__(size)
+
+        def withdraw(self) -> None:
+            withdrawn.append(self.handle)
+
+    monkeypatch.setattr(gpus, "GpuMemory", Memory)
     monkeypatch.setattr(gpus, "opened_gpu", open_memory)
     monkeypatch.setattr(gpus, "synchronize", lambda _: None)
     sender = Mailbox("me:0", Place("here", DeviceKind.CUDA, ("GPU-0", "GPU-1")), "job", cuda_ipc=True)
@@ -172,6 +181,22 @@ def test_what_is_on_a_gpu_that_both_see_does_not_leave_it(actors: Pretended, mon
         assert (got["small"].tolist(), got["host"].equal(TENSOR)) == ([1.0, 1.0], True)
         got["large"].zero_()  # each reader's own
     assert opened == [torch.device("cuda", 0)] * 2
+    asked = []
+
+    def dies(*message: Any) -> Any:
+        asked.append(message[-1])
+        return lambda: (_ for _ in ()).throw(ActorDiedError())
+
+    assert withdrawn == []
+    actors.actors["r:1"]._rlix_deliver.remote = dies
+    with pytest.raises(WorkerError, match="r:1, at the other end of a message, has died"):
+        sender.send(value, ["r:0", "r:1"], "", 5.0)
+    assert withdrawn == [parcel.layouts[0].shared[1] for parcel in asked]  # and it is sent to once more
+    assert len(asked) == 2
+    shutil.rmtree(readers[0].home.folder)
+    with pytest.raises(WorkerError, match="r:0, at the other end of a message, has died"):
+        sender.send(value, ["r:0"], "", 5.0)
+    assert len(withdrawn) == 2 + 2
     for mailbox in (sender, *readers):
         mailbox._scratch.cleanup()
 

@@ -76,6 +76,10 @@ class Pool:
     def release(self, *leases: Any) -> None:
         self.said.append(f"back: {[lease.devices for lease in leases]}")
 
+    def give_back(self, lease: Any, devices: Sequence[int]) -> Any:
+        self.said.append(f"back early: {list(devices)}")
+        return SimpleNamespace(devices=[device for device in lease.devices if device not in devices])
+
     def fence(self, lease: Any) -> Any:
         return lease
 
@@ -109,6 +113,59 @@ def test_a_segment_holds_the_devices_that_it_uses_and_passes_them_on_without_a_b
         "sums/more onload",
         "sums/more offload",
     ]
+
+
+class Gates(Pool):
+    """Opens one after the other when something was given back."""
+
+    def __init__(self, *gates: threading.Event) -> None:
+        super().__init__()
+        self.gates = list(gates)
+
+    def release(self, *leases: Any) -> None:
+        super().release(*leases)
+        self.gates.pop().set()
+
+    def give_back(self, lease: Any, devices: Sequence[int]) -> Any:
+        left = super().give_back(lease, devices)
+        self.gates.pop().set()
+        return left
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.01])
+def test_a_stage_that_has_ended_gives_its_devices_back_unless_the_others_end_soon(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Every stage begins when what the one before it had is back; the last one needs no device."""
+    begins = {name: threading.Event() for name in ("sums/ones", "sums/tens", "sums/more")}
+    job: Any = Gates(*reversed(begins.values()))
+    part, said = Group.part, job.said
+    job.gates.pop().set()
+    if seconds < 1:  # nobody gives anything back
+        for begin in begins.values():
+            begin.set()
+
+    def late(group: Group, *args: Any) -> Any:
+        assert begins[group.name].wait(60)
+        return part(group, *args)
+
+    monkeypatch.setattr(Group, "part", late)
+    monkeypatch.setattr(Group, "offload", lambda group: said.append(f"{group.name} leaves"))
+    parts = [
+        Part("ones", Adds, "add", kwargs={"number": 1}),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+        Part("more", Adds, "add", ("tens",), kwargs={"number": 100}, cpu_ranks=2),
+    ]
+    known = profile(ones=seconds, tens=seconds, more=seconds)
+    apart = Flow("sums", parts, ITEMS).plan(known, 2, mode=Mode.DISAGGREGATED).best
+    with Running(Flow("sums", parts, ITEMS), POOL[:2], plan=apart, job=job, cluster="gang") as running:
+        running.set_chunk(ITEMS)
+        assert running.step(list(range(ITEMS))) == [n + 111 for n in range(ITEMS)]
+    if seconds < 1:
+        assert [line for line in said if "leaves" not in line] == ["gang: [0, 1] for []", "back: [[0, 1]]"]
+    else:
+        gone = ["sums/ones leaves", "back early: [0]", "sums/tens leaves", "back: [[1]]", "sums/more leaves"]
+        assert said == ["gang: [0, 1] for []", *gone]
 
 
 def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:

@@ -150,9 +150,16 @@ def job_of(orchestrator: Any, devices: dict[str, list[int]]) -> JobClient:
     return JobClient(job_id)
 
 
+def until_it_waits(orchestrator: Any, job: JobClient, asked: "Future[Any]") -> None:
+    while job.pipeline_id not in {w.pipeline_id for w in ray.get(orchestrator.status.remote()).waiting}:
+        assert not asked.done()
+
+
 def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tmp_path: Path) -> None:
-    """Those that both segments use between them, and the one that the second does not use as long as it takes."""
-    mine, other = job_of(ray_session, {"flow": [0, 1]}), job_of(ray_session, {"both": [0, 1], "one": [1]})
+    """Those that both segments use between them, the one that the second does not use as long as it takes, and beside
+    each other that of the stage that has ended."""
+    mine = job_of(ray_session, {"flow": [0, 1]})
+    other = job_of(ray_session, {"both": [0, 1], "zero": [0], "one": [1]})
     job: Any = SimpleNamespace(client=mine, name_holders=mine.name_holders)
     pipes = [tmp_path / "ones", tmp_path / "tens"]
     for pipe in pipes:
@@ -170,8 +177,7 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         step = threads.submit(running.step, list(range(ITEMS)))
         first = until_it_reads(pipes[0], step)
         asked = threads.submit(other.acquire, "both", Phase.ACTOR_TRAINING, 120.0)
-        while other.pipeline_id not in {w.pipeline_id for w in ray.get(ray_session.status.remote()).waiting}:
-            assert not asked.done()
+        until_it_waits(ray_session, other, asked)
         os.close(first)
         lease = asked.result()
         assert not step.done()
@@ -182,5 +188,20 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
             assert not step.done()
         os.close(second)
         assert step.result(120) == [n + 11 for n in range(ITEMS)]
+        slow = known.scaled({"ones": 10.0, "tens": 10.0})
+        running.switch(running.flow.plan(slow, 2, device_bytes=80.0, mode=Mode.DISAGGREGATED).best)
+        running.set_chunk(ITEMS)
+        step = threads.submit(running.step, list(range(ITEMS)))
+        first = until_it_reads(pipes[0], step)
+        asked = threads.submit(other.acquire, "zero", Phase.ACTOR_TRAINING, 120.0)
+        until_it_waits(ray_session, other, asked)
+        os.close(first)
+        second = until_it_reads(pipes[1], step)
+        lease = asked.result()
+        assert [status.lease.devices for status in mine.leases()] == [(1,)]
+        assert not step.done()
+        os.close(second)
+        assert step.result(120) == [n + 11 for n in range(ITEMS)]  # while others have what it is done with
+        other.release(lease)
     for client in (mine, other):
         client.unregister("the test is over")

@@ -85,8 +85,9 @@ def _handed_over(
     group: WorkerGroup, ranks: Sequence[int], timeout_s: float, *, at_once: bool
 ) -> dict[int, tuple[Any, int]]:
     """By rank, what those hand over that can, and how often they have written to their parameters; they are ended."""
-    parts = dict(zip(ranks, group.call("hand_over", undo=True, ranks=ranks, at_once=at_once), strict=True))
-    changes = group.call("changes", ranks=ranks, at_once=at_once)  # ends after the former
+    handed = group.submit("hand_over", kwargs={"undo": True}, ranks=ranks, at_once=at_once)
+    parts = dict(zip(ranks, handed, strict=True))
+    changes = group.submit("changes", ranks=ranks, at_once=at_once)  # ends after the former
     waiting = {ref.future(): rank for rank, ref in zip(ranks, changes, strict=True)}
     found: dict[int, tuple[Any, int]] = {}
     deadline = time.monotonic() + timeout_s

@@ -79,13 +79,15 @@ class DeviceLock:
                     self._arbiter.grant()
                     self._changed.notify_all()
 
-    def clear(self) -> None:
-        """Bring every part off, between turns: before the job gives its devices to others.
+    def clear(self, names: Collection[str] | None = None) -> None:
+        """Bring these parts off, or all of them, between their turns: before the job gives their devices to others.
 
         Raises what the first of those that did not go raised, after all have been asked.
         """
         failed = []
         for name in list(self._resident):
+            if names is not None and name not in names:
+                continue
             with self._changed:
                 (resident,) = self._leave([name])
             self._bring_off(resident)

@@ -99,7 +99,7 @@ class Mailbox:
         """Returns those that have died."""
         taken = set()
         with self._in_order(peers, deadline):
-            held: list[GpuMemory] = []  # what readers copy on a GPU, until they have
+            held: dict[str, list[GpuMemory]] = defaultdict(list)  # what readers copy on a GPU, until they have
             sent = [
                 (peer, parcel, peer.handle._rlix_deliver.remote(self.me, tag, parcel))
                 for peer, parcel in self._packed(value, peers, held)
@@ -115,10 +115,10 @@ class Mailbox:
                         f"{self.me}: {peer.name} cannot be reached; it may have the message, or not"
                     ) from error
                 except RayTaskError as error:
-                    _remove(parcel)
+                    _remove(parcel, held[peer.name])
                     raise WorkerError(f"{self.me}: {peer.name} could not take a message: {error.cause}") from error
                 except RayActorError:
-                    _remove(parcel)
+                    _remove(parcel, held[peer.name])
         return [peer.name for peer in peers if peer.name not in taken]
 
     def receive(self, sender: str, tag: str, timeout_s: float) -> Any:
@@ -200,14 +200,16 @@ class Mailbox:
                 held.callback(peer.sending.release)
             yield
 
-    def _packed(self, value: object, peers: Sequence[_Peer], held: list[GpuMemory]) -> list[tuple[_Peer, Any]]:
+    def _packed(
+        self, value: object, peers: Sequence[_Peer], held: dict[str, list[GpuMemory]]
+    ) -> list[tuple[_Peer, Any]]:
         """For each that lives, by its route: a parcel whose file is its own, or a reference to one without a file."""
         packed: dict[Route, Any] = {}
         found: list[tuple[_Peer, Any]] = []
         try:
             for peer in peers:
                 way = route(self.home.place, peer.home.place, cuda_ipc=self._cuda_ipc)
-                share = partial(shared, place=self.home.place, way=way, held=held)
+                share = partial(shared, place=self.home.place, way=way, held=held[peer.name])
                 name = uuid.uuid4().hex
                 try:
                     if way in packed and not way.ipc:
@@ -217,12 +219,15 @@ class Mailbox:
                     else:
                         parcel = ray.put(pack(value, onto=way.onto))
                 except FileNotFoundError:  # its folder went with it
+                    _remove(None, held[peer.name])
                     continue
                 packed[way] = parcel
                 found.append((peer, parcel))
         except BaseException:  # raised again; nobody is sent these
             for _, parcel in found:
                 _remove(parcel)
+            for memories in held.values():
+                _remove(None, memories)
             raise
         return found
 
@@ -232,9 +237,12 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name!r} names no worker: names are `group:rank`, such as {name}:0")
 
 
-def _remove(parcel: Any) -> None:
+def _remove(parcel: Any, memories: Sequence[GpuMemory] = ()) -> None:
+    """`memories`: of a message that nobody will read, its bytes on GPUs."""
     if isinstance(parcel, Parcel) and parcel.path:
         Path(parcel.path).unlink(missing_ok=True)
+    for memory in memories:
+        memory.withdraw()
 
 
 def _linked(packed: Any, path: Path) -> Any:

@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
-from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan
+from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
 from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
@@ -29,6 +29,7 @@ from rlix.protocol.messages import Device
 logger = logging.getLogger(__name__)
 
 WORTH = 0.05  # a new plan must be so much faster than the present one to be worth a move
+GAP_S = 2.0  # shorter ones stay with the flow: who came would be in the way of its next segment
 
 
 class Running:
@@ -39,7 +40,7 @@ class Running:
         plan: "auto" (the fastest by the profile), a mode (the fastest of that mode), or a plan.
         profile: needed unless a plan is given; with it the flow is planned anew when times drift.
         job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
-            until all of its stages have ended; between segments, and between steps, they are others' to use.
+            each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
         timeout_s: of each wait for a part: to start, for a call, for its devices in its turn, and for its items.
     """
@@ -243,22 +244,32 @@ class Running:
                     self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s
                 )
                 self._segment = run
-                self._run_stages(run, segment)
+                self._run_stages(run, segment, lease)
                 made |= run.outputs()
                 self._drift.saw(run.seconds)
         self._segment = None
         return made
 
-    def _run_stages(self, run: SegmentRun, segment: SegmentPlan) -> None:
+    def _run_stages(self, run: SegmentRun, segment: SegmentPlan, lease: StepLease | None) -> None:
         threads = [
-            threading.Thread(target=run.stage, args=(stage,), name=f"{self.flow.name}:{i}", daemon=True)
+            threading.Thread(target=self._stage, args=(run, stage, lease), name=f"{self.flow.name}:{i}", daemon=True)
             for i, stage in enumerate(segment.stages[1:], 1)
         ]
         for thread in threads:
             thread.start()
-        run.stage(segment.stages[0])
+        self._stage(run, segment.stages[0], lease)
         _join(threads, run)
         run.check()
+
+    def _stage(self, run: SegmentRun, stage: StagePlan, lease: StepLease | None) -> None:
+        run.stage(stage)
+        if lease is None or not stage.used or run.failed or run.left_s < GAP_S:
+            return
+        names = [self.groups[part.name].name for part in stage.parts]
+        try:
+            lease.leave(names, [self.devices[stage.first + i].id for i in range(stage.used)])
+        except BaseException as error:  # noqa: BLE001 (raised again by `check`)
+            run.fail(error)
 
     def _fetch(self, pieces: Pieces) -> list[Any]:
         try:

@@ -57,6 +57,8 @@ class SegmentRun:
         self._bounds: list[Bounds] = []
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        self._planned = plan
+        self._left = dict.fromkeys(plan.stages, size(source))  # items, of stages that have not ended
 
     def stage(self, stage: StagePlan) -> None:
         """Do a stage's part of every chunk, in order. What goes wrong stops all stages, and `check` raises it."""
@@ -66,6 +68,8 @@ class SegmentRun:
         try:
             self._bring(stage)
             while (bounds := self._chunk(index)) is not None:
+                with self._changed:
+                    self._left[stage] = size(self._source) - bounds[0]
                 for name in names:
                     if name in circles:
                         self._circle(circles[name], index, bounds)
@@ -76,6 +80,16 @@ class SegmentRun:
                 index += 1
         except BaseException as error:  # noqa: BLE001 (raised again by `check`, in the thread that asked for the step)
             self.fail(error)
+        finally:
+            with self._changed:
+                del self._left[stage]
+
+    @property
+    def left_s(self) -> float:
+        """By the plan, for how long at least other stages go on when one has ended."""
+        with self._changed:
+            each = (stage.seconds / self._planned.chunk * items for stage, items in self._left.items())
+            return max(each, default=0.0)
 
     def fail(self, error: BaseException) -> None:
         """Stop all stages, at their next chunk at the latest."""

@@ -1,7 +1,8 @@
-"""What a flow's job holds of the pool during a step: the devices of the segment that runs, and no others."""
+"""What a flow's job holds of the pool during a step: the devices on which its segment still works, and no others."""
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from typing import Self
 
 from ray.exceptions import RayError
@@ -25,6 +26,7 @@ class StepLease:
     def __init__(self, client: JobClient, cluster: str, lock: DeviceLock) -> None:
         self._client, self._cluster, self._lock = client, cluster, lock
         self._held: tuple[Lease, ...] = ()
+        self._leaving = threading.Lock()  # stages end in threads of their own
 
     def change(self, devices: Sequence[int]) -> Fence | None:
         """Give back what is held, and wait for these devices, as long as it takes.
@@ -38,6 +40,19 @@ class StepLease:
         lease = self._client.acquire(self._cluster, Phase.ACTOR_TRAINING, devices=devices, giving=self._held)
         self._held = (lease,)
         return self._client.fence(lease)
+
+    def leave(self, names: Collection[str], devices: Sequence[int]) -> None:
+        """Within a segment: give back the devices of these parts, which have done their work, while others go on.
+
+        Raises what `JobClient.give_back` raises, and what a part that does not go raised.
+        """
+        self._lock.clear(names)
+        with self._leaving:
+            (lease,) = self._held
+            if set(lease.devices) <= set(devices):  # those that go on need no device
+                self._end()
+            else:
+                self._held = (self._client.give_back(lease, devices),)
 
     def _end(self) -> None:
         held, self._held = self._held, ()

@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import os
-import select
 import time
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import ray
@@ -24,7 +23,7 @@ from rlix.flow.workers.actor_class import actor_class
 from rlix.flow.workers.futures import failures, futures_of, read_error
 from rlix.flow.workers.user_errors import worker_error
 from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
-from rlix.node.process import descendants, kill
+from rlix.node.process import WatchedProcess, descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
 
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0  # until every rank has been constructed
 EXIT_TIMEOUT_S = 10.0  # for a killed process to be gone
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class WorkerGroup:
         if namespace is not None:
             self._options["namespace"] = namespace
         self._handles: list[ActorHandle[Any]] = []
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, WatchedProcess] = {}
         self._named: dict[int, Process] = {}
         self._closed = False
         # A folder for process groups, when every rank is on this node.
@@ -141,12 +141,26 @@ class WorkerGroup:
         self.close()
 
     def call(
-        self, method: str, *args: Any, ranks: Sequence[int] | None = None, at_once: bool = False, **kwargs: Any
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
     ) -> "list[ray.ObjectRef[Any]]":
         """Call `method` on `ranks` (default: all) and return their futures, in the order of `ranks`.
 
-        `at_once`: beside the method that runs, even where one runs at a time and this one hangs.
         An argument that is large and the same for all ranks is best passed as `ray.put(argument)`.
+        """
+        return self.submit(method, args, kwargs, ranks=ranks)
+
+    def submit(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = NO_ARGUMENTS,
+        *,
+        ranks: Sequence[int] | None = None,
+        at_once: bool = False,
+    ) -> "list[ray.ObjectRef[Any]]":
+        """`call` with arguments of any names.
+
+        `at_once`: beside the method that runs, even where one runs at a time and this one hangs.
         """
         self.check_usable(method)
         called = self._ranks(ranks)
@@ -305,7 +319,7 @@ class WorkerGroup:
         for rank, process in zip(ranks, pids, strict=True):
             self._named[rank] = process
             if process.node_id == here:
-                self._processes[rank] = _Process(process.pid)
+                self._processes[rank] = WatchedProcess(process.pid)
 
     def _wait(self, method: str, ranks: Sequence[int], futures: Sequence[Future[Any]], timeout_s: float) -> list[Any]:
         failed = failures(futures)
@@ -353,27 +367,6 @@ class WorkerGroup:
                     f"{self.name}: {method}() goes to {len(ranks)} rank(s), but a PerRank argument has "
                     f"{len(value.values)} value(s)"
                 )
-
-
-class _Process:
-    """A process on this node, watched by a descriptor: its number may be reused, the descriptor is not."""
-
-    def __init__(self, pid: int) -> None:
-        try:
-            self._fd: int | None = os.pidfd_open(pid)
-        except OSError:  # gone already, or in another container
-            self._fd = None
-
-    def wait(self, deadline: float) -> bool:
-        """True when it has ended; False at the deadline (`time.monotonic()`)."""
-        if self._fd is None:
-            return True
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        ended = bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        os.close(self._fd)
-        self._fd = None
-        return ended
 
 
 def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:

@@ -86,8 +86,8 @@ class Group:
         """The same group; calls go to these ranks only."""
         return Group(self.workers, ranks, self.lease, self.timeout_s)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Call:
-        refs = self.workers.call(method, *args, ranks=self.ranks, **kwargs)
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Call:
+        refs = self.workers.submit(method, args, kwargs, ranks=self.ranks)
         return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs, self.timeout_s)
 
     def onload(self) -> None:
