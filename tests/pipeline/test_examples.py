@@ -11,9 +11,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlix.cli.check import check_specs
 from rlix.pipeline.memory.job import job_memory, memory_problems
 from rlix.pipeline.memory.shape import shape_of
-from rlix.pipeline.spec.file import read_yaml
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import read_yaml
 from tests.pipeline.chat_models import byte_tokenizer, qwen_7b, template
 from tests.pipeline.in_process import InProcess
 

@@ -9,7 +9,6 @@ from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of, needs_reference
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
@@ -25,6 +24,7 @@ from rlix.pipeline.spec.source import (
     SourceSpec,
     TableSpec,
 )
+from rlix.protocol.spec_file import Problem
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
 _KINDS = ("task", "data", "environment", "openai", "name")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.runs import run_of
@@ -24,6 +23,7 @@ from rlix.pipeline.spec.source import (
     SourceSpec,
 )
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Problem
 
 _BASES = {
     "pipeline": "rlix.pipeline:Pipeline",
