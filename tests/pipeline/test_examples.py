@@ -61,7 +61,7 @@ def scaled_down(name: str, folder: Path, **changes: Any) -> JobSpec:
     values |= {"steps": 2, "clusters": {"actor_train": {"gpus": 1}, "actor_infer": {"gpus": 1}}}
     values["rollout"] |= {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 16, "max_num_seqs": 8}
     values["rollout"]["executor_options"] = {"max_model_len": 1600}
-    values["algorithm"]["minibatches"] = 1
+    values["algorithm"] |= {"minibatches": 1, "overlong_buffer": 4}
     for section, more in changes.items():
         values[section] |= more
     (folder / "job.yaml").write_text(json.dumps(values))

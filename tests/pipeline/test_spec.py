@@ -190,6 +190,27 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"source": {"openai": {"name": "external", "options": {"a": 1}}}}, "source.openai.options", "external takes none"),
     ({"source": {"openai": "verifiers"}}, "source.openai.options.environment", "is missing: what verifiers.load_env"),
     ({"source": {"task": "sort_digits", "chat": {"system": "Sort."}}}, "source.chat", "is not used"),
+    ({"source": {"environment": "digit_lookup", "chat": {"system": "?"}}}, "source.chat.system", "said by the environ"),
+    ({"source": {"openai": "external", "chat": {"system": "?"}}}, "source.chat.system", "or the agent; have that say"),
+    (
+        {"source": {"data": {"path": "x"}, "rewards": "exact_match", "chat": {"history": "keep"}}},
+        "source.chat.history",
+        "is not used: prompts from data have one turn",
+    ),
+    ({"source": {"openai": "external"}, "warmup": {"steps": 1}}, "warmup", "of which agents have none; remove it"),
+    (
+        {"source": {"environment": {"name": "gym", "options": {"id": "CartPole-v1"}}}, "warmup": {"steps": 1}},
+        "warmup",
+        "the environment gym has no 'demonstrate' to learn from",
+    ),
+    (
+        {"source": {"task": "tests.pipeline.own_parts:Count"}, "warmup": {"steps": 1}},
+        "warmup",
+        "no 'supervised' to learn",
+    ),
+    ({"algorithm": {"overlong_buffer": 6}}, "algorithm.overlong_buffer", "6 is more than the 5 tokens of rollout.max_"),
+    ({"training": {"timeout_s": 1e10}}, "training.timeout_s", "must be less than or equal to 1000000000"),
+    ({"logging": {"wandb": {"project": ""}}}, "logging.wandb.project", "must have at least 1 character"),
     (
         {"source": {"data": {"mix": [{"path": "x.jsonl"}], "prompt": "question"}, "rewards": "exact_match"}},
         "source.data.prompt",

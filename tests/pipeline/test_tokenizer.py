@@ -137,6 +137,8 @@ class TestEnds:
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
         assert self.ends(tmp_path, ">", "==", token_ids=(9,)).token_ids == (2, 7, 9, self.tokenizer.encode(">")[1])
         assert self.ends(tmp_path / "none").token_ids == (2,)
+        with pytest.raises(SpecError, match=r"rollout\.stop_token_ids: 16 is none of the model's 16 tokens"):
+            self.ends(tmp_path, token_ids=(15, 16))
 
     def test_a_string_cuts_after_its_first_place(self, tmp_path: Path) -> None:
         ends = self.ends(tmp_path, "==", "9>")
