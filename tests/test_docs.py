@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlix.pipeline.spec.file import read_yaml
 from rlix.pipeline.spec.job import JobSpec
+from rlix.protocol.spec_file import read_yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

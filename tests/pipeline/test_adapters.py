@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from rlix.engine import lora
@@ -187,9 +188,24 @@ def test_what_cannot_be_an_adapter_says_so(folder: Path, tmp_path: Path) -> None
     before = of_adapter(world.module, "x")
     with pytest.raises(WeightSyncError, match="does not fit"):
         world.module.load_adapter("x", tmp_path / "a", OptimizerSpec())
-    (tmp_path / "a" / lora.WEIGHTS_FILE).write_bytes(b"torn" * 9)
-    with pytest.raises(SpecError, match="cannot be read"):
-        world.module.load_adapter("x", tmp_path / "a", OptimizerSpec())
+    progress = (tmp_path / "a" / "optimizer.json").read_text()
+    world.step("small")
+    world.module.save_adapter("x", tmp_path / "b")
+    learnt = of_adapter(world.module, "small")
+    for torn in (progress[:-4], "{}", "[1]", progress):  # the last is whole, beside moments of another shape
+        if torn is progress:
+            wide = {f"{key}.exp_avg": p.repeat(2, 1) for key, p in lora.parameters(world.module, "small").items()}
+            save_file(wide, tmp_path / "a" / "optimizer.safetensors")
+        (tmp_path / "a" / "optimizer.json").write_text(torn)
+        with pytest.raises(SpecError, match=r"training cannot go on from optimizer\.json"):
+            world.module.load_adapter("small", tmp_path / "a", OptimizerSpec())
+        assert of_adapter(world.module, "small") == learnt, "what can be read was not taken either"
+    for torn_file in (b"torn" * 9, None):
+        (tmp_path / "b" / lora.WEIGHTS_FILE).unlink()
+        if torn_file is not None:
+            (tmp_path / "b" / lora.WEIGHTS_FILE).write_bytes(torn_file)
+        with pytest.raises(SpecError, match="cannot be read"):
+            world.module.load_adapter("x", tmp_path / "b", OptimizerSpec())
     assert of_adapter(world.module, "x") == before
     with pytest.raises(SpecError, match="no PEFT adapter"):
         AdapterConfig.of_folder(tmp_path)

@@ -91,6 +91,9 @@ class TestPrompt:
         chat.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}>"
         said = DataTask(data, [[{"prompt": "1", "answer": "2"}]], rewards, chat, chat=ChatSpec(system="9"))
         assert chat.decode(list(said.prompts(0, 0, 1)[0].prompt_ids)) == "9+1+>"
+        for given in (ChatSpec(system="9"), ChatSpec(options={"enable_thinking": False})):
+            with pytest.raises(SpecError, match=r"source\.chat\.\w+: is not used, .* has no chat template"):
+                DataTask(data, [[{"prompt": "1", "answer": "2"}]], rewards, TOKENIZER, chat=given)
 
     @pytest.mark.parametrize(
         ("row", "message"),

@@ -11,9 +11,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlix.cli.check import check_specs
 from rlix.pipeline.memory.job import job_memory, memory_problems
 from rlix.pipeline.memory.shape import shape_of
-from rlix.pipeline.spec.file import read_yaml
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import read_yaml
 from tests.pipeline.chat_models import byte_tokenizer, qwen_7b, template
 from tests.pipeline.in_process import InProcess
 
@@ -61,7 +61,7 @@ def scaled_down(name: str, folder: Path, **changes: Any) -> JobSpec:
     values |= {"steps": 2, "clusters": {"actor_train": {"gpus": 1}, "actor_infer": {"gpus": 1}}}
     values["rollout"] |= {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 16, "max_num_seqs": 8}
     values["rollout"]["executor_options"] = {"max_model_len": 1600}
-    values["algorithm"]["minibatches"] = 1
+    values["algorithm"] |= {"minibatches": 1, "overlong_buffer": 4}
     for section, more in changes.items():
         values[section] |= more
     (folder / "job.yaml").write_text(json.dumps(values))

@@ -1,3 +1,4 @@
+import datetime
 import pickle
 import re
 import subprocess
@@ -182,9 +183,34 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"path": "./nowhere"}}, "model.path", "there is no folder"),
     ({"model": {"path": "a b c"}}, "model.path", "neither a folder nor a hub name"),
     ({"model": {"path": ""}}, "model.path", "'' is neither a folder nor a hub name"),
+    ({"model": {"path": "~nobody-has-this-name/llm"}}, "model.path", "there is no folder"),
+    ({"optimizer": {datetime.date(2020, 1, 1): 2}}, "optimizer.2020-01-01", "unknown key; known here: betas"),
+    ({"lora": {"targets": [3]}}, "lora.targets.0", "must be a valid string, not 3"),
+    ({"lora": {"targets": []}}, "lora.targets", "must have at least 1, not []"),
     ({"source": {"openai": {"name": "external", "options": {"a": 1}}}}, "source.openai.options", "external takes none"),
     ({"source": {"openai": "verifiers"}}, "source.openai.options.environment", "is missing: what verifiers.load_env"),
     ({"source": {"task": "sort_digits", "chat": {"system": "Sort."}}}, "source.chat", "is not used"),
+    ({"source": {"environment": "digit_lookup", "chat": {"system": "?"}}}, "source.chat.system", "said by the environ"),
+    ({"source": {"openai": "external", "chat": {"system": "?"}}}, "source.chat.system", "or the agent; have that say"),
+    (
+        {"source": {"data": {"path": "x"}, "rewards": "exact_match", "chat": {"history": "keep"}}},
+        "source.chat.history",
+        "is not used: prompts from data have one turn",
+    ),
+    ({"source": {"openai": "external"}, "warmup": {"steps": 1}}, "warmup", "of which agents have none; remove it"),
+    (
+        {"source": {"environment": {"name": "gym", "options": {"id": "CartPole-v1"}}}, "warmup": {"steps": 1}},
+        "warmup",
+        "the environment gym has no 'demonstrate' to learn from",
+    ),
+    (
+        {"source": {"task": "tests.pipeline.own_parts:Count"}, "warmup": {"steps": 1}},
+        "warmup",
+        "no 'supervised' to learn",
+    ),
+    ({"algorithm": {"overlong_buffer": 6}}, "algorithm.overlong_buffer", "6 is more than the 5 tokens of rollout.max_"),
+    ({"training": {"timeout_s": 1e10}}, "training.timeout_s", "must be less than or equal to 1000000000"),
+    ({"logging": {"wandb": {"project": ""}}}, "logging.wandb.project", "must have at least 1 character"),
     (
         {"source": {"data": {"mix": [{"path": "x.jsonl"}], "prompt": "question"}, "rewards": "exact_match"}},
         "source.data.prompt",
@@ -342,6 +368,7 @@ class TestBad:
             ("name: a\nsteps: 1\nname: b\n", "job.yaml:3: name: given twice, first on line 1; keep one"),
             ("a: !!python/object:os.system {}\n", "not valid YAML: could not determine a constructor"),
             ("name: &a [*a]\n", "not valid YAML: nested too deeply, or an alias is part of itself"),
+            ("name: a\nsteps: \x07\n", "job.yaml:2: not valid YAML: holds the character '\\x07'"),
         ],
     )
     def test_files_that_are_not_a_mapping(self, tmp_path: Path, text: str, message: str) -> None:
@@ -358,6 +385,12 @@ class TestBad:
             load_job(tmp_path / "mien.yaml")
         with pytest.raises(SpecError, match="is a folder; name the job's YAML file in it"):
             load_job(tmp_path)
+
+    def test_a_name_that_no_file_can_have(self, tmp_path: Path) -> None:
+        (line,) = failure(tmp_path, with_keys(model={"path": "/" + "x" * 300}))
+        assert re.fullmatch(r"job\.yaml: cannot look at /x+: File name too long", line)
+        with pytest.raises(SpecError, match=r"cannot look at x+: File name too long"):
+            load_job("x" * 300)
 
     def test_a_file_that_is_not_text(self, tmp_path: Path) -> None:
         (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")

@@ -1,10 +1,15 @@
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from rlix.engine.model_source import ModelSource
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.rollout.router import Sampling, Trajectory
@@ -64,10 +69,43 @@ def test_a_saved_folder_loads_as_any_hugging_face_tokenizer(tmp_path: Path) -> N
 
 def test_the_tiny_models_own_tokenizer_is_loaded_beside_its_configuration(tmp_path: Path) -> None:
     write_tiny_model(TinyModel(alphabet=ALPHABET, hidden_size=8, layers=1, heads=2), tmp_path, 0)
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.encode("1 2\nä?") == TOKENIZER.encode("1 2\nä?")
-    assert loaded.encode("?", add_special_tokens=False) == [loaded.unk_token_id]
-    assert loaded.decode(loaded.encode("1 2\nä"), skip_special_tokens=True) == "1 2\nä"
+    engines: Any = ModelSource.of(tmp_path).tokenizer()
+    for loaded in (load_tokenizer(tmp_path), engines):
+        assert loaded.encode("1 2\nä?") == TOKENIZER.encode("1 2\nä?")
+        assert loaded.encode("?", add_special_tokens=False) == [loaded.unk_token_id]
+        assert loaded.decode(loaded.encode("1 2\nä"), skip_special_tokens=True) == "1 2\nä"
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITS = {
+    "bytes": BYTES,
+    "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
+    "with a space first": pre_tokenizers.ByteLevel(add_prefix_space=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma2", "gpt2"])
+def test_the_tokenizer_of_a_folder_is_the_one_that_was_saved_there(kind: str, tmp_path: Path) -> None:
+    """For its kind of model transformers has another one, which a folder that holds that one keeps."""
+    own: Any = {"qwen2": Qwen2Tokenizer, "llama": LlamaTokenizer, "gemma2": GemmaTokenizer, "gpt2": GPT2Tokenizer}[kind]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "Ġa", "12", "▁", "<|endoftext|>"]
+    vocabulary, merges = {word: number for number, word in enumerate(words)}, [("a", "b"), ("Ġ", "a"), ("1", "2")]
+    for name, split in SPLITS.items():
+        backend = Tokenizer(models.BPE(vocabulary, merges))
+        backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
+        folder = tmp_path / name
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
+        values = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(values | {"tokenizer_class": own.__name__}))
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        loaded = load_tokenizer(folder)
+        for text in ("1 + 1=", "ab 1212 a", "  AB\n\nab"):
+            ids = backend.encode(text).ids
+            assert loaded.encode(text, add_special_tokens=False) == ids, (name, text)
+            assert loaded.decode(ids).strip() == text.strip()
+    own(vocab=vocabulary, merges=merges).save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert type(load_tokenizer(tmp_path / "own")) is own
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:
@@ -99,6 +137,8 @@ class TestEnds:
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
         assert self.ends(tmp_path, ">", "==", token_ids=(9,)).token_ids == (2, 7, 9, self.tokenizer.encode(">")[1])
         assert self.ends(tmp_path / "none").token_ids == (2,)
+        with pytest.raises(SpecError, match=r"rollout\.stop_token_ids: 16 is none of the model's 16 tokens"):
+            self.ends(tmp_path, token_ids=(15, 16))
 
     def test_a_string_cuts_after_its_first_place(self, tmp_path: Path) -> None:
         ends = self.ends(tmp_path, "==", "9>")

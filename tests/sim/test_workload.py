@@ -1,6 +1,7 @@
 """Workload files: the shipped ones load, and a mistake is named with its place and the fix."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,16 @@ def test_shipped_workloads_load_and_say_what_they_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        (["pool", "gpus"], 0, "pool.gpus"),
-        (["pool", "gpu"], 8, "pool.gpu: unknown key of a workload; remove it"),
-        (["jobs", 0, "rollout", "lengths", "sigma"], -1, "jobs.0.rollout.lengths.sigma"),
-        (["jobs", 0, "gangs", 0, "gpus"], 16, "jobs[0] (a).gangs[0].gpus is 16, the pool has 8"),
-        (["jobs", 0, "gangs", 0, "phase"], "training", "jobs.0.gangs.0.phase"),
-        (["jobs", 0, "rollout", "tensor_parallel"], 3, "not a multiple of tensor_parallel 3"),
-        (["jobs", 0, "rollout", "gpus"], 12, "jobs[0] (a).rollout.gpus is 12"),
-        (["jobs"], [], "jobs"),
+        (["pool", "gpus"], 0, ": pool.gpus: must be greater than or equal to 1, not 0"),
+        (["pool", "gpus"], "8", ": pool.gpus: must be a valid integer, not '8'"),
+        (["pool", "gpu"], 8, ": pool.gpu: unknown key; did you mean 'gpus'?"),
+        (["jobs", 0, "rollout", "lengths", "sigma"], -1, ": jobs.0.rollout.lengths.sigma: must be greater"),
+        (["jobs", 0, "rollout", "lengths", "median"], float("inf"), ".lengths.median: must be a finite number"),
+        (["jobs", 0, "gangs", 0, "gpus"], 16, ": jobs.0.gangs.0.gpus: is 16, and the pool has 8"),
+        (["jobs", 0, "gangs", 0, "phase"], "actor_trainin", "not 'actor_trainin'; did you mean 'actor_training'?"),
+        (["jobs", 0, "rollout", "tensor_parallel"], 3, ".rollout.tensor_parallel: 3 does not divide 8 GPUs"),
+        (["jobs", 0, "rollout", "gpus"], 12, ": jobs.0.rollout.gpus: is 12, and the pool has 8"),
+        (["jobs"], [], ": jobs: must have at least 1, not []"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, path: list[Any], value: Any, expected: str) -> None:
@@ -60,18 +63,28 @@ def test_mistakes_are_named(tmp_path: Path, path: list[Any], value: Any, expecte
     file.write_text(yaml.safe_dump(data))
     with pytest.raises(SpecError) as caught:
         load_workload(file)
-    assert expected in str(caught.value)
-    assert str(file) in str(caught.value)
+    (line,) = str(caught.value).splitlines()
+    assert expected in line
+    assert re.match(rf"{file}:\d+: ", line)
 
 
 def test_files_that_are_no_workload(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="balanced"):
         load_workload("no-such-workload")
-    for text in ("[1, 2", "- a list"):
-        file = tmp_path / "w.yaml"
+    file = tmp_path / "w.yaml"
+    for text, message in (
+        ("[1, 2", r"w\.yaml:1:\d: not valid YAML"),
+        ("- a list", r"w\.yaml: is a list; a workload is a mapping of name, pool and jobs"),
+        ("name: a\nname: b\n", r"w\.yaml:2: name: given twice"),
+        (yaml.safe_dump(GOOD).replace("gpus: 8", "gpus: 8e-4", 1), r"w\.yaml:\d+: .*not 0\.0008"),
+    ):
         file.write_text(text)
-        with pytest.raises(SpecError, match=r"w\.yaml"):
+        with pytest.raises(SpecError, match=message):
             load_workload(file)
+    two = [{**GOOD["jobs"][0], "name": name} for name in ("a", "a")]
+    file.write_text(yaml.safe_dump({**GOOD, "jobs": two}))
+    with pytest.raises(SpecError, match=r"w\.yaml:\d+: jobs\.1\.name: 'a' is also the name of jobs\.0; rename one"):
+        load_workload(file)
 
 
 def test_resizing_checks_again() -> None:

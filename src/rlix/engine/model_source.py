@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from rlix.engine.executors.attention import ATTENTION
+from rlix.engine.tokenizer import saved_tokenizer
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -89,7 +90,7 @@ class ModelSource:
             return None
         if self.is_local and not (Path(self.path) / "tokenizer_config.json").is_file():
             return None
-        return AutoTokenizer.from_pretrained(self.path)
+        return saved_tokenizer(self.path)
 
     def eos_token_ids(self) -> tuple[int, ...]:
         eos = self.load_config().eos_token_id

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
 
+from rlix.protocol.errors import SpecError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +22,9 @@ class Ends:
     Args:
         strings: end an answer, and are part of it.
         token_ids: the same, as tokens.
+
+    Raises:
+        SpecError: one of them is no token of the model's.
     """
 
     def __init__(
@@ -29,6 +34,8 @@ class Ends:
         strings: Sequence[str] = (),
         token_ids: Sequence[int] = (),
     ) -> None:
+        if unknown := [id for id in token_ids if id >= len(tokenizer)]:
+            raise SpecError(f"rollout.stop_token_ids: {unknown[0]} is none of the model's {len(tokenizer):,} tokens")
         self._tokenizer, self.strings = tokenizer, tuple(strings)
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in strings]
         whole = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id]

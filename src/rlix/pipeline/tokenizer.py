@@ -1,13 +1,13 @@
 """One token per character, as a real Hugging Face fast tokenizer, and loading of any other."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rlix.engine.tokenizer import saved_tokenizer
 from rlix.protocol.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -44,16 +44,13 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in a local model folder, with a padding token. Raises SpecError when it has no end token."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = saved_tokenizer(folder, local_only=True)
     except (OSError, ValueError) as error:
         raise SpecError(f"model folder {folder} has no tokenizer that transformers can load: {error}") from error
-    if not _as_its_file_says(tokenizer, folder):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise SpecError(f"the tokenizer in {folder} has no end-of-sequence token; a rollout would never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
 
@@ -78,13 +75,3 @@ def read(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> tup
             said = "the model's tokenizer does not know %r: the policy reads %s in its place, in %.200r"
             logger.warning(said, new, tokenizer.unk_token, text)
     return ids
-
-
-def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether transformers took the folder's own tokenizer. For some kinds of model it builds one of the kind's own
-    from the same vocabulary (for Qwen2 of bytes), which leaves out what it does not know where ours says so."""
-    file = folder / "tokenizer.json"
-    if not file.is_file() or not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return True
-    kind: str = json.loads(file.read_text(encoding="utf-8"))["model"].get("type", "")
-    return kind in ("", type(tokenizer.backend_tokenizer.model).__name__)

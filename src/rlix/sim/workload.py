@@ -1,12 +1,14 @@
 """The workload file: a pool, how switching and failing behave there, and the jobs that come. See docs/simulator.md."""
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Origin, Problem, inconsistent, problems_of, read_yaml
 from rlix.protocol.types import Phase
 
 Positive = Annotated[float, Field(gt=0)]
@@ -19,7 +21,7 @@ SHIPPED = Path(__file__).parent / "workloads"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Pool(_Model):
@@ -130,14 +132,8 @@ class Workload(_Model):
 
     @model_validator(mode="after")
     def _fits(self) -> "Workload":
-        pool = self.pool
-        if pool.gpus % pool.gpus_per_node and pool.gpus > pool.gpus_per_node:
-            raise ValueError(f"pool.gpus ({pool.gpus}) is not a multiple of gpus_per_node ({pool.gpus_per_node})")
-        for index, job in enumerate(self.jobs):
-            _check_job(f"jobs[{index}] ({job.name})", job, pool)
-        names = [job.name for job in self.jobs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"jobs: every name may appear once; got {', '.join(names)}")
+        if problems := list(_problems(self.pool, self.jobs)):
+            raise inconsistent(problems)
         return self
 
     @property
@@ -159,31 +155,45 @@ class Workload(_Model):
         """The same jobs on another number of GPUs; raises SpecError when they cannot run there."""
         data = self.model_dump()
         data["pool"] = {"gpus": gpus, "gpus_per_node": min(self.pool.gpus_per_node, gpus)}
-        return _validated(data, f"workload {self.name!r} on {gpus} GPUs")
+        return _validated(data, Origin(f"{self.name} on {gpus} GPUs"))
 
 
-def _check_job(where: str, job: JobSpec, pool: Pool) -> None:
-    rollout, size = job.rollout, job.rollout.gpus or pool.gpus
-    if size > pool.gpus:
-        raise ValueError(f"{where}.rollout.gpus is {size}, the pool has {pool.gpus}; use at most that")
-    if size % rollout.tensor_parallel:
-        raise ValueError(
-            f"{where}.rollout: {size} GPUs are not a multiple of tensor_parallel {rollout.tensor_parallel}"
+def _problems(pool: Pool, jobs: tuple[JobSpec, ...]) -> Iterator[Problem]:
+    if pool.gpus % pool.gpus_per_node and pool.gpus > pool.gpus_per_node:
+        yield Problem(
+            "pool.gpus",
+            f"{pool.gpus} is no multiple of gpus_per_node {pool.gpus_per_node}; use one, or another node",
         )
-    node = pool.gpus_per_node
-    if node % rollout.tensor_parallel and rollout.tensor_parallel % node:
-        raise ValueError(
-            f"{where}.rollout.tensor_parallel {rollout.tensor_parallel} does not divide a node of {node} GPUs"
+    names: dict[str, int] = {}
+    for number, job in enumerate(jobs):
+        if (first := names.setdefault(job.name, number)) != number:
+            yield Problem(f"jobs.{number}.name", f"{job.name!r} is also the name of jobs.{first}; rename one")
+        yield from _job_problems(f"jobs.{number}", job, pool)
+
+
+def _job_problems(where: str, job: JobSpec, pool: Pool) -> Iterator[Problem]:
+    rollout, size, node = job.rollout, job.rollout.gpus or pool.gpus, pool.gpus_per_node
+    if size > pool.gpus:
+        yield Problem(f"{where}.rollout.gpus", f"is {size}, and the pool has {pool.gpus}; use at most that")
+    if size % rollout.tensor_parallel:
+        yield Problem(
+            f"{where}.rollout.tensor_parallel", f"{rollout.tensor_parallel} does not divide {size} GPUs; use a divisor"
+        )
+    elif node % rollout.tensor_parallel and rollout.tensor_parallel % node:
+        yield Problem(
+            f"{where}.rollout.tensor_parallel",
+            f"{rollout.tensor_parallel} does not divide a node of {node} GPUs; use a divisor",
         )
     sizes: dict[str, int] = {}
     for number, gang in enumerate(job.gangs):
+        field, cluster = f"{where}.gangs.{number}.gpus", cluster_of(gang.phase)
         if gang.gpus > pool.gpus:
-            raise ValueError(f"{where}.gangs[{number}].gpus is {gang.gpus}, the pool has {pool.gpus}; use at most that")
-        cluster = cluster_of(gang.phase)
+            yield Problem(field, f"is {gang.gpus}, and the pool has {pool.gpus}; use at most that")
         if sizes.setdefault(cluster, gang.gpus) != gang.gpus:
-            raise ValueError(
-                f"{where}.gangs[{number}].gpus is {gang.gpus}, but an earlier phase runs cluster {cluster!r} on "
-                f"{sizes[cluster]}; give both the same number"
+            yield Problem(
+                field,
+                f"is {gang.gpus}, but an earlier phase runs cluster {cluster!r} on {sizes[cluster]}; give both the "
+                "same number",
             )
 
 
@@ -203,32 +213,20 @@ def load_workload(source: str | Path) -> Workload:
     path = Path(source)
     if not path.suffix and not path.exists():
         path = SHIPPED / f"{source}.yaml"
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         shipped = ", ".join(shipped_names())
-        raise SpecError(f"{source}: cannot be read ({error.strerror}); give a file or one of: {shipped}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise SpecError(f"{path}: a workload is a mapping with name, pool and jobs; got {type(data).__name__}")
-    return _validated(data, str(path))
+        raise SpecError(f"{source}: there is no such file; give a file or one of: {shipped}")
+    data, origin = read_yaml(path, "a workload is a mapping of name, pool and jobs")
+    return _validated(data, origin)
 
 
 def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-_SAID = {"missing": "is missing; add it", "extra_forbidden": "unknown key of a workload; remove it"}
-
-
-def _validated(data: object, where: str) -> Workload:
+def _validated(data: Mapping[str, Any], origin: Origin) -> Workload:
     try:
-        return Workload.model_validate(data)
+        # JSON mode is strict about types, yet takes a list for a tuple as YAML must.
+        return Workload.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            field = ".".join(str(part) for part in problem["loc"])
-            said = _SAID.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-            lines.append(f"{where}: {field + ': ' if field else ''}{said}")
-        raise SpecError("\n".join(lines)) from error
+        raise origin.error(problems_of(error.errors(), Workload, data)) from None

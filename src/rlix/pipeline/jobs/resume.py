@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from rlix.pipeline.jobs.run_folder import newest_checkpoint, replace_file
 from rlix.pipeline.spec.changes import Change, spec_changes
-from rlix.pipeline.spec.file import read_yaml
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import read_yaml
 
 logger = logging.getLogger(__name__)
 

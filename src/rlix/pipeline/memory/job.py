@@ -12,9 +12,9 @@ from rlix.pipeline.memory.shape import ModelShape, shape_of
 from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.executor import VllmOptions, parsed_options
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.runs import target_problems
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Problem
 from rlix.protocol.types import ClusterName
 
 if TYPE_CHECKING:

@@ -40,7 +40,8 @@ class DataTask(Task):
         stop: set when the job should end.
 
     Raises:
-        SpecError: rows that cannot be used, the first few of them by number, or none that can be.
+        SpecError: rows that cannot be used, the first few of them by number, or none that can be; `chat` is for a
+            tokenizer with a template.
     """
 
     def __init__(
@@ -55,6 +56,13 @@ class DataTask(Task):
     ) -> None:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest_prompt
         self._chat, self._skipped = chat or ChatSpec(), 0
+        self._has_template = tokenizer.chat_template is not None or self._chat.template is not None
+        if not self._has_template and (self._chat.system is not None or self._chat.options):
+            given = "options" if self._chat.system is None else "system"
+            raise SpecError(
+                f"source.chat.{given}: is not used, for the model's tokenizer has no chat template: the prompts are "
+                "read as they are; remove this, or give a template with source.chat.template"
+            )
         self._mixture = Mixture(data.weights)
         self._tables = [self._table(number, data.tables[number], rows) for number, rows in enumerate(tables)]
         self._panel = Panel(rewards, stop=stop)
@@ -162,7 +170,7 @@ class DataTask(Task):
         return Prompt(id, text, tuple(prompt_ids), _text(answer), tuple(answer_ids), others)
 
     def _encode_prompt(self, given: Any, where: str, column: str) -> list[int]:
-        if self._tokenizer.chat_template is None and self._chat.template is None:
+        if not self._has_template:
             if not isinstance(given, str):
                 raise SpecError(
                     f"{where}: column {column!r} holds a {type(given).__name__}, and "

@@ -9,7 +9,6 @@ from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of, needs_reference
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
 from rlix.pipeline.spec.schedule import SCHEDULES, AheadOptions
@@ -25,6 +24,7 @@ from rlix.pipeline.spec.source import (
     SourceSpec,
     TableSpec,
 )
+from rlix.protocol.spec_file import Problem
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
 _KINDS = ("task", "data", "environment", "openai", "name")
@@ -38,6 +38,7 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _shipped_options(spec)
     yield from _model(spec)
     yield from _lengths(spec)
+    yield from _overlong(spec)
     yield from _batches(spec)
     yield from _evaluation(spec)
     yield from _lora(spec)
@@ -135,6 +136,8 @@ def _source(spec: Sections) -> Iterator[Problem]:
         owner = next((kind for kind in given if kind != "data"), None)
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
     yield from _options(source)
+    if source.openai and spec.warmup:
+        yield Problem("warmup", "learns from right answers, of which agents have none; remove it")
     yield from _rewards(source, given)
     yield from _tables(source)
     without = [] if source.data is None else [at for at, table in data_fields(source.data) if table.answer is None]
@@ -159,6 +162,13 @@ def _options(source: SourceSpec) -> Iterator[Problem]:
         yield Problem("source.openai.options.environment", "is missing: what verifiers.load_environment finds; add it")
     if (source.task or source.name) and source.chat != ChatSpec():
         yield Problem("source.chat", "is not used: it is of data, environments and agents; remove it")
+    if source.chat.system is not None and (source.environment or agent):
+        yield Problem(
+            "source.chat.system",
+            "is not used: what the model reads first is said by the environment or the agent; have that say it",
+        )
+    if source.chat.history != "refuse" and source.data:
+        yield Problem("source.chat.history", "is not used: prompts from data have one turn; remove it")
 
 
 def _tables(source: SourceSpec) -> Iterator[Problem]:
@@ -281,6 +291,17 @@ def _lengths(spec: Sections) -> Iterator[Problem]:
         )
     if absent := sorted(set("0123456789>") - set(spec.model.alphabet)):
         yield Problem("model.alphabet", f"lacks {''.join(absent)!r}, which the task {task.name} uses; add it")
+
+
+def _overlong(spec: Sections) -> Iterator[Problem]:
+    """Of sources of which one answer is a sample; how long others get shows when the model is there."""
+    buffer, longest = spec.algorithm.overlong_buffer, spec.rollout.max_new_tokens
+    if buffer > longest and (spec.source.task or spec.source.data):
+        yield Problem(
+            "algorithm.overlong_buffer",
+            f"{buffer} is more than the {longest} tokens of rollout.max_new_tokens, so every answer would be punished; "
+            "lower it",
+        )
 
 
 def _batches(spec: Sections) -> Iterator[Problem]:

@@ -14,8 +14,8 @@ from pydantic import (
 )
 
 from rlix.control.registration import describe_ids
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.section import Count, Index, Section
+from rlix.protocol.spec_file import Problem
 from rlix.protocol.types import ClusterName
 
 _RANGE = re.compile(r"(\d+) *- *(\d+)")

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlix.pipeline.spec.file import Problem, nearest
 from rlix.pipeline.spec.source import DataSpec, TableSpec
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Problem, nearest
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """What `datasets` calls the kinds of file."""

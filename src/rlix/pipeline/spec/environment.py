@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.runs import run_of
@@ -24,6 +23,7 @@ from rlix.pipeline.spec.source import (
     SourceSpec,
 )
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Problem
 
 _BASES = {
     "pipeline": "rlix.pipeline:Pipeline",
@@ -38,6 +38,8 @@ _GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing 
 def environment_problems(spec: Sections) -> Iterator[Problem]:
     """Problems that only this machine can show."""
     yield from _source_problems(spec.source)
+    if spec.warmup is not None:
+        yield from _warmup(spec.source)
     if spec.evaluation and spec.evaluation.source:
         for problem in _source_problems(spec.evaluation.source):
             yield Problem(f"evaluation.{problem.field}", problem.message)
@@ -92,6 +94,24 @@ def _source_problems(source: SourceSpec) -> Iterator[Problem]:
     for i, reward in enumerate(source.rewards):
         problems = list(_own(f"source.rewards.{i}", reward.target, reward.options, REWARD_GIVEN, partly=True))
         yield from problems or _reward_columns(f"source.rewards.{i}", reward, source)
+
+
+def _warmup(source: SourceSpec) -> Iterator[Problem]:
+    """Whether there are right answers to learn from; said only of what can be imported."""
+    named = source.environment or source.task
+    try:
+        found: Any = None if named is None else import_object(named.target)
+    except SpecError:
+        return
+    if source.environment and getattr(found, "demonstrate", None) is None:
+        yield Problem(
+            "warmup",
+            f"the environment {source.environment.name} has no 'demonstrate' to learn from; remove this, or give its "
+            "class that method",
+        )
+    base: Any = import_object(_BASES["source.task"])
+    if source.task and getattr(found, "supervised", None) is base.supervised:
+        yield Problem("warmup", f"{source.task.name} has no 'supervised' to learn from; remove this, or write it")
 
 
 def _agent(agent: AgentSpec) -> Iterator[Problem]:

@@ -6,9 +6,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from rlix.engine.executors import vllm_options
-from rlix.pipeline.spec.file import Problem
 from rlix.pipeline.spec.named import option_problems, parse_options
 from rlix.pipeline.spec.section import Count, Section, Share
+from rlix.protocol.spec_file import Problem
 
 _ELSEWHERE = {
     "dtype": "model.dtype",

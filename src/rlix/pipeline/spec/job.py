@@ -1,27 +1,27 @@
 """What a user writes to describe a job: nested, frozen sections that are checked before anything starts."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
 from rlix.pipeline.spec.clusters import ClusterSpec, node_problems, pool_problems
 from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import device_problems, environment_problems
-from rlix.pipeline.spec.file import Origin, Problem, nearest, problems_of, read_yaml
 from rlix.pipeline.spec.lora import RunSpec
-from rlix.pipeline.spec.old_keys import old_pipeline
+from rlix.pipeline.spec.old_keys import moved, old_pipeline
 from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
 from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Origin, Problem, inconsistent, nearest, problems_of, read_yaml
 from rlix.protocol.types import ClusterName
 
 _NAMING = ("name", "task", "environment", "openai", "rewards", "options")
@@ -72,8 +72,7 @@ class JobSpec(Sections):
     def _consistent(self) -> Self:
         problems = list(inconsistencies(self)) or list(run_problems(self))
         if problems:
-            text = "\n".join(f"{p.field}: {p.message}" for p in problems)
-            raise PydanticCustomError("inconsistent", "{text}", {"text": text, "problems": problems})
+            raise inconsistent(problems)
         return self
 
 
@@ -115,12 +114,16 @@ def load_job(path_or_name: str | Path) -> JobSpec:
     """
     path = _find(path_or_name)
     data, origin = read_yaml(path)
-    data = _anchored(data, path.parent)
+    with _paths_of(origin):
+        return _checked(_anchored(data, path.parent), origin)
+
+
+def _checked(data: dict[str, Any], origin: Origin) -> JobSpec:
     try:
         # JSON mode is strict about types, yet takes a list for a tuple as YAML must.
         spec = JobSpec.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise origin.error(problems_of(error.errors(), JobSpec, data)) from None
+        raise origin.error(problems_of(error.errors(), JobSpec, data, moved)) from None
     spec._origin = origin
     if problems := list(environment_problems(spec)):
         raise origin.error(problems)
@@ -132,11 +135,12 @@ def load_run(path: Path) -> RunSpec:
     if not path.is_file():
         raise SpecError(f"{path}: no such file")
     data, origin = read_yaml(path)
-    data = _anchored(data, path.parent)
+    with _paths_of(origin):
+        data = _anchored(data, path.parent)
     try:
         return RunSpec.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise origin.error(problems_of(error.errors(), RunSpec, data)) from None
+        raise origin.error(problems_of(error.errors(), RunSpec, data, moved)) from None
 
 
 def check_jobs(
@@ -169,10 +173,20 @@ def check_jobs(
         raise SpecError("\n".join(lines))
 
 
+@contextmanager
+def _paths_of(origin: Origin) -> Iterator[None]:
+    """What is not just missing: in a folder that may not be read, or no name of a file at all."""
+    try:
+        yield
+    except OSError as error:
+        raise origin.error([Problem("", f"cannot look at {error.filename}: {error.strerror}")]) from error
+
+
 def _find(path_or_name: str | Path) -> Path:
-    path = Path(path_or_name).expanduser()
-    if path.is_file():
-        return path
+    path = _expanded(Path(path_or_name))
+    with _paths_of(Origin(str(path))):
+        if path.is_file():
+            return path
     shipped = shipped_jobs()
     if str(path) in shipped:
         return Path(str(_examples() / f"{path}.yaml"))
@@ -243,4 +257,11 @@ def _with_path(table: Any, base: Path) -> Any:
 
 
 def _absolute(base: Path, given: str) -> Path:
-    return (base / Path(given).expanduser()).absolute()
+    return (base / _expanded(Path(given))).absolute()
+
+
+def _expanded(path: Path) -> Path:
+    """With the home folder in place of `~`; as it is where there is no such user."""
+    with suppress(RuntimeError):
+        return path.expanduser()
+    return path

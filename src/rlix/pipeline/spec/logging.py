@@ -10,7 +10,7 @@ from rlix.pipeline.spec.section import Count, Index, Section, one_or_many
 class WandbSpec(Section):
     """Weights & Biases; needs the package wandb, and takes key and host from where wandb does."""
 
-    project: str
+    project: Annotated[str, Field(min_length=1)]
     entity: str | None = None
     group: str | None = None
     tags: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
@@ -21,7 +21,7 @@ class WandbSpec(Section):
 class MlflowSpec(Section):
     """MLflow; needs the package mlflow or mlflow-skinny."""
 
-    experiment: str
+    experiment: Annotated[str, Field(min_length=1)]
     """It is created where there is none of that name."""
     tracking_uri: str | None = None
     """Left out: as MLflow finds it (`MLFLOW_TRACKING_URI`)."""

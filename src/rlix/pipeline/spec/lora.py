@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
-from rlix.pipeline.spec.file import Problem, nearest
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Beta, Count, Positive, Section, Seed, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
+from rlix.protocol.spec_file import Problem, nearest
 
 MULTI_LORA = "multi_lora"
 ALL_LINEAR = ("all-linear",)

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapte
 from pydantic import model_validator as _model_validator
 from pydantic_core import InitErrorDetails
 
-from rlix.pipeline.spec.file import Problem, nearest, problems_of
 from rlix.pipeline.spec.section import Section
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Problem, nearest, problems_of
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_OWN = ("<", str(Path(__file__).parents[2]), *_LIBRARIES)  # how names of files begin that no user wrote

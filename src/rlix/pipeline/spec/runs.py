@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of
-from rlix.pipeline.spec.file import Problem, problems_of
 from rlix.pipeline.spec.lora import RunSpec, unknown_targets
+from rlix.pipeline.spec.old_keys import moved
 from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import Problem, problems_of
 
 Job = TypeVar("Job", bound=Sections)
 _OF_REPLICAS = {"executor", "executor_options", "max_num_seqs"}
@@ -43,7 +44,7 @@ def with_run(job: Job, name: str, run: RunSpec) -> Job:
     try:
         return type(job).model_validate_json(json.dumps(data))
     except ValidationError as error:
-        lines = [f"{problem.field}: {problem.message}" for problem in problems_of(error.errors(), type(job), data)]
+        lines = [f"{p.field}: {p.message}" for p in problems_of(error.errors(), type(job), data, moved)]
         raise SpecError("\n".join(lines)) from None
 
 
@@ -57,7 +58,7 @@ def run_problems(job: Sections) -> Iterator[Problem]:
         try:
             algorithm = run_of(job, name, run).algorithm
         except ValidationError as error:
-            for problem in problems_of(error.errors(), type(job), run_data(job, run)):
+            for problem in problems_of(error.errors(), type(job), run_data(job, run), moved):
                 yield Problem(f"runs.{name}.{problem.field}", problem.message)
         else:
             if algorithm.name in ALGORITHMS and critic_of(algorithm.parse()) is not None:

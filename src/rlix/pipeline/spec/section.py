@@ -8,6 +8,8 @@ Count = Annotated[int, Field(gt=0)]
 Index = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""To wait at most: thirty years are as good as for ever, and waits of threads end in an error at ten times that."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]

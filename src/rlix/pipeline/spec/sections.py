@@ -16,7 +16,7 @@ from rlix.pipeline.spec.model import ModelSpec, TinyModel
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
-from rlix.pipeline.spec.section import Count, Index, Positive, Section, Seed, Share, one_or_many
+from rlix.pipeline.spec.section import Count, Index, Positive, Seconds, Section, Seed, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
 
@@ -44,7 +44,7 @@ class RolloutSpec(Section):
     max_num_seqs: Count = 64
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
-    timeout_s: Positive = 3600.0
+    timeout_s: Seconds = 3600.0
     """Longest that the samples of a step may take, waiting for devices included; then the job fails and says whom it
     waited for."""
 

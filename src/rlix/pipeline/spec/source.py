@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.named import Named
-from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section, one_or_many
+from rlix.pipeline.spec.section import Count, NonNegative, Positive, Seconds, Section, one_or_many
 
 TASKS = {
     "sort_digits": "rlix.pipeline.sources.tasks.digits:sort_digits",
@@ -93,7 +93,7 @@ class RewardSpec(Named):
     columns that it has parameters for; returns a number."""
     weight: float = 1.0
     """The rewards of a completion are added up by weight."""
-    timeout_s: Positive = 30.0
+    timeout_s: Seconds = 30.0
     """Longest one call of your own may take."""
 
     @property
@@ -114,8 +114,8 @@ class EnvironmentSpec(Named):
     max_turns: Count = 8
     max_tokens: Count | None = None
     """Longest trajectory in tokens, observations included; null for the model's context."""
-    reset_timeout_s: Positive = 60.0
-    step_timeout_s: Positive = 30.0
+    reset_timeout_s: Seconds = 60.0
+    step_timeout_s: Seconds = 30.0
     attempts: Count = 2
     """How often an environment is started for a trajectory before it counts as failed."""
     backoff_s: NonNegative = 0.1
@@ -133,14 +133,14 @@ class ChatSpec(Section):
     environments say in messages."""
 
     system: str | None = None
-    """Said before each prompt that is text."""
+    """Said before each prompt from `data` that is text; environments and agents say theirs."""
     template: str | None = None
     """A file with a chat template in place of the tokenizer's, relative to the job's file."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the template, such as `enable_thinking: false`."""
     history: Literal["refuse", "keep"] = "refuse"
-    """What to do with a template that drops what the model thought in earlier turns: refuse it, or keep every token
-    that was generated, against the template."""
+    """What to do, in environments and with agents, with a template that drops what the model thought in earlier turns:
+    refuse it, or keep every token that was generated, against the template."""
 
 
 class AgentSpec(Named):
@@ -154,7 +154,7 @@ class AgentSpec(Named):
     """0: one that is free. `RLIX_HOME/endpoints/<job>.json` holds address and key."""
     concurrency: Count = 64
     """How many functions that are not async run at a time."""
-    timeout_s: Positive = 600.0
+    timeout_s: Seconds = 600.0
     """Longest an episode may take, from when your agent is called or somebody outside has taken it; then it failed."""
     failure_reward: float | None = None
     """Reward of an episode whose agent failed; null leaves it out of the update."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlix.pipeline.spec.section import Beta, Count, Index, NonNegative, Positive, Section
+from rlix.pipeline.spec.section import Beta, Count, Index, NonNegative, Positive, Seconds, Section
 
 
 class GroupSpec(Section):
@@ -54,7 +54,7 @@ class TrainingSpec(Section):
     """Keep the optimizer's state in host memory, and bring it to the device for each optimizer step."""
     dropout: bool = False
     """Apply the model's own dropout in training steps; log-probs never have any."""
-    timeout_s: Positive = 3600.0
+    timeout_s: Seconds = 3600.0
     """Longest that one call of the training processes may take: an update of a minibatch, log-probs of a batch, a
     checkpoint; then the job, or of `multi_lora` the run, fails and says which device it waited for. As long may the
     job's own code compute between two such calls while it has their devices; then the job fails and says where."""

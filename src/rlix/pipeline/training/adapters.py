@@ -78,11 +78,14 @@ class AdaptedModule(OptimizedModule):
         """
         try:
             values = load_file(folder / WEIGHTS_FILE)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise SpecError(f"{folder / WEIGHTS_FILE}: cannot be read: {error}") from error
+        progress = self._progress(name, folder) if goes_on and (folder / PROGRESS_FILE).is_file() else None
         lora.fill(self, name, values)
-        if goes_on and (folder / PROGRESS_FILE).is_file():
-            self._load_progress(name, folder)
+        if progress is not None:
+            moments, schedule = progress
+            self.adapter_optimizers[name].state.update(moments)
+            self.adapter_schedulers[name].load_state_dict(schedule)
         group = ParameterGroup((), optimizer.learning_rate, optimizer.weight_decay)
         adjust(self.adapter_optimizers[name], self.adapter_schedulers[name], [group], optimizer, updates)
 
@@ -184,15 +187,26 @@ class AdaptedModule(OptimizedModule):
         progress = {"scheduler": self.adapter_schedulers[name].state_dict()}
         (folder / PROGRESS_FILE).write_text(json.dumps(progress))
 
-    def _load_progress(self, name: str, folder: Path) -> None:
-        own, optimizer = lora.parameters(self, name), self.adapter_optimizers[name]
-        progress = json.loads((folder / PROGRESS_FILE).read_text())
-        for key, value in load_file(folder / STATE_FILE).items():
-            owner, _, part = key.rpartition(".")
-            parameter = own[owner]
-            kept = value if part == "step" else value.to(parameter.device)
-            optimizer.state[parameter][part] = kept
-        self.adapter_schedulers[name].load_state_dict(progress["scheduler"])
+    def _progress(self, name: str, folder: Path) -> tuple[dict[torch.Tensor, dict[str, Any]], dict[str, Any]]:
+        """What the optimizer of an adapter knew of each parameter, and its schedule. Raises SpecError, as it says."""
+        own = lora.parameters(self, name)
+        moments: dict[torch.Tensor, dict[str, Any]] = {}
+        try:
+            schedule = dict(json.loads((folder / PROGRESS_FILE).read_bytes())["scheduler"])
+            for key, value in load_file(folder / STATE_FILE).items():
+                owner, _, part = key.rpartition(".")
+                moments.setdefault(own[owner], {})[part] = value if part == "step" else _like(own[owner], key, value)
+            return moments, {**schedule, "last_epoch": int(schedule["last_epoch"])}
+        except (ValueError, TypeError, KeyError, RuntimeError, OSError, SafetensorError) as error:
+            files = f"{PROGRESS_FILE} and {STATE_FILE}"
+            raise SpecError(f"{folder}: training cannot go on from {files}: {type(error).__name__}: {error}") from error
+
+
+def _like(parameter: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+    """On the parameter's device. Raises ValueError for another shape."""
+    if value.shape != parameter.shape:
+        raise ValueError(f"{key} has the shape {list(value.shape)}, and the adapter's is {list(parameter.shape)}")
+    return value.to(parameter.device)
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,17 +1,16 @@
-"""Reading a job's YAML so that every mistake can be reported by file, line, field and fix."""
+"""Reading what users write in YAML so that every mistake can be reported by file, line, field and fix."""
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rlix.pipeline.spec.old_keys import moved
 from rlix.protocol.errors import SpecError
 
 _MOST_SHOWN = 80  # characters of a value that is wrong
@@ -55,7 +54,9 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], Origin]:
+def read_yaml(
+    path: Path, what: str = "a job spec", such_as: str = "keys such as 'name: my_job'"
+) -> tuple[dict[str, Any], Origin]:
     """The mapping in the file and where its fields stand. Raises SpecError for anything that is not one mapping."""
     name = str(path)
     try:
@@ -64,11 +65,15 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Origin]:
         raise SpecError(f"{name}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
     except OSError as error:
         raise SpecError(f"{name}: cannot be read: {error.strerror}") from error
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         lines = dict(_lines(node, "", name)) if node else {}
-        data = loader.construct_document(node) if node else None
+        data = _with_text_keys(loader.construct_document(node)) if node else None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise SpecError(f"{name}:{line}: not valid YAML: holds the character {chr(error.character)!r}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -79,11 +84,19 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Origin]:
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: not valid YAML: {error}") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if not isinstance(data, dict):
         found = "empty" if data is None else f"a {type(data).__name__}"
-        raise SpecError(f"{name}: is {found}; a job spec is a mapping of keys such as 'name: my_job'")
-    return {str(key): value for key, value in data.items()}, Origin(name, lines)
+        raise SpecError(f"{name}: is {found}; {what}")
+    return data, Origin(name, lines)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """As JSON has it: `2020-01-01: 3` has a date for a key."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(node: yaml.Node, prefix: str, file: str) -> Iterator[tuple[str, int]]:
@@ -103,15 +116,26 @@ def _lines(node: yaml.Node, prefix: str, file: str) -> Iterator[tuple[str, int]]
             yield from _lines(item, f"{prefix}.{index}", file)
 
 
-def problems_of(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Mapping[str, Any]) -> list[Problem]:
-    """Pydantic's errors in words: which field, what is wrong, and the nearest thing that would be right."""
+def problems_of(
+    errors: Sequence[ErrorDetails],
+    model: type[BaseModel],
+    data: Mapping[str, Any],
+    moved: Callable[[str], str | None] = lambda _: None,
+) -> list[Problem]:
+    """Pydantic's errors in words: which field, what is wrong, and the nearest thing that would be right.
+
+    `moved`: what to write instead of a key that there was, by its dotted name.
+    """
     problems: list[Problem] = []
+    inner = {error["loc"][:depth] for error in errors for depth in range(len(error["loc"]))}
     for error in errors:
-        if "problems" in error.get("ctx", {}):  # the cross-field checks of JobSpec report several at once
+        if error["type"] == "too_short" and error["loc"] in inner:
+            continue  # what is wrong with its items is said
+        if "problems" in error.get("ctx", {}):  # checks across fields report several at once
             problems += error["ctx"]["problems"]
             continue
         loc = _without_tags(error["loc"], data, may_end_outside=error["type"] == "missing")
-        problems.append(Problem(".".join(map(str, loc)), _message(error, loc, model)))
+        problems.append(Problem(".".join(map(str, loc)), _message(error, loc, model, moved)))
     return problems
 
 
@@ -121,7 +145,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str:
+def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel], moved: Callable[[str], str | None]) -> str:
     given, text = (
         error["input"],
         error["msg"]
@@ -150,6 +174,8 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel]) -> str
             return f"must be a section with keys of its own, not {_short(given)}"
         case "value_error":
             return text
+        case "too_short":
+            return f"must have at least {error['ctx']['min_length']}, not {_short(given)}"
         case _:
             return f"{text}, not {_short(given)}"
 
@@ -215,3 +241,9 @@ def _without_tags(loc: FieldPath, data: Mapping[str, Any], may_end_outside: bool
             continue
         result.append(part)
     return tuple(result)
+
+
+def inconsistent(problems: Sequence[Problem]) -> PydanticCustomError:
+    """What a validator raises for what does not fit together; `problems_of` gives the problems back."""
+    text = "\n".join(f"{p.field}: {p.message}" for p in problems)
+    return PydanticCustomError("inconsistent", "{text}", {"text": text, "problems": list(problems)})
