@@ -54,8 +54,11 @@ def engine_arguments(
 
 
 def _whole_prefills(options: ExecutorOptions, max_length: int) -> Mapping[str, Any]:
-    """Prompts that are computed in parts end in an error on a CPU: a request's seeded generator cannot be set back there
-    (`GPUModelRunner._bookkeeping_sync`). So the tokens of a step have room for the longest prompt."""
+    """Room for the longest prompt in one step.
+
+    On a CPU a prompt that is computed in parts ends in an error: a request's seeded generator cannot be set back there
+    (`GPUModelRunner._bookkeeping_sync`).
+    """
     wanted = options.more.get("max_num_batched_tokens")
     room = {} if wanted is None else {"max_num_batched_tokens": max(wanted, max_length)}
     return {"enable_chunked_prefill": False, **room}
