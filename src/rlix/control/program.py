@@ -13,7 +13,7 @@ from types import TracebackType
 import ray
 
 from rlix.control.announcement import find_or_start_daemon
-from rlix.control.client import JobClient, without
+from rlix.control.client import JobClient, check_part
 from rlix.control.init import init
 from rlix.control.rollout_lease import RolloutLease
 from rlix.control.rpc import get
@@ -194,7 +194,7 @@ class Program:
 
         Raises what `JobClient.give_back` raises.
         """
-        without(lease, devices)
+        check_part(lease, devices)
         self._locks.drop_part(lease, devices)
         return self.client.give_back(lease, devices)
 
