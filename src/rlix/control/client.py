@@ -164,7 +164,7 @@ class JobClient:
         Answers when they are free. Who still locks one of them a little later is ended, with the whole lease.
 
         Raises:
-            SpecError: they are not devices of the lease, or all of them.
+            SpecError: they are not devices of the lease, or all of them, or it is a rollout's.
             StaleEpochError: the lease is not held any more.
         """
         check_part(lease, devices)
@@ -260,7 +260,9 @@ class JobClient:
 
 
 def check_part(lease: Lease, devices: Sequence[int]) -> None:
-    """Raises SpecError unless these are a part of its devices."""
+    """Raises SpecError unless these are a part of a gang's devices."""
+    if lease.phase is Phase.ROLLOUT:
+        raise SpecError(f"lease {lease.epoch} is a rollout's of {lease.cluster}: give its bundle back as a whole")
     kept = [device for device in lease.devices if device not in devices]
     if not devices or not kept or len(kept) + len(devices) != len(lease.devices):
         of = f"of devices {list(lease.devices)}, which {lease.cluster} holds"
