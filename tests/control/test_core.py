@@ -15,7 +15,7 @@ from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, SpecError, StaleEpochError, WaitTimeoutError
-from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
+from rlix.protocol.events import Event, LeaseReleased, PipelineEnding, PipelineRegistered, PipelineUnregistered
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
@@ -568,6 +568,16 @@ def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(t
         world.run(60.0)  # the phase's longest duration goes on, too
         assert set(world.machine.killed) == {process(7)}
         assert again.outcome == world.held("ft_2")[0]
+
+
+def test_a_pipeline_that_was_to_end_when_the_core_was_restarted_ends_once(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(journal=journal)
+        world.core.record(PipelineEnding("ft_1", "bye"))
+        world.restart(list(journal.replay()))
+        world.core.endings.end("ft_1", "bye")  # its client asks again, before the core comes to it
+        world.run(world.settings.settle_s + 1)
+        assert [type(event) for _, event in journal.replay()].count(PipelineUnregistered) == 1
 
 
 def test_who_was_promised_a_device_before_a_restart_has_his_place_when_it_is_quarantined(tmp_path: Path) -> None:

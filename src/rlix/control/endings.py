@@ -256,7 +256,8 @@ class Endings:
         core = self._core
         job = core.jobs.get(pipeline_id)
         if job is None:
-            core.record(PipelineUnregistered(pipeline_id, why))
+            if pipeline_id in core.state.allocated:  # else it has ended since somebody wanted that
+                core.record(PipelineUnregistered(pipeline_id, why))
             done()
             return
         programs = core.state.holders(pipeline_id, "").values()
