@@ -130,9 +130,10 @@ class LeaseLocks:
 
     def drop_part(self, lease: Lease, devices: Sequence[int]) -> None:
         """After the last byte on these of its devices."""
-        if lease.epoch in self._held:
+        locks = self._held.get(lease.epoch)
+        if locks is not None:
             known = self._client.devices()
-            self._held[lease.epoch].release(*(known[device].key for device in devices))
+            locks.release([known[device].key for device in devices if device in known])  # others left with their node
 
 
 class Program:
