@@ -5,16 +5,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.journal import Journal, JournalError
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, SpecError, StaleEpochError, WaitTimeoutError
-from rlix.protocol.events import Event, LeaseReleased, PipelineRegistered
+from rlix.protocol.events import Event, LeaseReleased, PipelineEnding, PipelineRegistered, PipelineUnregistered
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
+from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
@@ -94,9 +97,16 @@ def test_a_gang_whose_lock_goes_a_moment_after_its_word_is_simply_released() -> 
     assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
 
 
-def give_back(world: World, lease: Lease, *devices: int) -> None:
-    asyncio.run(service_of(world).give_back(lease.pipeline_id, lease.epoch, devices))
-    world.run(0.0)
+def give_back(world: World, lease: Lease, *devices: int, seconds: float = 0.0) -> Lease:
+    """What the service answers to this word, `seconds` later at the latest."""
+
+    async def say() -> Lease:
+        said = asyncio.create_task(service_of(world).give_back(lease.pipeline_id, lease.epoch, devices))
+        await asyncio.sleep(0)
+        world.run(seconds)
+        return await asyncio.wait_for(said, 5.0)
+
+    return asyncio.run(say())
 
 
 def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_restart(tmp_path: Path) -> None:
@@ -106,9 +116,8 @@ def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_resta
         second = world.ask("ft_2", devices=(1,))
         world.run(3.0)
         for _ in range(2):  # an answer that is lost is asked for again
-            give_back(world, lease, 1)
-        (rest,) = world.held("ft_1")
-        assert rest == replace(lease, devices=(0,))
+            rest = give_back(world, lease, 1)
+        assert world.held("ft_1") == (rest,) == (replace(lease, devices=(0,)),)
         assert second.outcome == world.held("ft_2")[0]
         for _ in range(2):
             before = world.core.state
@@ -136,14 +145,15 @@ def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_resta
 
 def test_a_part_that_stays_locked_takes_the_lease_with_it() -> None:
     world = World()
-    lease, trainer = world.gang("ft_1"), process(7)
+    lease, trainer, answers = world.gang("ft_1"), process(7), list[bool]()
     world.machine.lock(lease, trainer)
     second = world.ask("ft_2", devices=(1,))
-    give_back(world, lease, 1)
+    world.core.endings.part_given_back(lease, (1,), lambda: answers.append(True))
     world.run(0.5)
-    assert world.held("ft_1") == (lease,)
+    assert (world.held("ft_1"), answers) == ((lease,), [])
     del world.machine.locks[1]
     world.run(0.5)
+    assert answers == [True]
     assert second.outcome == world.held("ft_2")[0]
     (rest,) = world.held("ft_1")
     world.core.endings.take(lease, "it hangs")  # as it was granted: what it has now is taken
@@ -153,26 +163,53 @@ def test_a_part_that_stays_locked_takes_the_lease_with_it() -> None:
     lease = world.gang("ft_1")
     world.machine.lock(lease, trainer)
     second = world.ask("ft_2")
-    give_back(world, lease, 1)
-    world.run(5.0)
+    with pytest.raises(StaleEpochError, match=r"lease 1 \(.*but device 1 is still locked by process 7\)"):
+        give_back(world, lease, 1, seconds=5.0)
     assert world.machine.killed == [trainer]
     assert second.outcome == world.held("ft_2")[0]
-    assert "but device 1 is still locked by process 7" in status_of(world.core).endings[-1].why
 
 
-def test_of_parts_given_back_at_once_the_last_goes_with_the_lease() -> None:
+def test_of_parts_given_back_at_once_the_last_stays() -> None:
     """Each leaves the other when it is said; a node that is asked about locks answers later."""
     world = World()
-    lease, answers = world.gang("ft_1"), []
+    lease, service, looks = world.gang("ft_1"), service_of(world), list[Any]()
     occupied = world.machine.occupied
-    world.machine.occupied = lambda *asked: answers.append(asked)  # type: ignore[method-assign, assignment]
-    for device in lease.devices:
-        give_back(world, lease, device)
-    for asked in answers:
-        occupied(*asked)
-    assert [rest.devices for rest in world.held("ft_1")] == [(1,)]
+    world.machine.occupied = lambda *asked: looks.append(asked)  # type: ignore[method-assign, assignment]
+
+    async def say() -> list[Any]:
+        said = [asyncio.create_task(service.give_back("ft_1", lease.epoch, (device,))) for device in lease.devices]
+        await asyncio.sleep(0)
+        for asked in looks:
+            occupied(*asked)
+        return await asyncio.gather(*said, return_exceptions=True)
+
+    rest, refused = asyncio.run(say())
+    assert world.held("ft_1") == (rest,) == (replace(lease, devices=(1,)),)
+    assert "has no other devices than [1]: release it" in str(refused)
     with pytest.raises(SpecError, match="has no other devices than"):
         give_back(world, lease, 0, 1)
+
+
+def test_who_gave_a_part_back_may_ask_for_it_while_he_keeps_the_rest() -> None:
+    """Also where the node that is asked about locks answers a moment later."""
+    critic = Cluster("critic", 1, (1,))
+    world = World(clusters=(TRAIN, critic, INFER))
+    lease, occupied, clock = world.gang("ft_1"), world.machine.occupied, world.clock
+    world.machine.occupied = lambda *asked: clock.call_later(0.01, occupied, *asked)  # type: ignore[method-assign]
+
+    async def both() -> Ticket:
+        left = await service_of(world).give_back("ft_1", lease.epoch, (1,))
+        return world.core.request("ft_1", critic, Phase.CRITIC_TRAINING, Asked(holding=(left.epoch,)))
+
+    async def moves() -> Ticket:
+        asked = asyncio.create_task(both())
+        await asyncio.sleep(0)
+        world.run(0.1)
+        return await asyncio.wait_for(asked, 5.0)
+
+    ticket = asyncio.run(moves())
+    world.run(0.1)
+    assert ticket.outcome in world.held("ft_1"), ticket.outcome
 
 
 def test_what_cannot_be_killed_is_quarantined_tried_again_and_given_up_by_a_person_only() -> None:
@@ -531,6 +568,16 @@ def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(t
         world.run(60.0)  # the phase's longest duration goes on, too
         assert set(world.machine.killed) == {process(7)}
         assert again.outcome == world.held("ft_2")[0]
+
+
+def test_a_pipeline_that_was_to_end_when_the_core_was_restarted_ends_once(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db", now=lambda: 1e9) as journal:
+        world = World(journal=journal)
+        world.core.record(PipelineEnding("ft_1", "bye"))
+        world.restart(list(journal.replay()))
+        world.core.endings.end("ft_1", "bye")  # its client asks again, before the core comes to it
+        world.run(world.settings.settle_s + 1)
+        assert [type(event) for _, event in journal.replay()].count(PipelineUnregistered) == 1
 
 
 def test_who_was_promised_a_device_before_a_restart_has_his_place_when_it_is_quarantined(tmp_path: Path) -> None:

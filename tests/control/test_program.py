@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def program(ray_session: Any) -> Iterator[Program]:
         yield job
 
 
-def test_a_phase_holds_the_devices_and_their_locks(program: Program, ray_session: Any) -> None:
+def test_a_phase_holds_the_devices_and_their_locks(
+    program: Program, ray_session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = {device.id: device.key for device in ask(ray_session.devices.remote())}
     with program.phase(Phase.ACTOR_TRAINING) as lease:
         assert len(lease.devices) == 2
@@ -45,9 +48,15 @@ def test_a_phase_holds_the_devices_and_their_locks(program: Program, ray_session
         for wrong in ((), (given, given), lease.devices, (99,)):
             with pytest.raises(SpecError, match="a part may be given back before the phase ends, not"):
                 program.give_back(lease, wrong)
+        with pytest.raises(SpecError, match="give its bundle back as a whole"):
+            program.give_back(replace(lease, phase=Phase.ROLLOUT), [given])
+        assert all(holder(keys[device]) for device in lease.devices)  # what is refused changes nothing
         rest = program.give_back(lease, [given])
         assert (rest.devices, rest.epoch) == ((kept,), lease.epoch)
         assert [s.lease for s in program.client.leases()] == [rest]
+        with monkeypatch.context() as gone:
+            gone.setattr(program.client, "devices", dict)  # with their nodes
+            program._locks.drop_part(lease, [kept])
         assert [holder(keys[device]) is None for device in (kept, given)] == [False, True]
     assert [holder(keys[device]) for device in lease.devices] == [None, None]
 

@@ -12,7 +12,7 @@ from rlix.control.gang_queue import Asked
 from rlix.control.job import Job
 from rlix.control.registration import job_name
 from rlix.protocol.errors import PipelineGoneError, SpecError, StaleEpochError
-from rlix.protocol.messages import Demand, Lease, Process, Registration
+from rlix.protocol.messages import Demand, Lease, LeaseState, Process, Registration
 from rlix.protocol.types import Phase
 
 
@@ -74,9 +74,21 @@ def epochs(where: str, value: object) -> None:
 def held(core: Core, pipeline_id: str, epochs: Sequence[int]) -> tuple[list[Lease], StaleEpochError | None]:
     """The leases with these epochs that the pipeline holds, and what is to be said if it holds some of them not."""
     found = {s.lease.epoch: s.lease for s in core.state.leases_of(pipeline_id) if s.lease.epoch in epochs}
-    names = [f"{e} ({why})" if (why := core.endings.why(e)) else str(e) for e in epochs if e not in found]
-    text = f"lease {', '.join(names)} is not held by {pipeline_id!r} (any more)"
-    return list(found.values()), StaleEpochError(text) if names else None
+    lacking = [epoch for epoch in epochs if epoch not in found]
+    return list(found.values()), _stale(core, pipeline_id, lacking) if lacking else None
+
+
+def active(core: Core, pipeline_id: str, epoch: int) -> Lease:
+    """The lease as it is now. Raises StaleEpochError unless the pipeline holds it, and it does not end."""
+    status = core.state.leases.get(epoch)
+    if status is None or status.lease.pipeline_id != pipeline_id or status.state is not LeaseState.ACTIVE:
+        raise _stale(core, pipeline_id, (epoch,))
+    return status.lease
+
+
+def _stale(core: Core, pipeline_id: str, epochs: Sequence[int]) -> StaleEpochError:
+    names = [f"{e} ({why})" if (why := core.endings.why(e)) else str(e) for e in epochs]
+    return StaleEpochError(f"lease {', '.join(names)} is not held by {pipeline_id!r} (any more)")
 
 
 def part(where: str, lease: Lease, devices: object) -> None:

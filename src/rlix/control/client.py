@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -162,14 +161,14 @@ class JobClient:
     def give_back(self, lease: Lease, devices: Sequence[int]) -> Lease:
         """Gives some devices of a gang back before the phase ends, once their memory is released; returns what is left.
 
-        Who still locks one of them a little later is ended, with the whole lease.
+        Answers when they are free. Who still locks one of them a little later is ended, with the whole lease.
 
         Raises:
-            SpecError: they are not devices of the lease, or all of them.
+            SpecError: they are not devices of the lease, or all of them, or it is a rollout's.
             StaleEpochError: the lease is not held any more.
         """
-        left = without(lease, devices)
-        self._ask("give_back", lease.epoch, tuple(devices))
+        check_part(lease, devices)
+        left: Lease = self._ask("give_back", lease.epoch, tuple(devices))
         return left
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
@@ -260,13 +259,14 @@ class JobClient:
         return self._scheduler.ask(method, *args, timeout_s=self._timeout_s + wait_s)
 
 
-def without(lease: Lease, devices: Sequence[int]) -> Lease:
-    """What is left of a lease without these devices. Raises SpecError: they are none of it, or all."""
-    kept = tuple(device for device in lease.devices if device not in devices)
+def check_part(lease: Lease, devices: Sequence[int]) -> None:
+    """Raises SpecError unless these are a part of a gang's devices."""
+    if lease.phase is Phase.ROLLOUT:
+        raise SpecError(f"lease {lease.epoch} is a rollout's of {lease.cluster}: give its bundle back as a whole")
+    kept = [device for device in lease.devices if device not in devices]
     if not devices or not kept or len(kept) + len(devices) != len(lease.devices):
         of = f"of devices {list(lease.devices)}, which {lease.cluster} holds"
         raise SpecError(f"{of}, a part may be given back before the phase ends, not {list(devices)}")
-    return replace(lease, devices=kept)
 
 
 def _go_on(stop: threading.Event | None, what: str) -> None:

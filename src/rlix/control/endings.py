@@ -87,32 +87,32 @@ class Endings:
             again = partial(self._look, locked, partial(self._seen_after_word, locked, until))
             core.clock.call_later(_LOOK_AGAIN_S, again)
 
-    def part_given_back(self, lease: Lease, devices: Sequence[int]) -> None:
+    def part_given_back(self, lease: Lease, devices: Sequence[int], done: Callable[[], object]) -> None:
         """The holder of a gang says that its bytes are gone from these of its devices, and keeps the others.
 
-        If a part stays locked the whole lease is taken. A control plane that is restarted while it looks forgets the
-        word: then they stay with the lease until it ends.
+        If a part stays locked the whole lease is taken. `done` is called when the part is free, or all of the lease
+        ends. A control plane that is restarted before that forgets the word, and is asked again by who waits.
         """
         until = self._core.clock.time() + self._core.settings.release_grace_s
-        self._look_at_part(replace(lease, devices=tuple(devices)), until)
+        self._look_at_part(replace(lease, devices=tuple(devices)), until, done)
 
-    def _look_at_part(self, part: Lease, until: float) -> None:
-        self._look((part,), lambda there: self._seen_of_part(part, until, there[part.epoch]))
+    def _look_at_part(self, part: Lease, until: float, done: Callable[[], object]) -> None:
+        self._look((part,), lambda there: self._seen_of_part(part, until, done, there[part.epoch]))
 
-    def _seen_of_part(self, part: Lease, until: float, there: Sequence[Occupant]) -> None:
+    def _seen_of_part(self, part: Lease, until: float, done: Callable[[], object], there: Sequence[Occupant]) -> None:
         core = self._core
         status = core.state.leases.get(part.epoch)
-        if status is None or status.state is not LeaseState.ACTIVE:
-            return  # all of it ends
-        given = tuple(device for device in part.devices if device in status.lease.devices)  # or it was said twice
-        if not given or len(given) == len(status.lease.devices):
-            return  # the last one goes with the lease
-        if not there:
-            core.record(DevicesReleased(part.epoch, given))
-        elif core.clock.time() >= until:
-            self.take(status.lease, f"its holder says that its bytes are gone, but {_describe(there)}")
-        else:
-            core.clock.call_later(_LOOK_AGAIN_S, partial(self._look_at_part, part, until))
+        if status is not None and status.state is LeaseState.ACTIVE:  # else all of it ends
+            given = tuple(device for device in part.devices if device in status.lease.devices)  # or it was said twice
+            if given and len(given) < len(status.lease.devices):  # else the last one goes with the lease
+                if there and core.clock.time() < until:
+                    core.clock.call_later(_LOOK_AGAIN_S, partial(self._look_at_part, part, until, done))
+                    return
+                if there:
+                    self.take(status.lease, f"its holder says that its bytes are gone, but {_describe(there)}")
+                else:
+                    core.record(DevicesReleased(part.epoch, given))
+        done()
 
     # -- a lease is taken --------------------------------------------------------------------------------------------
 
@@ -256,7 +256,8 @@ class Endings:
         core = self._core
         job = core.jobs.get(pipeline_id)
         if job is None:
-            core.record(PipelineUnregistered(pipeline_id, why))
+            if pipeline_id in core.state.allocated:  # else it has ended since somebody wanted that
+                core.record(PipelineUnregistered(pipeline_id, why))
             done()
             return
         programs = core.state.holders(pipeline_id, "").values()

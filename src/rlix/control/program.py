@@ -13,7 +13,7 @@ from types import TracebackType
 import ray
 
 from rlix.control.announcement import find_or_start_daemon
-from rlix.control.client import JobClient, without
+from rlix.control.client import JobClient, check_part
 from rlix.control.init import init
 from rlix.control.rollout_lease import RolloutLease
 from rlix.control.rpc import get
@@ -130,9 +130,10 @@ class LeaseLocks:
 
     def drop_part(self, lease: Lease, devices: Sequence[int]) -> None:
         """After the last byte on these of its devices."""
-        if lease.epoch in self._held:
+        locks = self._held.get(lease.epoch)
+        if locks is not None:
             known = self._client.devices()
-            self._held[lease.epoch].release(*(known[device].key for device in devices))
+            locks.release([known[device].key for device in devices if device in known])  # others left with their node
 
 
 class Program:
@@ -194,7 +195,7 @@ class Program:
 
         Raises what `JobClient.give_back` raises.
         """
-        without(lease, devices)
+        check_part(lease, devices)
         self._locks.drop_part(lease, devices)
         return self.client.give_back(lease, devices)
 

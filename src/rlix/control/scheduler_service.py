@@ -278,20 +278,25 @@ class Scheduler:
         if gone is not None:
             raise gone
 
-    async def give_back(self, pipeline_id: str, epoch: int, devices: Sequence[int]) -> None:
+    async def give_back(self, pipeline_id: str, epoch: int, devices: Sequence[int]) -> Lease:
         """Gives some devices of a gang back, as `release` does; its lease keeps the others. Saying it twice is fine.
+
+        Answers when they are free, a moment after their locks are, with what is left of the lease.
 
         Raises:
             SpecError: these are no devices, or all that are left of the lease, or it is a rollout's.
-            StaleEpochError: the pipeline does not hold it (any more).
+            StaleEpochError: the pipeline does not hold it (any more), or kept them locked, so that it is taken.
         """
         checks.epochs(pipeline_id, (epoch,))
         core = await self._core()
-        held, gone = checks.held(core, pipeline_id, (epoch,))
-        if gone is not None:
-            raise gone
-        checks.part(checks.name(core, pipeline_id), held[0], devices)
-        core.endings.part_given_back(held[0], devices)
+        lease, where = checks.active(core, pipeline_id, epoch), checks.name(core, pipeline_id)
+        checks.part(where, lease, devices)
+        seen = asyncio.Event()
+        core.endings.part_given_back(lease, devices, seen.set)
+        await seen.wait()
+        left = checks.active(core, pipeline_id, epoch)
+        checks.part(where, left, devices)  # others of them may have been given back meanwhile
+        return left
 
     async def poll_rollout(
         self,

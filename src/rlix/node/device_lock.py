@@ -20,7 +20,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,19 +107,16 @@ class DeviceLocks:
             raise
         self.fence = fence
 
-    def release(self, *keys: str) -> None:
-        """Let go of these devices for good, or of every one (none named), after the last byte has gone.
-
-        Nothing held: nothing done.
-        """
+    def release(self, keys: Collection[str] | None = None) -> None:
+        """Let go of every device, or for good of these, after the last byte has gone. Nothing held: nothing done."""
         for file in self._files:
-            if not keys or file.key in keys:
+            if keys is None or file.key in keys:
                 file.release()
-        if keys:
+        if keys is None:
+            self.fence = None
+        else:
             self._files = [file for file in self._files if file.key not in keys]
             self.keys = tuple(file.key for file in self._files)
-        else:
-            self.fence = None
 
 
 class _LockFile:

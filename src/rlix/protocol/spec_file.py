@@ -55,7 +55,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(
-    path: Path, what: str = "a job spec", such_as: str = "keys such as 'name: my_job'"
+    path: Path, what: str = "a job spec is a mapping of keys such as 'name: my_job'"
 ) -> tuple[dict[str, Any], Origin]:
     """The mapping in the file and where its fields stand. Raises SpecError for anything that is not one mapping."""
     name = str(path)

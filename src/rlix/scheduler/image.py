@@ -18,7 +18,10 @@ from rlix.scheduler.state import State
 
 
 def image(state: State) -> tuple[Event, ...]:
-    """Events that, applied to a new state, make it equal to this one in all but demand, which jobs report again."""
+    """Events that, applied to a new state, make it equal to this one in all but what is learnt again.
+
+    That is demand, which jobs report, how long gangs take, and where one last was that does not hold all of it now.
+    """
     return tuple(_events(state))
 
 

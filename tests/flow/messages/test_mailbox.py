@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from rlix.flow.channels.codec import Parcel
 from rlix.flow.memory import HostMemory, opened_host
@@ -91,6 +91,25 @@ def test_what_is_not_sent_to_all_leaves_no_files(
     with pytest.raises(OSError, match="no space left"):
         mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
     assert (live.files, live.came) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "left"),
+    [
+        (RayTaskError("deliver", "", LookupError("odd")), "a:0 could not take a message: odd", 0),
+        (GetTimeoutError(), "a:0 did not take a message in time", 1),  # it may still
+    ],
+)
+def test_who_died_beside_one_that_fails_leaves_no_files(
+    actors: Pretended, mailbox: Mailbox, tmp_path: Path, fault: Exception, said: str, left: int
+) -> None:
+    fails, dead = Reader(tmp_path / "a"), Reader(tmp_path / "b")
+    actors.actors = {"a:0": fails, "b:0": dead}
+    mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
+    fails.raises, dead.raises = fault, ActorDiedError()
+    with pytest.raises((WorkerError, WaitTimeoutError), match=said):
+        mailbox.send(TENSOR, ["a:0", "b:0"], "", 5.0)
+    assert (fails.files, dead.files) == (1 + left, 1)
 
 
 def test_a_name_that_another_process_has_by_now_is_sent_to_again(

@@ -96,8 +96,8 @@ class Mailbox:
             raise self._dead(dead[0])
 
     def _send(self, value: object, peers: Sequence[_Peer], tag: str, deadline: float) -> list[str]:
-        """Returns those that have died."""
-        taken = set()
+        """Returns those that have died. What went wrong first is raised when it is known of all of them."""
+        taken, errors = set(), list[WaitTimeoutError | WorkerError]()
         with self._in_order(peers, deadline):
             held: dict[str, list[GpuMemory]] = defaultdict(list)  # what readers copy on a GPU, until they have
             sent = [
@@ -106,20 +106,34 @@ class Mailbox:
             ]
             for peer, parcel, answer in sent:
                 try:
-                    ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+                    took = self._took(peer.name, answer, deadline)
+                except WaitTimeoutError as error:  # it may still take it
+                    errors.append(error)
+                    continue
+                except WorkerError as error:
+                    errors.append(error)
+                    took = False
+                if took:
                     taken.add(peer.name)
-                except GetTimeoutError as error:
-                    raise WaitTimeoutError(f"{self.me}: {peer.name} did not take a message in time") from error
-                except ActorUnavailableError as error:
-                    raise WaitTimeoutError(
-                        f"{self.me}: {peer.name} cannot be reached; it may have the message, or not"
-                    ) from error
-                except RayTaskError as error:
+                else:
                     _remove(parcel, held[peer.name])
-                    raise WorkerError(f"{self.me}: {peer.name} could not take a message: {error.cause}") from error
-                except RayActorError:
-                    _remove(parcel, held[peer.name])
+        if errors:
+            raise errors[0]
         return [peer.name for peer in peers if peer.name not in taken]
+
+    def _took(self, name: str, answer: Any, deadline: float) -> bool:
+        """False: it has died. Raises WorkerError: it could not; WaitTimeoutError: it may have, or still will."""
+        try:
+            ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError as error:
+            raise WaitTimeoutError(f"{self.me}: {name} did not take a message in time") from error
+        except ActorUnavailableError as error:
+            raise WaitTimeoutError(f"{self.me}: {name} cannot be reached; it may have the message, or not") from error
+        except RayTaskError as error:
+            raise WorkerError(f"{self.me}: {name} could not take a message: {error.cause}") from error
+        except RayActorError:
+            return False
+        return True
 
     def receive(self, sender: str, tag: str, timeout_s: float) -> Any:
         """The oldest message of this sender and tag.

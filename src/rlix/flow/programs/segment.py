@@ -86,7 +86,7 @@ class SegmentRun:
 
     @property
     def left_s(self) -> float:
-        """By the plan, for how long at least other stages go on when one has ended."""
+        """By the plan, how long the stages that have not ended still work, the chunk they are at counted whole."""
         with self._changed:
             each = (stage.seconds / self._planned.chunk * items for stage, items in self._left.items())
             return max(each, default=0.0)
