@@ -96,8 +96,10 @@ def step(module: Any, wanted: Any = None) -> dict[str, float]:
     return module.policy_step(wanted.tensors, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
 
 
-def test_metrics_are_means_over_all_tokens(folder: Path) -> None:
-    whole, parts = step(stepped(folder)), step(stepped(folder, micro_batch_tokens=20))
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])  # with a KL in the loss, and in the reward
+def test_metrics_are_means_over_all_tokens(algorithm: str, folder: Path) -> None:
+    wanted = scenario(algorithm, BATCH)
+    whole, parts = step(stepped(folder), wanted), step(stepped(folder, micro_batch_tokens=20), wanted)
     assert set(whole) == {
         *("loss", "kl", "approx_kl", "clip_fraction", "entropy"),
         *("grad_norm", "learning_rate", "skipped_updates", "update_tokens"),
@@ -107,6 +109,8 @@ def test_metrics_are_means_over_all_tokens(folder: Path) -> None:
     distribution = (model(input_ids=BATCH.ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     entropies = -(distribution.exp() * distribution).sum(-1)
     assert whole["entropy"] == pytest.approx(entropies[BATCH.mask.bool()].mean().item(), abs=1e-5)
+    kl = plain.reference_kl(plain.token_log_probs(model, BATCH.ids, TEMPERATURE), BATCH)
+    assert whole["kl"] == pytest.approx(kl[BATCH.mask.bool()].mean().item(), abs=1e-5)
 
 
 def test_activation_checkpointing_changes_nothing_but_what_is_kept(folder: Path) -> None:
