@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from rlix.pipeline.critic import critic_on_meta
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.schedule import learning_rate_factor
@@ -73,6 +74,10 @@ def test_the_critics_loss_and_gradients(aggregation: str, training: dict[str, An
     loss, gradients = expected_critic(folder, BATCH, head, aggregation)
     assert metrics["value_loss"] == pytest.approx(loss, abs=1e-6)
     same(module.gradients(), gradients)
+
+
+def test_the_critic_returns_no_view_of_which_fsdp_would_warn(folder: Path) -> None:
+    assert not built(critic_on_meta(folder), folder)(input_ids=BATCH.ids).logits._is_view()
 
 
 @pytest.mark.parametrize("packing", [False, True])
