@@ -24,10 +24,11 @@ import json, ray, rlix
 from rlix.control.connect import connect_to_cluster
 try:
     connect_to_cluster({address!r})
-    print(json.dumps([n["NodeManagerAddress"] for n in ray.nodes()]))
+    print(json.dumps({answer}))
 except rlix.protocol.errors.RlixError as error:
     print(json.dumps(str(error)))
 """
+NODES = '[n["NodeManagerAddress"] for n in ray.nodes()]'
 
 
 @pytest.fixture
@@ -82,15 +83,15 @@ def test_an_address_that_is_none(address: str) -> None:
         connect_to_cluster(address)
 
 
-@pytest.fixture
-def guarded_ray(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+@pytest.fixture(scope="module")
+def guarded_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A Ray on loopback that wants a token: its address, and the home with the token in it."""
-    home = tmp_path / "home"
+    home = tmp_path_factory.mktemp("guarded") / "home"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray" / "auth_token").write_text("a" * 32)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mark = str(tmp_path)
+    mark = str(home)
     environment = {
         **os.environ, "HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RLIX_TEST_RAY": mark,
@@ -111,11 +112,12 @@ def guarded_ray(tmp_path: Path) -> Iterator[tuple[str, Path]]:
                 continue
 
 
-def attached(address: str, home: Path, **variables: str) -> Any:
+def attached(address: str, home: Path, answer: str = NODES, **variables: str) -> Any:
+    """What a program says that has joined: the value of `answer`, or why it could not."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", CONNECT.format(address=address)],
+        [sys.executable, "-c", CONNECT.format(address=address, answer=answer)],
         env=environment, capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
@@ -141,3 +143,19 @@ def test_a_cluster_that_wants_a_token_is_joined_with_it_and_only_with_it(
     assert of_home.result() == named.result() == ["127.0.0.1"]
     assert none.result().startswith(f"{where}there is none here")
     assert wrong.result().startswith(f"{where}does not take that of RAY_AUTH_TOKEN;")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_look_into_the_folders_of_python_path_in_their_order(
+    guarded_ray: tuple[str, Path], tmp_path: Path
+) -> None:
+    address, home = guarded_ray
+    folders = [tmp_path / "left", tmp_path / "right"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "twice.py").write_text("")
+    found = '__import__("twice").__file__'
+    answer = f"[{found}, ray.get(ray.remote(lambda: {found}).remote(), timeout=60)]"
+    path = os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
+    assert attached(address, home, answer, PYTHONPATH=path) == [str(folders[0] / "twice.py")] * 2

@@ -98,7 +98,7 @@ def test_a_kl_coefficient_brings_a_reference(algorithm: str, tmp_path: Path) -> 
     pipeline = InProcess(job("environment", "on_policy", chosen, tmp_path), tmp_path)
     rows = pipeline.run_steps()
     assert "REFERENCE_LOG_PROBS" in pipeline.phases
-    assert all(("kl" in row) == (algorithm in ("grpo", "gspo")) for row in rows)
+    assert all(row["kl"] >= 0 for row in rows)
 
 
 def test_synchronous_jobs_may_weight_what_the_sampler_made(tmp_path: Path) -> None:

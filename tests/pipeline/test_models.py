@@ -78,6 +78,7 @@ def test_a_hub_that_is_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPa
         ({"hidden_size": "x"}, "expected int, got str"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"vocab_size": 0}, "must be positive"),
+        ({"num_hidden_layers": 10**5}, "says 100000 layers, and no more than 1000"),
     ],
 )
 def test_a_configuration_of_no_model_that_is_known_is_said(config: dict[str, Any], said: str, tmp_path: Path) -> None:

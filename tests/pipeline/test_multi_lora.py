@@ -335,9 +335,12 @@ def test_what_joined_and_what_was_removed_is_so_after_a_restart(tmp_path: Path) 
 
 def test_a_job_with_one_adapter(tmp_path: Path) -> None:
     client: Any = Client()
-    spec = JobSpec.model_validate({**BASE, "pipeline": None, "lora": {"rank": 3}, "warmup": {"steps": 2}})
-    first: Pipeline = Alone("ft_1", JobConfig(spec, tmp_path / "one"), client)
+    own = {"lora": {"rank": 3}, "warmup": {"steps": 2}, "algorithm": {"options": {"kl_coefficient": 0.1}}}
+    first: Pipeline = Alone(
+        "ft_1", JobConfig(JobSpec.model_validate({**BASE, "pipeline": None, **own}), tmp_path / "one"), client
+    )
     assert first.run().state == "finished"
+    assert rows(tmp_path / "one")[1]["kl"] > 0  # to the model without the adapter
     saved = tmp_path / "one" / "checkpoints" / "step_2" / "adapter"
     assert AdapterConfig.of_folder(saved).rank == 3
     outside = JobSpec.model_validate({**BASE, "pipeline": None, "lora": {"path": str(saved)}})

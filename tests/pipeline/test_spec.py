@@ -221,6 +221,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     ({"pipeline": "math:Thing"}, "pipeline.name", "module 'math' has no 'Thing'"),
     ({"pipeline": "mine.py:Thing"}, "pipeline.name", "there is no file"),
     ({"source": None}, "source", "is missing: where samples come from"),
+    ({"source": ""}, "source.name", "must be file.py:name or package.module:name, not ''"),
     ({"source": {"task": "sort_digits", "rewards": ["exact_match"]}}, "source.rewards", "brings its own reward"),
     (
         {"clusters": {"actor_train": {"gpus": 2}, "critic": {"gpus": 2}}},

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from rlix.pipeline.critic import critic_on_meta
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.training.schedule import learning_rate_factor
@@ -75,6 +76,10 @@ def test_the_critics_loss_and_gradients(aggregation: str, training: dict[str, An
     same(module.gradients(), gradients)
 
 
+def test_the_critic_returns_no_view_of_which_fsdp_would_warn(folder: Path) -> None:
+    assert not built(critic_on_meta(folder), folder)(input_ids=BATCH.ids).logits._is_view()
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_log_probs_are_those_of_one_pass_over_all(packing: bool, folder: Path) -> None:
     module = built(policy_on_meta(folder), folder)
@@ -96,8 +101,10 @@ def step(module: Any, wanted: Any = None) -> dict[str, float]:
     return module.policy_step(wanted.tensors, wanted.denominator, wanted.algorithm, TEMPERATURE, 1.0)
 
 
-def test_metrics_are_means_over_all_tokens(folder: Path) -> None:
-    whole, parts = step(stepped(folder)), step(stepped(folder, micro_batch_tokens=20))
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])  # with a KL in the loss, and in the reward
+def test_metrics_are_means_over_all_tokens(algorithm: str, folder: Path) -> None:
+    wanted = scenario(algorithm, BATCH)
+    whole, parts = step(stepped(folder), wanted), step(stepped(folder, micro_batch_tokens=20), wanted)
     assert set(whole) == {
         *("loss", "kl", "approx_kl", "clip_fraction", "entropy"),
         *("grad_norm", "learning_rate", "skipped_updates", "update_tokens"),
@@ -107,6 +114,8 @@ def test_metrics_are_means_over_all_tokens(folder: Path) -> None:
     distribution = (model(input_ids=BATCH.ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     entropies = -(distribution.exp() * distribution).sum(-1)
     assert whole["entropy"] == pytest.approx(entropies[BATCH.mask.bool()].mean().item(), abs=1e-5)
+    kl = plain.reference_kl(plain.token_log_probs(model, BATCH.ids, TEMPERATURE), BATCH)
+    assert whole["kl"] == pytest.approx(kl[BATCH.mask.bool()].mean().item(), abs=1e-5)
 
 
 def test_activation_checkpointing_changes_nothing_but_what_is_kept(folder: Path) -> None:

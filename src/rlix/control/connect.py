@@ -133,7 +133,8 @@ def _connect(address: str, where: str, *, loopback: bool) -> None:
 def _job_config() -> Any:
     """Lets this program's jobs import what it can: their processes have the environment of whoever started Ray."""
     config = ray.job_config.JobConfig()
-    config._py_driver_sys_path.extend([*python_path(), *IMPORT_FROM])
+    # A worker puts one after the other before all that it has: the last one is looked into first.
+    config._py_driver_sys_path.extend([*reversed(python_path()), *IMPORT_FROM])
     return config
 
 

@@ -15,7 +15,7 @@ from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
-from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
+from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
@@ -23,7 +23,7 @@ from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.samples import mean_or_none
 from rlix.pipeline.spec.job import JobSpec
-from rlix.pipeline.spec.named import parse_options, where_raised
+from rlix.pipeline.spec.named import parse_options
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Lease
 from rlix.protocol.types import Phase
@@ -337,7 +337,7 @@ class Pipeline(ABC):
     def _failed(self, error: BaseException, *, hangs: bool = False) -> None:
         if self._ended.is_set():
             return  # it was given up: why is what counts
-        detail = self._said(error)
+        detail = what_ended(error, self.folder.path)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
             self._save_after_error(error, hangs)
@@ -367,12 +367,6 @@ class Pipeline(ABC):
                 self._usage.released(lease.epoch, len(lease.devices), record.time)
             self._plan.lease(record)
             self.folder.lease(record)
-
-    def _said(self, error: BaseException) -> str:
-        """In one line, what ended the job."""
-        if is_full_disk(error):
-            return f"the disk of {self.folder.path} is full: free some space, then go on with --resume"
-        return where_raised(error)
 
     def _note_failure(self, detail: str) -> None:
         try:

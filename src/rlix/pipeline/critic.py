@@ -30,6 +30,12 @@ class CriticModule(OptimizedModule):
     allow_missing = ("score.*",)
     allow_unknown = ("lm_head.*",)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's; not a view of what its head returns, of which FSDP warns at every job's start."""
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits.clone()
+        return output
+
     @torch.no_grad()
     def values(self, batch: TokenBatch) -> Tensor:
         """Estimated return before each token that the mask counts, 0 elsewhere: [batch, length - 1], on the CPU."""

@@ -339,8 +339,8 @@ class FullFinetunePipeline(Pipeline):
         self.bundles.feed(self.rollouts)
 
     def _build_others(self) -> None:
-        """What starts from the policy as reinforcement learning finds it."""
-        if self.algorithm.needs_reference:
+        """What starts from the policy as reinforcement learning finds it; an adapter's reference is what it is on."""
+        if self.algorithm.needs_reference and self.adapter is None:
             self.reference = self._policy_engine(ClusterName.REFERENCE, self.reference_path)
         if self.algorithm.critic is not None:
             module, optimizer = critic_on_meta(self.reference_path), self._of_critic(self.spec.optimizer)

@@ -5,7 +5,6 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,10 +17,11 @@ from rlix.engine.base import Engine, merged, named_dtype, plainly
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
 from rlix.engine.executors.registry import backend
-from rlix.engine.inference.prompts import Params, Prompt, PromptReader, TextStream
+from rlix.engine.inference.prompts import Params, Prompt, PromptReader
 from rlix.engine.inference.replica import Replica, ReplicaReport
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult, RequestOutput, TextChunk
-from rlix.engine.inference.turns import OnTurn, all_or_first_error, converse, run_here
+from rlix.engine.inference.stream import text_chunks
+from rlix.engine.inference.turns import OnTurn, run_here, take_turns
 from rlix.engine.life_cycle import Life, Part, Phase, joint
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import dealt
@@ -277,7 +277,6 @@ class InferenceEngine(Engine):
     async def _take_turns(
         self, shares: Sequence[tuple[int, list[GenerationRequest]]], on_turn: OnTurn
     ) -> list[RequestOutput]:
-        """Every answer takes its turns on one replica, whose caches know its prefix."""
         reader = self._reader
         assert reader is not None
 
@@ -286,19 +285,17 @@ class InferenceEngine(Engine):
             result: GenerationResult = results[0]
             return result
 
-        dealt = [(rank, request) for rank, requests in shares for request in requests]
-        answers = [
-            converse(index, request, partial(ask, rank), on_turn, reader) for index, (rank, request) in enumerate(dealt)
-        ]
-        with self._aborted_unless_complete([request for _, request in dealt]):
+        given = [(rank, request) for rank, requests in shares for request in requests]
+        with self._aborted_unless_complete([request for _, request in given]):
             try:
-                return await all_or_first_error(answers, self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):
+                    return await take_turns(given, ask, on_turn, reader)
             except TimeoutError:
                 raise WaitTimeoutError(
-                    f"{self.name}: {len(dealt)} answers with on_turn were not finished within {self._timeout_s:g} s"
+                    f"{self.name}: {len(given)} answers with on_turn were not finished within {self._timeout_s:g} s"
                 ) from None
 
-    async def stream(
+    def stream(
         self, prompt: Prompt, sampling_params: Params = None, *, request_id: str | None = None
     ) -> AsyncIterator[TextChunk]:
         """Answer one prompt piece by piece: `async for chunk in engine.stream(...)`. Leaving the loop aborts it.
@@ -310,23 +307,7 @@ class InferenceEngine(Engine):
         assert self._reader is not None
         self.replicas.check_usable("stream")
         replica = self.replicas.handles[next(self._turn) % self.replicas.world_size]
-        text, reason = TextStream(self._reader), None
-        pieces = replica.stream.remote([request])
-        try:
-            while reason is None:
-                async with asyncio.timeout(self._timeout_s):
-                    chunks = await (await anext(pieces))
-                reason = chunks[-1].finish_reason
-                tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
-                logprobs = tuple(logprob for chunk in chunks for logprob in chunk.logprobs)
-                yield TextChunk(text.add(tokens, last=reason is not None), tokens, logprobs, reason)
-        except TimeoutError:
-            raise WaitTimeoutError(f"{self.name}: {request.id} had no next piece in {self._timeout_s:g} s") from None
-        except RayError as error:
-            raise WorkerError(f"{self.name}: streaming {request.id} failed: {error}") from error
-        finally:
-            if reason is None:
-                replica.abort.remote([request.id])
+        return text_chunks(replica, request, self._reader, self._timeout_s, self.name)
 
     def abort(self, request_ids: str | Sequence[str] | None = None) -> None:
         """End these requests (None: all); their `generate` returns with the tokens they have, finished by "abort"."""

@@ -147,24 +147,6 @@ def _as_params(params: Params | Sequence[Params], count: int) -> list[Params]:
     return each
 
 
-class TextStream:
-    """The text of an answer whose tokens arrive piece by piece."""
-
-    def __init__(self, reader: PromptReader) -> None:
-        self._reader = reader
-        self._tokens: list[int] = []
-        self._sent = ""
-
-    def add(self, token_ids: Sequence[int], *, last: bool) -> str:
-        """The further text; a character whose tokens have not all arrived waits for them."""
-        self._tokens += token_ids
-        text = self._reader.decode(self._tokens)
-        if not last and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        new, self._sent = text[len(self._sent) :], text
-        return new
-
-
 def stream_key(seed: int, number: int) -> int:
     """The key of the `number`-th random stream below `seed`."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()

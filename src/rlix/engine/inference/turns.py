@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlix.engine.inference.prompts import PromptReader, stream_key
@@ -41,6 +42,8 @@ class Turn:
 
 OnTurn = Callable[[Turn], Appended | Awaitable[Appended]]
 Ask = Callable[[GenerationRequest], Awaitable[GenerationResult]]
+AskReplica = Callable[[int, GenerationRequest], Awaitable[GenerationResult]]
+"""Has the replica of this rank answer."""
 
 
 async def converse(
@@ -103,16 +106,23 @@ async def _appended(on_turn: OnTurn, turn: Turn, reader: PromptReader) -> tuple[
         raise TurnError(f"{where}: what it returned cannot be appended: {error}") from error
 
 
-async def all_or_first_error(coroutines: Sequence[Awaitable[RequestOutput]], timeout_s: float) -> list[RequestOutput]:
-    """The results in order. The first error, or TimeoutError after `timeout_s`, cancels the rest."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+async def take_turns(
+    requests: Sequence[tuple[int, GenerationRequest]], ask: AskReplica, on_turn: OnTurn, reader: PromptReader
+) -> list[RequestOutput]:
+    """The answers to requests of several turns, each on the replica it is given with, whose caches know its prefix.
+
+    The first error cancels the rest, and so does whoever cancels this.
+    """
+    answers = [
+        asyncio.ensure_future(converse(index, request, partial(ask, rank), on_turn, reader))
+        for index, (rank, request) in enumerate(requests)
+    ]
     try:
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.gather(*tasks)
+        return await asyncio.gather(*answers)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
 
 
 def run_here(answers: Coroutine[Any, Any, list[RequestOutput]]) -> list[RequestOutput]:

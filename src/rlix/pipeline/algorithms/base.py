@@ -92,11 +92,14 @@ class Algorithm(ABC):
         result = self.policy_loss(log_probs, log_probs.detach() if old is None else old, batch, denominator)
         metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
         reference = batch.get("reference_log_probs")
-        if self.kl_in_reward or reference is None:
+        if reference is None:
             return result.loss, metrics
         per_token = kl_estimate(log_probs, reference, self.options.kl_estimator)
+        metrics["kl"] = masked_mean(per_token, batch["mask"])
+        if self.kl_in_reward:
+            return result.loss, metrics
         kl = aggregate(per_token, batch["mask"], self.aggregation, denominator)
-        return result.loss + self.options.kl_coefficient * kl, metrics | {"kl": masked_mean(per_token, batch["mask"])}
+        return result.loss + self.options.kl_coefficient * kl, metrics
 
     def denominator(self, mask: Tensor) -> float:
         """What the sum over a minibatch with `mask` [rows, length - 1] is divided by."""

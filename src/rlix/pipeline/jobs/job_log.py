@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlix.pipeline.spec.named import where_raised
+
 _LIBRARY = "rlix"
 _FULL = ("No space left on device", "Disk quota exceeded", "os error 28")
 
@@ -84,6 +86,13 @@ def is_full_disk(error: BaseException) -> bool:
         (isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)) or any(text in str(e) for text in _FULL)
         for e in _chain(error)
     )
+
+
+def what_ended(error: BaseException, folder: Path) -> str:
+    """In one line, what ended the job whose run folder this is."""
+    if is_full_disk(error):
+        return f"the disk of {folder} is full: free some space, then go on with --resume"
+    return where_raised(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -10,6 +10,8 @@ from rlix.protocol.errors import SpecError
 if TYPE_CHECKING:
     from rlix.pipeline.spec.model import ModelSpec
 
+_MOST_LAYERS = 1000  # the deepest models have a tenth of that; a thousand take two seconds to count
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -94,6 +96,8 @@ def counted(config: Any) -> ModelShape:
 
     if min(config.vocab_size, config.hidden_size, config.max_position_embeddings) < 1:
         raise ValueError("its vocabulary, its hidden size and its context must be positive")
+    if config.num_hidden_layers > _MOST_LAYERS:
+        raise ValueError(f"it says {config.num_hidden_layers} layers, and no more than {_MOST_LAYERS} are counted")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     blocks = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]

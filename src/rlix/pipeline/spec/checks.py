@@ -61,7 +61,7 @@ def _names(spec: Sections) -> Iterator[Problem]:
         yield from unknown_name("source.openai.name", source.openai.name, AGENTS)
     for i, reward in enumerate(source.rewards):
         yield from unknown_name(f"source.rewards.{i}.name", reward.name, REWARDS)
-    if source.name:
+    if source.name is not None:
         yield from unknown_name("source.name", source.name, ())
     if spec.pipeline:
         yield from unknown_name("pipeline", spec.pipeline.name, (MULTI_LORA,))

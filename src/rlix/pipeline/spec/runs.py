@@ -62,7 +62,7 @@ def run_problems(job: Sections) -> Iterator[Problem]:
                 yield Problem(f"runs.{name}.{problem.field}", problem.message)
         else:
             if algorithm.name in ALGORITHMS and critic_of(algorithm.parse()) is not None:
-                yield Problem(f"runs.{name}.algorithm", "has a critic, which multi_lora has no place for")
+                yield Problem(f"runs.{name}.algorithm", "has a critic, which multi_lora has no place for; use another")
 
 
 def target_problems(job: Sections, linear: Collection[str]) -> Iterator[Problem]:
