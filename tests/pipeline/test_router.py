@@ -63,6 +63,13 @@ class RouterMachine(RuleBasedStateMachine):
         if self.router.state(bundle) is ReplicaState.DRAINING and not self.router.in_flight(bundle):
             self.router.off(bundle)
 
+    @rule()
+    def recall(self) -> None:
+        for bundle, ids in self.router.recall():
+            assert self.router.state(bundle) is ReplicaState.READY
+            assert 0 < len(ids) <= SPARE, "only what waits is asked back"
+            assert set(ids) <= self.running[bundle].keys()
+
     @rule(bundle=st.integers(0, REPLICAS - 1))
     def shrink(self, bundle: int) -> None:
         if self.router.state(bundle) in (ReplicaState.READY, ReplicaState.LOADING):
@@ -210,3 +217,24 @@ def test_what_a_loading_replica_could_begin_is_not_piled_up_on_another() -> None
     assert [(bundle, len(requests)) for bundle, requests in router.dispatch()] == [(1, 8)]
     router.submit(trajectory(str(i), 3) for i in range(16, 20))
     assert sorted((bundle, len(requests)) for bundle, requests in router.dispatch()) == [(0, 2), (1, 2)]
+
+
+def test_who_waits_for_a_slot_is_asked_back_when_another_replica_has_free_ones() -> None:
+    router = Router(replicas=2, slots=8, spare=2)
+    for bundle in range(2):
+        router.loading(bundle)
+        router.ready(bundle)
+    router.submit(trajectory(str(i), 3) for i in range(20))
+    given = {bundle: [request.id for request in requests] for bundle, requests in router.dispatch()}
+    assert router.recall() == [], "all slots are taken"
+    requests = [trajectory(id, 3).request() for id in given[1][:3]]
+    router.take(1, collected(*(chunk(r, 0, 3) for r in requests), counters=DecodingCounters(running=8, waiting=2)))
+    assert router.recall() == [(0, given[0][-1:])], "two follow from those that waited there; one slot is free"
+    assert router.recall() == [], "they were asked back already"
+    waiting = trajectory(given[0][-1], 3).request()
+    router.take(0, collected(chunk(waiting, 0, 0, aborted=True), counters=DecodingCounters(running=8, waiting=1)))
+    assert [(bundle, [r.id for r in requests]) for bundle, requests in router.dispatch()] == [(1, [waiting.id])]
+    ended = [chunk(trajectory(id, 3).request(), 0, 3) for id in given[0][:2]]
+    router.take(1, collected(counters=DecodingCounters(running=7, waiting=1)))
+    router.take(0, collected(*ended, counters=DecodingCounters(running=8, waiting=1)))
+    assert router.recall() == [], "it waits again, for memory, but is not sent to and fro"

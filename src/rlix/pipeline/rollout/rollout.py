@@ -293,10 +293,12 @@ class RolloutManager:
         now = self._clock()
         for bundle, requests in self._router.dispatch(now):
             self._pool.generate(bundle, requests)
+        moved = self._router.recall()
         if self._pool.grown:
             self._pool.grown = False
-            for bundle, ids in self._router.rebalance(now):
-                self._pool.abort(bundle, ids)
+            moved += self._router.rebalance(now)
+        for bundle, ids in moved:
+            self._pool.abort(bundle, ids)
 
     def _collected(self, bundle: int, collected: Collected) -> None:
         if collected.chunks:

@@ -33,7 +33,8 @@ class Trajectory:
 
     `cached_on` names the replica, and which of its lives, that may still have these tokens in its prefix cache; a later
     turn of the same conversation is submitted with the earlier one's, so that it goes there when that is worth it.
-    `adapter` answers; "": the model itself.
+    `adapter` answers; "": the model itself. `recalled`: it was asked back from where it waited, which happens once:
+    where memory bounds what is decoded, replicas only seem to have slots free.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Trajectory:
     finish_reason: str | None = None
     cached_on: tuple[int, int] | None = None
     adapter: str = ""
+    recalled: bool = False
 
     @property
     def tokens_held(self) -> int:
@@ -80,6 +82,7 @@ class ReplicaState(StrEnum):
 class _Replica:
     state: ReplicaState = ReplicaState.OFF
     in_flight: dict[str, float] = field(default_factory=dict)  # by id, when its tokens were last known
+    recalled: set[str] = field(default_factory=set)  # of those in flight, that were asked back
     limit: int = 0  # how many it may have in flight
     life: int = 0  # grows whenever what it has cached is lost
     counted: DecodingCounters = field(default_factory=DecodingCounters)  # at the last report
@@ -144,6 +147,7 @@ class Router:
             replica.in_flight[chunk.id] = now
             if chunk.finish_reason is not None:
                 del replica.in_flight[chunk.id]
+                replica.recalled.discard(chunk.id)
             trajectory = self._open.get(chunk.id)
             if trajectory is None:
                 continue
@@ -163,6 +167,7 @@ class Router:
         """The replica refused these trajectories, and they are not to be tried again."""
         for id in ids:
             self._replicas[bundle].in_flight.pop(id, None)
+            self._replicas[bundle].recalled.discard(id)
             self._open.pop(id, None)
 
     @property
@@ -273,7 +278,35 @@ class Router:
             self._open[ids[i]].cached_on = None
         return [(donor, sorted(ids[i] for i in moved))] if moved else []
 
+    def recall(self) -> list[tuple[int, list[str]]]:
+        """What to abort where, because it waits there for a slot while other ready replicas have some free.
+
+        It was given to spare, before those reported their free slots. The last that a replica was given wait, and have
+        no tokens that another would have to compute again.
+        """
+        if self._queue:
+            return []
+        staying = {i: [id for id in r.in_flight if id not in r.recalled] for i, r in enumerate(self._replicas)}
+        over = {i: len(staying[i]) - self._decodes(i) for i in self.bundles(ReplicaState.READY)}
+        free = -sum(min(0, count) for count in over.values()) - sum(len(r.recalled) for r in self._replicas)
+        found = []
+        for bundle, waiting in over.items():
+            count = min(waiting, free)
+            last = staying[bundle][-count:] if count > 0 else []
+            ids = [id for id in last if id in self._open and not self._open[id].recalled]
+            for id in ids:
+                self._open[id].recalled, self._open[id].cached_on = True, None
+            if ids:
+                self._replicas[bundle].recalled.update(ids)
+                free -= len(ids)
+                found.append((bundle, ids))
+        return found
+
     # ---- below -----------------------------------------------------------------------------------------------
+
+    def _decodes(self, bundle: int) -> int:
+        """How many trajectories a replica decodes at a time, as far as it has reported."""
+        return min(self._slots, self._replicas[bundle].limit - self._spare)
 
     def _choose(self, trajectory: Trajectory, least: int) -> int:
         if not self._prefix_cache or trajectory.cached_on is None:
@@ -328,6 +361,7 @@ class Router:
         replica = self._replicas[bundle]
         self._requeue(sorted(replica.in_flight.keys() & self._open.keys(), reverse=True))
         replica.in_flight.clear()
+        replica.recalled.clear()
         replica.state = state
 
     def _requeue(self, ids: Iterable[str]) -> None:
