@@ -125,10 +125,11 @@ def test_what_leaves_goes_on_elsewhere_and_bundles_beyond_the_trajectories_are_u
 
 
 turn = st.tuples(st.floats(0.0, 5.0), st.integers(1, 30))
+seconds = st.integers(0, 80).map(lambda count: 0.375 * count)  # whose thirds add up to them exactly
 drawn = st.lists(st.lists(turn, min_size=1, max_size=5).map(lambda turns: trajectory(*turns)), min_size=1, max_size=12)
 
 
-@given(drawn, st.booleans(), st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 30.0)), max_size=8))
+@given(drawn, st.booleans(), st.lists(st.tuples(st.integers(0, 4), seconds), max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_tokens_are_conserved_and_progress_does_not_depend_on_how_often_it_is_looked_at(
     trajectories: list[Trajectory], caches: bool, stretches: list[tuple[int, float]]
