@@ -61,7 +61,7 @@ SPEED = DeclaredSpeedSpec(
 PROMPTS, SAMPLES, SEQUENCES = 16, 4, 16
 LONGEST = 33.0  # tokens of a sample
 NORMAL = NormalDist()
-ENVIRONMENT = {"tokens_per_turn": 2.5, "latency_p50_s": 0.16, "latency_p99_s": 2.7, "reset_s": 1.0}
+ENVIRONMENT = {"latency_p50_s": 0.16, "latency_p99_s": 2.7, "reset_p50_s": 0.5, "reset_p99_s": 4.0}
 
 
 def reasoning(number: int, steps: int) -> JobSpec:
@@ -140,34 +140,20 @@ def first_step(folder: Path, running: "subprocess.Popen[bytes]") -> float:
 
 
 def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord]) -> float:
-    """Steps per hour by the simulator, from what was declared and how long samples were on average, no times."""
+    """Steps per hour by the simulator, from what was declared and how long samples and turns were, no times."""
     rows = [row for record in records for row in record.metrics]
-    length, context = (fmean(row[name] for row in rows) for name in ("length", "context"))
-    rollout = specs[0].rollout
-    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt
-    trained_s = trajectories * context * SPEED.trained_token_ms / 1e3 / GANG
+    trajectories = specs[0].rollout.prompts_per_step * specs[0].rollout.samples_per_prompt
+    trained_s = trajectories * fmean(row["context"] for row in rows) * SPEED.trained_token_ms / 1e3 / GANG
     gpus = GPUS if mode == "shared" else GPUS // len(records) * len(records)  # what equal parts leave over is nobody's
-    spread = 1.2 if specs[0].source.task is not None else 0.3
+    rollout = simulated_rollout(specs[0], rows) | {"trajectories": trajectories, "gpus": gpus}
     job: dict[str, Any] = {
         "name": "job",
         "count": len(records),
         "steps": SIMULATED_STEPS,
         "initialization_s": 1e-3,
-        "rollout": {
-            "trajectories": trajectories,
-            "group": rollout.samples_per_prompt,
-            "prompt_tokens": round(context - length),
-            "gpus": gpus,
-            "lengths": {"median": median_of(length, spread, LONGEST), "sigma": spread, "cap": LONGEST},
-            "decode": {
-                "max_batch": rollout.max_num_seqs,
-                **{name: getattr(SPEED, name) for name in ("token_ms", "knee", "kv_us", "prefill_us")},
-            },
-        },
+        "rollout": rollout,
         "gangs": [{"phase": "actor_training", "gpus": GANG, "seconds": trained_s + 2 * SPEED.move_s, "jitter": 0.0}],
     }
-    if specs[0].source.environment is not None:
-        job["rollout"]["environment"] = ENVIRONMENT
     switching = {name: getattr(SPEED, name) for name in ("expand_s", "shrink_s", "sync_s")}
     workload = Workload.model_validate(
         {
@@ -178,6 +164,34 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
         }
     )
     return fmean(simulate_one(workload, POLICY[mode], seed).steps_per_hour_of_all for seed in range(5))
+
+
+def simulated_rollout(spec: JobSpec, rows: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Of a workload, but for its size: like those of which `rows` are the metrics."""
+    length, longest, context = (fmean(row[name] for row in rows) for name in ("length", "length_max", "context"))
+    rollout: dict[str, Any] = {
+        "group": spec.rollout.samples_per_prompt,
+        "decode": {
+            "max_batch": spec.rollout.max_num_seqs,
+            **{name: getattr(SPEED, name) for name in ("token_ms", "knee", "kv_us", "prefill_us")},
+        },
+    }
+    turns, spread = 1.0, 1.2
+    if spec.source.environment is not None:
+        turns = fmean(row["turns"] for row in rows)
+        spread = spread_of(longest / length, spec.rollout.prompts_per_step * spec.rollout.samples_per_prompt)
+    given = round((context - length) / turns)  # before each turn
+    if spec.source.environment is not None:
+        rollout["environment"] = {**ENVIRONMENT, "tokens_per_turn": length / turns, "result_tokens": given}
+    lengths = {"median": median_of(length, spread, LONGEST), "sigma": spread, "cap": LONGEST}
+    return rollout | {"prompt_tokens": given, "lengths": lengths}
+
+
+def spread_of(longest: float, count: int) -> float:
+    """The sigma of a lognormal distribution of which the largest of `count` is `longest` times the mean, on average
+    (Blom, "Statistical estimates and transformed beta-variables", 1958)."""
+    score = NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
+    return score - math.sqrt(score**2 - 2 * math.log(longest))
 
 
 def median_of(mean: float, sigma: float, cap: float) -> float:

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.protocol.errors import SpecError
+from rlix.sim.fluid import Curve
 from rlix.sim.jobs import draw_jobs
+from rlix.sim.multi_turn import MultiTurn
 from rlix.sim.workload import Workload, load_workload, shipped_names
 
 GOOD: dict[str, Any] = {
@@ -50,6 +52,11 @@ def test_shipped_workloads_load_and_say_what_they_are(name: str) -> None:
         (["jobs", 0, "gangs", 0, "phase"], "actor_trainin", "not 'actor_trainin'; did you mean 'actor_training'?"),
         (["jobs", 0, "rollout", "tensor_parallel"], 3, ".rollout.tensor_parallel: 3 does not divide 8 GPUs"),
         (["jobs", 0, "rollout", "gpus"], 12, ": jobs.0.rollout.gpus: is 12, and the pool has 8"),
+        (
+            ["jobs", 0, "rollout", "environment"],
+            {"reset_p99_s": 4.0},
+            "reset_p99_s is 4 and reset_p50_s 0; give",
+        ),
         (["jobs"], [], ": jobs: must have at least 1, not []"),
     ],
 )
@@ -101,8 +108,10 @@ def test_drawn_jobs_depend_on_the_seed_alone_and_respect_the_cap(seed: int, sigm
     first, again = draw_jobs(workload, seed), draw_jobs(workload, seed)
     assert first == again
     for one, other in zip(first, again, strict=True):
-        curve = one.step(1).curve
-        assert np.array_equal(curve.depth, other.step(1).curve.depth)
+        curve, same = one.step(1).work, other.step(1).work
+        assert isinstance(curve, Curve)
+        assert isinstance(same, Curve)
+        assert np.array_equal(curve.depth, same.depth)
         assert curve.depth[1] >= 1
         assert curve.depth[-1] <= 2048
         assert curve.trajectories == 32
@@ -115,10 +124,36 @@ def test_lengths_have_the_declared_shape() -> None:
         "lengths": {"median": 400, "sigma": 0.8, "cap": 100_000, "cap_share": 0.0},
     }
     job = draw_jobs(Workload.model_validate(data), 0)[0]
-    curve = job.step(0).curve
+    curve = job.step(0).work
+    assert isinstance(curve, Curve)
     half = curve.depth[np.searchsorted([-curve.alive(d) for d in curve.depth], -10_000)]
     assert half == pytest.approx(400, rel=0.06)
     assert curve.tokens[-1] / 20_000 == pytest.approx(400 * np.exp(0.8**2 / 2), rel=0.06)
+
+
+def test_turns_and_waits_are_each_trajectorys_own_and_have_the_declared_shape() -> None:
+    """Turns of 100 tokens on average; calls of 0.16 s at the median; a tenth fails and begins again."""
+    data = copy.deepcopy(GOOD)
+    waits = {"latency_p50_s": 0.16, "latency_p99_s": 2.7, "reset_p50_s": 5.0, "reset_p99_s": 20.0}
+    data["jobs"][0]["rollout"] |= {
+        "trajectories": 2000,
+        "environment": {"tokens_per_turn": 100, "failure_rate": 0.1} | waits,
+    }
+    job, again = (draw_jobs(Workload.model_validate(data), 0)[0] for _ in range(2))
+    work, same = job.step(0).work, again.step(0).work
+    assert isinstance(work, MultiTurn)
+    assert isinstance(same, MultiTurn)
+    drawn = work.trajectories
+    assert all(np.array_equal(a.waits_s, b.waits_s) for a, b in zip(drawn, same.trajectories, strict=True))
+    assert all(t.tokens.min() >= 1 and np.ptp(t.tokens[t.again :]) <= 1 for t in drawn)
+    assert sum(t.tokens.sum() for t in drawn) / sum(len(t.tokens) for t in drawn) == pytest.approx(100, rel=0.05)
+    calls = np.concatenate([t.waits_s[t.again + 1 :] for t in drawn])
+    assert np.percentile(calls, [50, 99]) == pytest.approx([0.16, 2.7], rel=0.2)
+    assert np.median([t.waits_s[0] for t in drawn]) == pytest.approx(5.0, rel=0.1)
+    failed = [t for t in drawn if t.again]
+    assert 0.07 < len(failed) / 2000 < 0.13
+    assert all(t.waits_s[t.again] > 0.5 for t in failed)  # another sandbox
+    assert job.step(0).useful == pytest.approx(1 / (1 + 0.1 * 0.5), rel=0.05)
 
 
 def test_gangs_that_may_move_name_every_other_block_from_the_nearest_on() -> None:

@@ -64,7 +64,7 @@ def _work(job: Job) -> JobWork:
         step = job.step(number)
         tight += step.tight_gpu_s
         fluid += step.fluid_gpu_s
-        critical += step.rollout_s(width) + sum(gang.seconds for gang in step.gangs)
+        critical += step.work.shortest_s(width) + sum(gang.seconds for gang in step.gangs)
     return JobWork(tight, fluid, critical)
 
 
@@ -91,7 +91,7 @@ def _pinned(jobs: list[Job]) -> float:
         tight = 0.0
         for number in range(job.steps):
             step = job.step(number)
-            tight += float(step.curve.tight_gpu_s[-1])
+            tight += step.work.total.tight_gpu_s
             for gang in step.gangs:
                 seconds[gang.cluster] += gang.seconds
         movable = {cluster.name for cluster in job.registration.clusters if cluster.alternatives}

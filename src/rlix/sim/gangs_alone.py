@@ -55,7 +55,7 @@ class _Queue:
 
     def _rollout(self, job: Job, number: int) -> None:
         width = len(job.registration.cluster(ClusterName.ACTOR_INFER).bundles)
-        self._clock.call_later(job.step(number).rollout_s(width), self._train, job, number, 0)
+        self._clock.call_later(job.step(number).work.shortest_s(width), self._train, job, number, 0)
 
     def _train(self, job: Job, number: int, gang: int) -> None:
         works = job.step(number).gangs

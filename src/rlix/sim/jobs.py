@@ -9,8 +9,11 @@ import numpy as np
 
 from rlix.protocol.messages import Cluster, Device, DeviceKind, Registration
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
-from rlix.sim.model import Curve, Decoder, Floats
-from rlix.sim.workload import Decode, Environment, JobSpec, Lengths, Workload, cluster_of, phase_of
+from rlix.sim.decoder import Decoder, Floats
+from rlix.sim.fluid import Curve
+from rlix.sim.multi_turn import MultiTurn, Trajectory
+from rlix.sim.work import Work
+from rlix.sim.workload import Decode, Environment, JobSpec, Lengths, RolloutSpec, Workload, cluster_of, phase_of
 
 _P99 = 2.3263478740408408  # the standard normal's 99th percentile
 
@@ -27,14 +30,9 @@ class GangWork:
 class Step:
     """One training step's work: a rollout, then gangs one after another."""
 
-    curve: Curve
+    work: Work
     useful: float  # share of the tokens that end up in a trajectory that is kept
-    reset_s: float
     gangs: tuple[GangWork, ...]
-
-    def rollout_s(self, bundles: int) -> float:
-        """Of the rollout on so many bundles from its beginning to its end, sandboxes included."""
-        return float(self.curve.seconds(bundles)[-1]) + self.reset_s
 
     @property
     def gang_gpu_s(self) -> float:
@@ -42,11 +40,11 @@ class Step:
 
     @property
     def tight_gpu_s(self) -> float:
-        return float(self.curve.tight_gpu_s[-1]) + self.gang_gpu_s
+        return self.work.total.tight_gpu_s + self.gang_gpu_s
 
     @property
     def fluid_gpu_s(self) -> float:
-        return float(self.curve.tokens[-1]) * self.curve.decoder.reference_gpu_s + self.gang_gpu_s
+        return self.work.total.tokens * self.work.decoder.reference_gpu_s + self.gang_gpu_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,22 +156,48 @@ def _block(size: int, gpus: int, placement: str, taken: dict[tuple[int, int], in
 def _step(spec: JobSpec, seed: int, index: int, number: int) -> Step:
     rng = np.random.default_rng([seed, 1, index, number])
     rollout = spec.rollout
-    lengths, useful = _lengths(rollout.lengths, rollout.trajectories, rollout.group, rollout.environment, rng)
-    reset = rollout.environment.reset_s * float(rng.lognormal(0.0, 0.5)) if rollout.environment else 0.0
-    curve = Curve(lengths, decoder(rollout.decode, rollout.tensor_parallel, rollout.environment))
+    kept, lost = _lengths(rollout.lengths, rollout.trajectories, rollout.group, rollout.environment, rng)
+    work = _work(rollout, kept, lost, (seed, 3, index, number))
     gangs = tuple(
         GangWork(phase_of(g.phase), cluster_of(g.phase), g.gpus, g.seconds * float(rng.lognormal(0.0, g.jitter)))
         for g in spec.gangs
     )
-    return Step(curve, useful, reset, gangs)
+    return Step(work, float(kept.sum() / (kept + lost).sum()), gangs)
 
 
-def decoder(decode: Decode, tensor_parallel: int, environment: Environment | None) -> Decoder:
+def _work(rollout: RolloutSpec, kept: Floats, lost: Floats, key: tuple[int, ...]) -> Work:
+    speed, environment = decoder(rollout.decode, rollout.tensor_parallel), rollout.environment
+    if environment is None:
+        return Curve(kept, speed, rollout.prompt_tokens)
+    trajectories = [
+        _trajectory(environment, int(tokens), int(failed), np.random.default_rng([*key, number]))
+        for number, (tokens, failed) in enumerate(zip(kept, lost, strict=True))
+    ]
+    return MultiTurn(trajectories, speed, rollout.prompt_tokens, environment.result_tokens)
+
+
+def _trajectory(environment: Environment, kept: int, lost: int, rng: np.random.Generator) -> Trajectory:
+    """Equal turns, a sandbox before the first and a call before each other one; all of it twice after a failure."""
+    waits: list[float] = []
+    turns: list[int] = []
+    for tokens in (lost, kept) if lost else (kept,):
+        again = len(turns)
+        count = min(max(1, round(tokens / environment.tokens_per_turn)), tokens)
+        turns += [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
+        waits += _drawn(environment.reset_p50_s, environment.reset_p99_s, 1, rng)
+        waits += _drawn(environment.latency_p50_s, environment.latency_p99_s, count - 1, rng)
+    return Trajectory(np.array(waits), np.array(turns, dtype=np.float64), again)
+
+
+def _drawn(p50_s: float, p99_s: float, count: int, rng: np.random.Generator) -> list[float]:
+    """Lognormal waits; none is no wait."""
+    scores = rng.standard_normal(count)
+    drawn: list[float] = (p50_s * np.exp(math.log(p99_s / p50_s) / _P99 * scores)).tolist() if p50_s else [0.0] * count
+    return drawn
+
+
+def decoder(decode: Decode, tensor_parallel: int) -> Decoder:
     speed = tensor_parallel * decode.tp_efficiency ** math.log2(tensor_parallel)
-    wait = 0.0
-    if environment is not None:
-        sigma = math.log(environment.latency_p99_s / environment.latency_p50_s) / _P99
-        wait = environment.latency_p50_s * math.exp(sigma * sigma / 2) / environment.tokens_per_turn
     return Decoder(
         gpus=tensor_parallel,
         weights_s=decode.token_ms / 1e3 / speed,
@@ -181,14 +205,14 @@ def decoder(decode: Decode, tensor_parallel: int, environment: Environment | Non
         kv_s=decode.kv_us / 1e6 / speed,
         max_batch=decode.max_batch,
         prefill_s=decode.prefill_us / 1e6 / speed,
-        wait_s=wait,
+        caches=decode.prefix_cache,
     )
 
 
 def _lengths(
     spec: Lengths, trajectories: int, group: int, environment: Environment | None, rng: np.random.Generator
-) -> tuple[Floats, float]:
-    """Tokens each trajectory decodes, retries included, and the share of them that is kept."""
+) -> tuple[Floats, Floats]:
+    """Tokens of each trajectory, and those that it had when it failed."""
     groups = -(-trajectories // group)
     shared = np.repeat(rng.standard_normal(groups), group)[:trajectories]
     own = rng.standard_normal(trajectories)
@@ -196,8 +220,7 @@ def _lengths(
     kept = np.minimum(spec.median * np.exp(spec.sigma * score), spec.cap)
     kept[rng.random(trajectories) < spec.cap_share] = spec.cap
     kept = np.maximum(np.round(kept), 1.0)
-    decoded = kept
-    if environment is not None and environment.failure_rate:
-        failed = rng.random(trajectories) < environment.failure_rate
-        decoded = kept + np.round(np.where(failed, rng.random(trajectories) * kept, 0.0))
-    return decoded, float(kept.sum() / decoded.sum())
+    if environment is None or not environment.failure_rate:
+        return kept, np.zeros(trajectories)
+    failed = rng.random(trajectories) < environment.failure_rate
+    return kept, np.round(np.where(failed, rng.random(trajectories) * kept, 0.0))

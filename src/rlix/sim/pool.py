@@ -15,6 +15,8 @@ from rlix.scheduler.policies.base import Policy
 from rlix.sim.jobs import devices_of
 from rlix.sim.workload import Workload
 
+_PATIENCE_S = 1e6
+
 
 class _Nodes:
     """Nothing is ever left on a device, and there is nothing to end."""
@@ -39,8 +41,8 @@ def new_core(
 ) -> Core:
     """A core with the workload's devices and no jobs. What planning takes in real time does not reach its clock."""
     core = Core(
-        # Simulated rollouts keep their deadlines, however long the workload says that giving back takes.
-        Settings(home=Path("unused"), shrink_deadline_s=2.0 * workload.switching.shrink_s + 1.0),
+        # Simulated rollouts give back what they shall, however long the workload says that it takes.
+        Settings(home=Path("unused"), shrink_deadline_s=_PATIENCE_S),
         Forgetful() if journal is None else journal,
         clock=clock,
         nodes=_Nodes(),

@@ -14,6 +14,7 @@ from rlix.sim.jobs import Job
 from rlix.sim.ledger import Use
 from rlix.sim.progress import Progress
 from rlix.sim.trace import Trace
+from rlix.sim.work import MOMENT_S, Rollout
 from rlix.sim.workload import Switching
 
 _INFER = ClusterName.ACTOR_INFER
@@ -49,7 +50,7 @@ class Program:
         self._bundles: dict[int, Lease] = {}  # that it knows of, by epoch, those included that it is giving back
         self._giving_back: set[int] = set()
         self._loaded: set[int] = set()  # with current weights
-        self._open = False  # the rollout has its weights and environments: loaded bundles decode
+        self._open = False  # the rollout has its weights: loaded bundles decode
         self._resizing = False
         self._rollout_ends: VirtualTimer | None = None
         self._beat: VirtualTimer | None = None
@@ -141,7 +142,7 @@ class Program:
         for epoch, lease in self._bundles.items():
             if epoch not in self._giving_back:
                 self._ledger.put(lease.devices, Use.LOAD)
-        self._clock.call_later(max(self._world.switching.sync_s, self.progress.step.reset_s), self._begin_decoding)
+        self._clock.call_later(self._world.switching.sync_s, self._begin_decoding)
         self._report()
 
     def _begin_decoding(self) -> None:
@@ -152,8 +153,20 @@ class Program:
             self._ledger.put(self._bundles[epoch].devices, Use.DECODE)
         self._resize_soon()
 
-    def _rollout_done(self) -> None:
+    def _rollout_due(self) -> None:
         self.progress.touch(self._clock.time())
+        rollout = self.progress.rollout
+        assert rollout is not None
+        if rollout.remaining_s() > MOMENT_S:
+            self._await_end(rollout)
+        else:
+            self._rollout_done()
+
+    def _await_end(self, rollout: Rollout) -> None:
+        if (remaining_s := rollout.remaining_s()) < math.inf:
+            self._rollout_ends = self._clock.call_later(remaining_s, self._rollout_due)
+
+    def _rollout_done(self) -> None:
         self.progress.end_rollout()
         self._open = False
         self._ledger.demanding -= 1
@@ -213,7 +226,11 @@ class Program:
         self._giving_back.add(lease.epoch)
         self._loaded.discard(lease.epoch)
         self._resize_soon()
-        self._clock.call_later(self._world.switching.shrink_s, self._give_back, lease)
+        step_s, rollout = 0.0, self.progress.rollout
+        if rollout is not None:
+            self.progress.touch(self._clock.time())
+            step_s = rollout.interruptible_s(self.decoding_bundles)
+        self._clock.call_later(step_s + self._world.switching.shrink_s, self._give_back, lease)
 
     def _give_back(self, lease: Lease) -> None:
         if lease.epoch in self._bundles:
@@ -242,6 +259,4 @@ class Program:
         rollout.resize(self.decoding_bundles)
         if self._rollout_ends is not None:
             self._rollout_ends.cancel()
-        remaining_s = rollout.remaining_s()
-        if remaining_s < math.inf:
-            self._rollout_ends = self._clock.call_later(remaining_s, self._rollout_done)
+        self._await_end(rollout)

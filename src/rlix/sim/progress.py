@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from rlix.protocol.messages import Demand, Lease
 from rlix.protocol.types import ClusterName, Phase
 from rlix.sim.jobs import GangWork, Job, Step
-from rlix.sim.model import Curve, Rollout
 from rlix.sim.trace import Trace
+from rlix.sim.work import Rollout, Work
 
 _PILOT = 1_000_000  # the number of a step nobody trains on: what the job knows of its lengths when it starts
 
@@ -28,11 +28,11 @@ class Progress:
     unused_gpu_s: float = 0.0
     prefill_gpu_s: float = 0.0
     tokens: float = 0.0
-    _expected: Curve = field(init=False)
+    _expected: Work = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self.job.step(0)
-        self._expected = self.job.step(_PILOT).curve
+        self._expected = self.job.step(_PILOT).work
 
     def work(self) -> GangWork:
         return self.step.gangs[self.gang]
@@ -56,7 +56,7 @@ class Progress:
         return min(self.rollout.alive, len(declared.devices) // declared.tensor_parallel_size)
 
     def begin_rollout(self, now: float) -> None:
-        self.rollout = Rollout(self.step.curve, self.job.spec.rollout.prompt_tokens)
+        self.rollout = self.step.work.begin()
         self.since, self.gang = now, 0
 
     def touch(self, now: float) -> None:
@@ -69,7 +69,7 @@ class Progress:
         self.rollout.finish()
         self._count(self.rollout)
         self.rollout = None
-        self._expected = self.step.curve
+        self._expected = self.step.work
 
     def close(self, trace: Trace) -> None:
         """The job ends here: enters what it did, a rollout in flight as far as it came."""
@@ -92,9 +92,8 @@ class Progress:
         """GPU-seconds (tight, fluid and kept) and tokens of the rollout in flight so far."""
         if self.rollout is None:
             return 0.0, 0.0, 0.0
-        curve, depth = self.step.curve, self.rollout.depth
-        tokens, tight = curve.at(depth, curve.tokens), curve.at(depth, curve.tight_gpu_s)
-        return tight, tokens * curve.decoder.reference_gpu_s * self.step.useful, tokens
+        done, reference_gpu_s = self.rollout.done, self.step.work.decoder.reference_gpu_s
+        return done.tight_gpu_s, done.tokens * reference_gpu_s * self.step.useful, done.tokens
 
     def next_step(self) -> bool:
         """Moves on; False when all steps are done."""
@@ -107,26 +106,18 @@ class Progress:
 
     def demand(self) -> Demand:
         """What a job can honestly report: its lengths are guessed from the step before, not known in advance."""
-        step_gpu_s = self.step.gang_gpu_s + float(self._expected.tight_gpu_s[-1])
+        step_gpu_s = self.step.gang_gpu_s + self._expected.total.tight_gpu_s
         left_gpu_s = (self.job.steps - self.number) * step_gpu_s
         if self.rollout is None:
             return Demand(0, left_gpu_s=left_gpu_s)
-        alive, depth, curve = self.rollout.alive, self.rollout.depth, self._expected
-        like = curve.alive(depth)
-        pace_s = curve.alone_s
-        if like:
-            tokens = (float(curve.tokens[-1]) - curve.at(depth, curve.tokens)) * alive / like
-            floor_s = (float(curve.depth[-1]) - depth) * pace_s
-            alone_s = float(curve.seconds(1)[-1]) - curve.at(depth, curve.seconds(1))
-            work_s = max(0.0, alone_s - floor_s) * alive / like
-        else:  # longer than anything the step before had: expect a tenth more
-            tokens, floor_s, work_s = 0.1 * depth * alive, 0.1 * depth * pace_s, 0.0
+        alive = self.rollout.alive
+        outlook = self._expected.outlook(alive, self.rollout.depth)
         return Demand(
             alive,
-            int(tokens),
-            knee=curve.decoder.knee,
-            work_s=work_s,
-            floor_s=floor_s,
+            int(outlook.tokens),
+            knee=self._expected.decoder.knee,
+            work_s=outlook.work_s,
+            floor_s=outlook.floor_s,
             left_gpu_s=left_gpu_s,
             load_s=self.load_s,
         )

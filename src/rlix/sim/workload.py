@@ -15,6 +15,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+NonNegativeCount = Annotated[int, Field(ge=0)]
 GangPhase = Literal["actor_training", "critic_training", "old_log_probs", "reference_log_probs", "value_compute"]
 
 SHIPPED = Path(__file__).parent / "workloads"
@@ -70,21 +71,28 @@ class Decode(_Model):
     max_batch: Count = 128
     prefill_us: NonNegative = 25.0
     tp_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.9
+    prefix_cache: bool = False  # whether a bundle keeps the context of trajectories that wait for a call
 
 
 class Environment(_Model):
-    """Tools and sandboxes of agentic rollouts."""
+    """Tools and sandboxes of agentic rollouts. Waits are lognormal, each trajectory's and each call's own."""
 
     tokens_per_turn: Positive = 200.0
-    latency_p50_s: Positive = 0.16
+    latency_p50_s: Positive = 0.16  # of a call between two turns
     latency_p99_s: Positive = 2.7
-    reset_s: NonNegative = 0.0  # sandboxes come up before the first token
+    reset_p50_s: NonNegative = 0.0  # of a sandbox that comes up before the first turn; none: there at once
+    reset_p99_s: NonNegative = 0.0
+    result_tokens: NonNegativeCount = 0  # that a call adds to the context
     failure_rate: Share = 0.0  # trajectories that fail somewhere and start again
 
     @model_validator(mode="after")
     def _ordered(self) -> "Environment":
-        if self.latency_p99_s < self.latency_p50_s:
-            raise ValueError("latency_p99_s is below latency_p50_s; give the larger one as p99")
+        for name in ("latency", "reset"):
+            p50_s, p99_s = getattr(self, f"{name}_p50_s"), getattr(self, f"{name}_p99_s")
+            if p99_s < p50_s or (p50_s == 0) != (p99_s == 0):
+                raise ValueError(
+                    f"{name}_p99_s is {p99_s:g} and {name}_p50_s {p50_s:g}; give 0 < p50 <= p99, or no reset"
+                )
         return self
 
 

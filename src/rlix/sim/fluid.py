@@ -1,72 +1,27 @@
-"""How long things take: decoding by batch and tensor parallelism, and one rollout's way through its trajectories.
+"""One rollout's way through trajectories that are decoded in one go: all of them at one pace.
 
-Decoding follows the roofline: one step of a bundle streams the weights once, whatever the batch, until the batch
-reaches the knee where arithmetic takes over; reading each sequence's key-value cache adds to both (Williams et al.,
-"Roofline", CACM 2009; Pope et al., "Efficiently scaling transformer inference", 2022). Trajectories are balanced over
-a rollout's bundles, and those that find no room wait until another has ended (where they wait for environments
-anyway, they take turns). A rollout's state is one number: the depth, in tokens, that every trajectory still alive
-would have reached if all had been decoded at one pace; with room for all of them, they are. Times at any depth and
-width come from a few vector operations: on narrow rollouts, where some wait, from when as many tokens are there.
+Trajectories are balanced over a rollout's bundles, and those that find no room wait until another has ended. A
+rollout's state is one number: the depth, in tokens, that every trajectory still alive would have reached if all had
+been decoded at one pace; with room for all of them, they are. Times at any depth and width come from a few vector
+operations: on narrow rollouts, where some wait, from when as many tokens are there.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from rlix.scheduler.queueing import ends_in_turn
-
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """One bundle of `gpus` tensor-parallel GPUs decoding a batch. Times are seconds of the whole bundle."""
-
-    gpus: int
-    weights_s: float  # one step's floor: streaming the weights
-    compute_s: float  # arithmetic per sequence and step; the knee is at weights_s / compute_s
-    kv_s: float  # reading one sequence's cache, per step
-    max_batch: int  # sequences that fit; more take turns
-    prefill_s: float  # per token of context rebuilt
-    wait_s: float = 0.0  # environment latency per token: a waiting trajectory takes no part in the batch
-
-    def token_s(self, sequences: Floats) -> Floats:
-        """Seconds until each of `sequences` (per bundle, at least one) has one more token."""
-        sequences = np.maximum(sequences, 1.0)
-        pace = self._step_s(sequences)
-        if self.wait_s == 0.0:
-            return pace
-        for _ in range(4):  # of all sequences, the share that is not waiting for its environment is in the batch
-            decoding = sequences * pace / (pace + self.wait_s)
-            pace = self._step_s(np.maximum(decoding, 1.0))
-        return pace + self.wait_s
-
-    def _step_s(self, batch: Floats) -> Floats:
-        held = np.minimum(batch, self.max_batch)
-        step = np.maximum(self.weights_s, held * self.compute_s) + held * self.kv_s
-        slowed: Floats = step * (batch / held)
-        return slowed
-
-    @property
-    def knee(self) -> float:
-        """The batch where arithmetic takes over from streaming the weights."""
-        return min(self.weights_s / self.compute_s, float(self.max_batch))
-
-    @property
-    def reference_gpu_s(self) -> float:
-        """GPU-seconds per token at the most efficient batch: what a token costs when nothing is wasted."""
-        batch = np.arange(1, self.max_batch + 1, dtype=np.float64)
-        return float((self._step_s(batch) / batch).min()) * self.gpus
+from rlix.sim.decoder import Decoder, Floats
+from rlix.sim.work import Done, Outlook
 
 
 class Curve:
     """One step's trajectories, sorted by length: time, tokens and GPU-seconds as functions of depth and width."""
 
-    def __init__(self, lengths: Floats, decoder: Decoder) -> None:
+    def __init__(self, lengths: Floats, decoder: Decoder, prompt_tokens: int = 0) -> None:
         """`lengths`: tokens of each trajectory, shape [trajectories], in the order in which they are begun."""
         self.decoder = decoder
+        self.prompt_tokens = prompt_tokens
         self.trajectories = len(lengths)
         self._lengths: list[float] = lengths.tolist()
         self.depth, self._alive = _ending(np.sort(lengths))
@@ -87,8 +42,27 @@ class Curve:
         return np.maximum(longest, self.tokens * decoder.reference_gpu_s / decoder.gpus)
 
     def _waits(self, bundles: int) -> bool:
-        """Whether some have to wait until another has ended; those that wait for environments take turns instead."""
-        return self.decoder.wait_s == 0.0 and self.trajectories > bundles * self.decoder.max_batch
+        """Whether some have to wait until another has ended."""
+        return self.trajectories > bundles * self.decoder.max_batch
+
+    @property
+    def total(self) -> Done:
+        return Done(float(self.tokens[-1]), float(self.tight_gpu_s[-1]))
+
+    def shortest_s(self, bundles: int) -> float:
+        return float(self.seconds(bundles)[-1])
+
+    def begin(self) -> "FluidRollout":
+        return FluidRollout(self)
+
+    def outlook(self, alive: int, depth: float) -> Outlook:
+        like = self.alive(depth)
+        if not like:  # longer than anything here: expect a tenth more
+            return Outlook(0.1 * depth * alive, 0.0, 0.1 * depth * self.alone_s)
+        tokens = (float(self.tokens[-1]) - self.at(depth, self.tokens)) * alive / like
+        floor_s = (float(self.depth[-1]) - depth) * self.alone_s
+        alone_s = float(self.seconds(1)[-1]) - self.at(depth, self.seconds(1))
+        return Outlook(tokens, max(0.0, alone_s - floor_s) * alive / like, floor_s)
 
     def alive(self, depth: float) -> int:
         """Trajectories longer than `depth`."""
@@ -138,13 +112,13 @@ def _cumulative(values: Floats) -> Floats:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-class Rollout:
+class FluidRollout:
     """A rollout in flight: its depth, the bundles that decode it, and the context it must rebuild.
 
     Time is told to it by `advance`; how far that took it along its curve is worked out when somebody asks.
     """
 
-    def __init__(self, curve: Curve, prompt_tokens: int) -> None:
+    def __init__(self, curve: Curve) -> None:
         self.curve = curve
         self.bundles = 0
         self.unused_gpu_s = 0.0  # of bundles without a trajectory, up to the last change of width
@@ -154,7 +128,6 @@ class Rollout:
         self._settled_s = 0.0  # where the last change of width was, on the same curve
         self._run_s = 0.0  # decoded since somebody last asked
         self._debt_s = 0.0  # prefill still to do, seconds on the present bundles
-        self._prompt = prompt_tokens
         self._cold = 0.0  # trajectories whose cache was lost and that no bundle has taken up
 
     @property
@@ -168,6 +141,11 @@ class Rollout:
     def alive(self) -> int:
         return self.curve.alive(self.depth)
 
+    @property
+    def done(self) -> Done:
+        curve, depth = self.curve, self.depth
+        return Done(curve.at(depth, curve.tokens), curve.at(depth, curve.tight_gpu_s))
+
     def advance(self, elapsed_s: float) -> None:
         if self.bundles:
             prefill = min(self._debt_s, elapsed_s)
@@ -176,7 +154,7 @@ class Rollout:
             self._run_s += elapsed_s - prefill
 
     def remaining_s(self) -> float:
-        """Seconds until the last trajectory ends at the present width; infinite with none."""
+        """Exactly; infinite with no bundle."""
         if not self.bundles:
             return float("inf")
         seconds = self.curve.seconds(self.bundles)
@@ -205,11 +183,15 @@ class Rollout:
         self.bundles, self._cold, self._debt_s = bundles, 0.0, 0.0
         if bundles:
             rebuilt = min(cold, float(alive))
-            context = self._prompt + self._depth
+            context = self.curve.prompt_tokens + self._depth
             self._debt_s = (debt_bundle_s + rebuilt * context * self.curve.decoder.prefill_s) / bundles
             self._start_s = self._settled_s = self.curve.at(self._depth, self.curve.seconds(bundles))
         else:
             self._cold = cold
+
+    def interruptible_s(self, bundle: int) -> float:
+        """At any moment."""
+        return 0.0
 
     def _settle(self) -> None:
         seconds = self.curve.seconds(self.bundles)

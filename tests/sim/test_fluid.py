@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlix.sim.model import Curve, Decoder, Rollout
+from rlix.sim.decoder import Decoder
+from rlix.sim.fluid import Curve, FluidRollout
 
 PLAIN = Decoder(gpus=1, weights_s=0.010, compute_s=0.0001, kv_s=0.0, max_batch=200, prefill_s=0.0)
 
@@ -14,13 +15,6 @@ def test_a_step_costs_the_weights_up_to_the_knee_and_arithmetic_beyond() -> None
     assert PLAIN.knee == pytest.approx(100)
     paces = PLAIN.token_s(np.array([1.0, 50.0, 100.0, 200.0, 400.0]))
     assert paces == pytest.approx([0.010, 0.010, 0.010, 0.020, 0.040])  # 400: 200 take turns
-
-
-def test_environment_latency_keeps_trajectories_out_of_the_batch() -> None:
-    waiting = Decoder(gpus=1, weights_s=0.010, compute_s=0.0001, kv_s=0.0, max_batch=200, prefill_s=0.0, wait_s=0.010)
-    assert waiting.token_s(np.array([1.0, 150.0])) == pytest.approx(
-        [0.020, 0.020]
-    )  # half of 150 decode: below the knee
 
 
 def test_reference_efficiency_is_the_best_batch() -> None:
@@ -44,7 +38,7 @@ def test_width_divides_only_what_is_above_the_knee() -> None:
 
 def test_a_shrunk_rollout_keeps_its_tokens_and_pays_the_prefill() -> None:
     decoder = Decoder(gpus=1, weights_s=0.01, compute_s=0.0001, kv_s=0.0, max_batch=200, prefill_s=0.001)
-    rollout = Rollout(Curve(np.full(10, 100.0), decoder), prompt_tokens=20)
+    rollout = FluidRollout(Curve(np.full(10, 100.0), decoder, prompt_tokens=20))
     rollout.resize(2)
     rollout.advance(0.5)
     assert rollout.depth == pytest.approx(50)
@@ -60,14 +54,10 @@ def test_a_shrunk_rollout_keeps_its_tokens_and_pays_the_prefill() -> None:
 lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=60).map(lambda x: np.array(x, dtype=np.float64))
 
 
-@given(lengths, st.integers(1, 6), st.integers(1, 6), st.floats(0, 0.02))
+@given(lengths, st.integers(1, 6), st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
-def test_widening_shortens_time_but_never_saves_gpu_seconds(
-    tokens: np.ndarray, narrow: int, more: int, wait_s: float
-) -> None:
-    decoder = Decoder(
-        gpus=1, weights_s=0.01, compute_s=0.0002, kv_s=0.00005, max_batch=64, prefill_s=0.0, wait_s=wait_s
-    )
+def test_widening_shortens_time_but_never_saves_gpu_seconds(tokens: np.ndarray, narrow: int, more: int) -> None:
+    decoder = Decoder(gpus=1, weights_s=0.01, compute_s=0.0002, kv_s=0.00005, max_batch=64, prefill_s=0.0)
     curve = Curve(tokens, decoder)
     wide = narrow + more
     assert curve.seconds(wide)[-1] <= curve.seconds(narrow)[-1] + 1e-9
@@ -80,7 +70,7 @@ def test_widening_shortens_time_but_never_saves_gpu_seconds(
 def test_progress_does_not_depend_on_how_often_it_is_looked_at(
     tokens: np.ndarray, stretches: list[tuple[int, float]]
 ) -> None:
-    looked_at, left_alone = (Rollout(Curve(tokens, PLAIN), 10) for _ in range(2))
+    looked_at, left_alone = (FluidRollout(Curve(tokens, PLAIN, 10)) for _ in range(2))
     for width, seconds in stretches:
         looked_at.resize(width)
         left_alone.resize(width)
