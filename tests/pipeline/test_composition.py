@@ -90,6 +90,7 @@ def test_what_is_too_old_is_left_out_or_counts_as_new(on_stale: str, tmp_path: P
     assert [row["staleness_max"] for row in rows] == [0, 1, 2, 2]
     assert [row["dropped"] for row in rows] == ([0, 0, 8, 8] if on_stale == "drop" else [0] * 4)
     assert ["grad_norm" in row for row in rows] == [True, True, *[on_stale == "rescore"] * 2]  # whether there was any
+    assert on_stale == "drop" or [row["importance"] == 1 for row in rows] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo"])
