@@ -93,9 +93,10 @@ def test_what_is_too_old_is_left_out_or_counts_as_new(on_stale: str, tmp_path: P
     assert on_stale == "drop" or [row["importance"] == 1 for row in rows] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo", "tests.pipeline.own_parts:Best"])
 def test_a_kl_coefficient_brings_a_reference(algorithm: str, tmp_path: Path) -> None:
-    chosen = {"name": algorithm, "options": {"kl_coefficient": 0.1}}
+    own = {"sharpness": 2.0} if ":" in algorithm else {}
+    chosen = {"name": algorithm, "options": {"kl_coefficient": 0.1, **own}}
     pipeline = InProcess(job("environment", "on_policy", chosen, tmp_path), tmp_path)
     rows = pipeline.run_steps()
     assert "REFERENCE_LOG_PROBS" in pipeline.phases
