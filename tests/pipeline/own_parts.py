@@ -38,6 +38,7 @@ class BestOptions:
     sharpness: float
     clip_low: float = 0.2
     clip_high: float = 0.2
+    kl_coefficient: float = 0.0
 
 
 class Best(Algorithm):

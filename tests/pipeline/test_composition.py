@@ -81,7 +81,9 @@ def test_every_combination_takes_steps(source: str, schedule: str, algorithm: st
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "rescore"])
-def test_what_is_too_old_is_left_out_or_counts_as_new(on_stale: str, tmp_path: Path) -> None:
+def test_what_is_too_old_is_left_out_or_counts_as_new(
+    on_stale: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Trajectories of three steps are on the way, where two are allowed."""
     spec = job("task", "ahead", "grpo", tmp_path)
     rule = {"max_staleness": 1, "ahead": 2, "on_stale": on_stale}
@@ -90,11 +92,14 @@ def test_what_is_too_old_is_left_out_or_counts_as_new(on_stale: str, tmp_path: P
     assert [row["staleness_max"] for row in rows] == [0, 1, 2, 2]
     assert [row["dropped"] for row in rows] == ([0, 0, 8, 8] if on_stale == "drop" else [0] * 4)
     assert ["grad_norm" in row for row in rows] == [True, True, *[on_stale == "rescore"] * 2]  # whether there was any
+    assert [row.get("importance") for row in rows[2:]] == ([None] * 2 if on_stale == "drop" else [1.0] * 2)
+    assert sum("teaches nothing" in line for line in caplog.messages) == (on_stale == "drop")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp", "ppo", "tests.pipeline.own_parts:Best"])
 def test_a_kl_coefficient_brings_a_reference(algorithm: str, tmp_path: Path) -> None:
-    chosen = {"name": algorithm, "options": {"kl_coefficient": 0.1}}
+    own = {"sharpness": 2.0} if ":" in algorithm else {}
+    chosen = {"name": algorithm, "options": {"kl_coefficient": 0.1, **own}}
     pipeline = InProcess(job("environment", "on_policy", chosen, tmp_path), tmp_path)
     rows = pipeline.run_steps()
     assert "REFERENCE_LOG_PROBS" in pipeline.phases

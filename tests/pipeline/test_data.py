@@ -1,9 +1,13 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
@@ -52,6 +56,18 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) ->
     data = DataSpec(path=str(write(tmp_path, kind)))
     found = DataTask(data, load_tables(data), [RewardSpec(name="exact_match")], TOKENIZER)
     assert found.prompts(0, 0, 10) == task().prompts(0, 0, 10)
+
+
+def test_a_job_reads_a_table_without_a_word_on_the_terminal(tmp_path: Path) -> None:
+    code = "import sys, datasets; datasets.load_dataset('json', data_files=sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(write(tmp_path, "jsonl"))],
+        env={**os.environ, **WORKER_ENVIRONMENT},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout + done.stderr == b""
 
 
 class TestOrder:

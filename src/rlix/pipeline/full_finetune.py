@@ -107,7 +107,7 @@ class FullFinetunePipeline(Pipeline):
         mask, sampled_with = batch["mask"], batch.pop("behavior_log_probs")
         weights = truncated_importance_weights(batch["old_log_probs"], sampled_with, mask, cap=self.importance_cap)
         batch["importance"] = torch.where(stale_tokens(samples, mask), 1.0, weights)
-        return {"importance": float(masked_mean(weights, mask))}
+        return {"importance": float(masked_mean(batch["importance"], mask))} if mask.any() else {}
 
     def train(self, step: int, batch: PolicyBatch) -> dict[str, float]:
         """Optimizer steps over the minibatches, then the new weights; not abandoned where the critic has trained."""

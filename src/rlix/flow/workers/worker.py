@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 WORKER_ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # or Ray hides every GPU from an actor that asks for none
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # what workers print ends up in the terminal of whoever started the job
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
 """Of every process of a job, so that all can be forked from one server."""
 CONTROL = "control"

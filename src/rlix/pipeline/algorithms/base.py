@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlix.pipeline.algorithms.kl import kl_estimate
+from rlix.pipeline.algorithms.kl import KlEstimator, kl_estimate
 from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss
 from rlix.pipeline.algorithms.tensors import Aggregation, Terms, aggregate, masked_mean
 from rlix.pipeline.batch import PolicyBatch
@@ -34,8 +34,8 @@ class Algorithm(ABC):
     """Says what is learnt from a batch. One object serves the pipeline and, sent there, every training worker.
 
     `Options` (a pydantic model or a dataclass) checks `algorithm.options` of the job. Options `kl_coefficient` above 0
-    and `critic` bring a reference model and a critic; `clip_low`, `clip_high`, `kl_estimator` and `aggregation` are
-    those of the methods below.
+    and `critic` bring a reference model and a critic; `clip_low`, `clip_high`, `kl_estimator` (k3) and `aggregation`
+    (token) are those of the methods below.
     """
 
     Options: Any = GrpoOptions
@@ -94,7 +94,7 @@ class Algorithm(ABC):
         reference = batch.get("reference_log_probs")
         if reference is None:
             return result.loss, metrics
-        per_token = kl_estimate(log_probs, reference, self.options.kl_estimator)
+        per_token = kl_estimate(log_probs, reference, self.kl_estimator)
         metrics["kl"] = masked_mean(per_token, batch["mask"])
         if self.kl_in_reward:
             return result.loss, metrics
@@ -110,11 +110,16 @@ class Algorithm(ABC):
         given: Aggregation = getattr(self.options, "aggregation", "token")
         return given
 
+    @property
+    def kl_estimator(self) -> KlEstimator:
+        given: KlEstimator = getattr(self.options, "kl_estimator", "k3")
+        return given
+
     def kl(self, batch: PolicyBatch) -> Tensor | None:
         """Per-token estimate of the KL to the reference before the update, where the batch has one."""
         if "reference_log_probs" not in batch:
             return None
-        return kl_estimate(batch["old_log_probs"], batch["reference_log_probs"], self.options.kl_estimator)
+        return kl_estimate(batch["old_log_probs"], batch["reference_log_probs"], self.kl_estimator)
 
 
 def estimate_of(algorithm: Algorithm, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:

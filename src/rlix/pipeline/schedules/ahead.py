@@ -1,5 +1,6 @@
 """Making the next steps' samples while a step trains, under a bound on the age of their tokens."""
 
+import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,8 @@ from rlix.pipeline.samples import Samples, mean
 from rlix.pipeline.schedules.base import Schedule, Supply, with_spread
 from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import RlixError
+
+logger = logging.getLogger(__name__)
 
 
 class StalenessError(RlixError):
@@ -32,6 +35,7 @@ class Ahead(Schedule):
         self._begun: dict[int, Any] = {}
         self._made: dict[int, Samples] = {}
         self._held_back: Published | None = None
+        self._said = False  # that everything is dropped
 
     def samples(self, step: int) -> Samples:
         """What an earlier step has usually begun; begins the next."""
@@ -40,6 +44,15 @@ class Ahead(Schedule):
         samples = self._made.pop(step) if step in self._made else self._finished(step)
         self._begin_ahead(step)
         samples, found = checked(step, samples, self.options)
+        if found["dropped"] == len(samples) and not self._said:
+            self._said = True
+            logger.warning(
+                "step %d teaches nothing: each of its %d samples has a token older than max_staleness %d; lower "
+                "schedule.options.ahead, or use 'on_stale: rescore' (the metric dropped shows when it happens again)",
+                step,
+                len(samples),
+                self.options.max_staleness,
+            )
         return replace(samples, curves={**samples.curves, **found})
 
     def publish(self, weights: Published) -> None:
