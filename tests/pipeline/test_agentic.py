@@ -135,6 +135,10 @@ def episode(turns: tuple[Turn, ...], end: End = End.DONE, tally: Tally | None = 
             r"options.hop: unknown key; did you mean",
         ),
         (lambda d: d["source"]["environment"]["options"].update(hops="x"), r"options.hops: must be a valid integer"),
+        (
+            lambda d: d["source"]["environment"]["options"].update(failure_rate=2),
+            r"options.failure_rate: must be less than or equal to 1",
+        ),
         (lambda d: d["source"].update(options={"hops": 3}), "source.options: .* under 'source.environment'"),
     ],
 )

@@ -245,9 +245,9 @@ def test_a_replay_that_differs_is_a_failure_that_says_so() -> None:
 
 
 def test_an_environment_that_cannot_be_built_fails_its_trajectory() -> None:
-    played = episode(partial(DigitLookup, hops=0))
+    played = episode(partial(DigitLookup, tool_p50_s=2.0, tool_p99_s=1.0))
     assert played.error is not None
-    assert "hops is 0" in played.error
+    assert "p50 2 s and p99 1 s" in played.error
     assert played.tally.failures == LIMITS.attempts
 
 

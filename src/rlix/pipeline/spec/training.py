@@ -53,7 +53,8 @@ class TrainingSpec(Section):
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and bring it to the device for each optimizer step."""
     dropout: bool = False
-    """Apply the model's own dropout in training steps; log-probs never have any."""
+    """Apply the model's own dropout, at the rates of its configuration (many have none), in training steps; log-probs
+    never have any."""
     timeout_s: Seconds = 3600.0
     """Longest that one call of the training processes may take: an update of a minibatch, log-probs of a batch, a
     checkpoint; then the job, or of `multi_lora` the run, fails and says which device it waited for. As long may the

@@ -4,6 +4,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.environments.base import (
@@ -18,6 +21,8 @@ from rlix.pipeline.sources.environments.latency import Lognormal
 from rlix.pipeline.sources.environments.tools import Toolbox
 
 Sleep = Callable[[float], Awaitable[None]]
+Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 _TOOL_TIMEOUT_S = 3600.0  # the tool's own; that of the whole step is set by whoever runs the environment
 
 
@@ -44,18 +49,16 @@ class DigitLookup:
         self,
         instance: Instance,
         *,
-        hops: int = 3,
-        latency_scale: float = 1.0,
-        tool_p50_s: float = 0.16,
-        tool_p99_s: float = 2.7,
-        reset_p50_s: float = 0.5,
-        reset_p99_s: float = 4.0,
-        failure_rate: float = 0.1,
-        hang_share: float = 0.5,
+        hops: Annotated[int, Field(ge=1, le=9)] = 3,  # the agent reads it as one digit
+        latency_scale: Annotated[float, Field(ge=0)] = 1.0,
+        tool_p50_s: Seconds = 0.16,
+        tool_p99_s: Seconds = 2.7,
+        reset_p50_s: Seconds = 0.5,
+        reset_p99_s: Seconds = 4.0,
+        failure_rate: Share = 0.1,
+        hang_share: Share = 0.5,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        if not 1 <= hops <= 9:
-            raise ValueError(f"hops is {hops}; it must be from 1 to 9, for the agent reads it as one digit")
         self._hops = hops
         self._source = random.Random(stream_seed(instance.seed, "instance", instance.attempt))
         self._fault = _draw_fault(self._source, hops, failure_rate, hang_share)
