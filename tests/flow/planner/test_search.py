@@ -112,7 +112,7 @@ def test_a_circle_is_planned_as_one_part() -> None:
 def test_what_cannot_be_planned_says_why() -> None:
     with pytest.raises(SpecError, match=r"b needs 20 bytes a device even on all of 2 device\(s\) with 10 bytes"):
         make_plan(chain(part("a", 0, 1), part("b", 0, 1, held=20)), 8, 2, device_bytes=10)
-    with pytest.raises(SpecError, match="b needs 4 for one rank"):
+    with pytest.raises(SpecError, match=r"b needs 4 device\(s\) for one rank, and there are 2: give it more devices"):
         make_plan(chain(part("a", 0, 1), part("b", 0, 1, unit=4)), 8, 2)
     with pytest.raises(SpecError, match="not a multiple of 3"):
         make_plan(chain(part("a", 0, 1, chunk=3), part("b", 0, 1)), 8, 2)

@@ -235,8 +235,11 @@ def _why_none(graph: Graph, items: int, devices: int, device_bytes: float, mode:
                 return (
                     f"{part.name} runs on {min(part.widths)} rank(s) or more, and {devices} device(s) hold {ranks[-1]}"
                 )
-            least = float(np.min(part.table.peak_bytes(ranks, items))) if ranks else 0.0
-            need = f"needs {least:.3g} bytes a device even on all" if ranks else f"needs {part.unit} for one rank"
+            if not ranks:
+                needs = f"{part.name} needs {part.unit} device(s) for one rank"
+                return f"{needs}, and there are {devices}: give it more devices"
+            least = float(np.min(part.table.peak_bytes(ranks, items)))
+            need = f"needs {least:.3g} bytes a device even on all"
             return f"{part.name} {need} of {devices} device(s) with {device_bytes:.3g} bytes each: give it more devices"
     what = f"{mode} plan" if mode else "plan"
     return f"there is no {what} for {len(graph.components)} part(s) on {devices} device(s)"
