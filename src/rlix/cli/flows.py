@@ -73,7 +73,7 @@ def profile_flow(
     typer.echo(f"kept in {path}")
 
 
-def plan_flow(name: str, gpus: int, gigabytes: float, mode: str) -> None:
+def plan_flow(name: str, gpus: int, gigabytes: float | None, mode: str) -> None:
     """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
     logging.getLogger("rlix.flow").setLevel(logging.WARNING)
     flow = load_flow(name)

@@ -96,7 +96,7 @@ def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
     return load_run(folder / trial.spec.name)
 
 
-def plan_job_file(name: str, gpus: int | None, gigabytes: float, mode: str | None) -> None:
+def plan_job_file(name: str, gpus: int | None, gigabytes: float | None, mode: str | None) -> None:
     """Explain the fastest plan of a job and its runner-up; what the job says of its clusters' widths does not count."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
     wanted = spec.plan or PlanSpec()

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlix.flow.planner.costs import Cost, Costs
 from rlix.flow.planner.graph import Graph, Node, ordered_partitions
-from rlix.flow.planner.plan import Mode, PartPlan, Plan, Planned, SegmentPlan, StagePlan
+from rlix.flow.planner.plan import SLACK, Mode, PartPlan, Plan, Planned, SegmentPlan, StagePlan
 from rlix.flow.planner.split import split
 from rlix.flow.planner.tables import Array
 from rlix.protocol.errors import SpecError
@@ -23,7 +23,6 @@ from rlix.protocol.errors import SpecError
 MOST_CHUNK_SIZES = 24
 MOST_CHUNKS = 256
 KEPT = 6  # runners-up
-SLACK = 0.01
 
 
 def make_plan(
