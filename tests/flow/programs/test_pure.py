@@ -227,7 +227,7 @@ def test_tables_of_what_a_part_was_before_are_refused(before: dict[str, Any], no
 
 
 def test_a_grid_measures_something() -> None:
-    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (2.5,), 1), ((1,), (1,), 0)):
+    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (2.5,), 1), ((1,), (1,), 0), (1, (1,), 1)):
         with pytest.raises(SpecError, match="all whole numbers from 1 on"):
             Grid(*wrong)  # type: ignore[arg-type]
 

@@ -32,7 +32,10 @@ class Grid:
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if not (self.widths and self.batches and all(map(is_count, (*self.widths, *self.batches, self.repeats)))):
+        lists = isinstance(self.widths, Sequence) and isinstance(self.batches, Sequence)
+        if not (lists and self.widths and self.batches) or not all(
+            map(is_count, (*self.widths, *self.batches, self.repeats))
+        ):
             raise SpecError(f"{self}: needs one width or more and one batch or more, all whole numbers from 1 on")
 
 
