@@ -28,6 +28,9 @@ def test_a_flow_is_planned_from_its_tables(rlix_home: Path) -> None:
     assert "runner-up" in planned.output
     assert "disaggregated: " in run(app, ["plan", EXAMPLE, "--mode", "disaggregated"]).output
     assert run(app, ["plan", EXAMPLE, "--mode", "fast"]).exit_code == 2
+    for gigabytes in ("0", "-1", "nan"):
+        refused = run(app, ["plan", EXAMPLE, "--gigabytes", gigabytes])
+        assert (refused.exit_code, "must be above 0" in refused.output) == (2, True)
 
 
 def test_workers_can_import_the_file_from_wherever_the_command_was_typed(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_a_signal_to_the_group_ends_its_own_jobs_and_the_control_plane_ends_idle
     shared = terminals.start("run", "left.yaml")
     private.wait_for(r"right: running, step [1-9]")
     shared.wait_for(r"left: running, step [1-9]")
-    assert "right" not in terminals.run("status")
+    status = terminals.run("status")
+    assert "right" not in status
+    assert "on average" not in status  # it has looked once
     shared.interrupt()
     assert shared.wait() == 130, shared.output()
     assert "left: stopped" in shared.output()

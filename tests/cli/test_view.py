@@ -50,6 +50,11 @@ def test_live_view_shows_every_job_and_device() -> None:
     assert "stopping" in lines[-1]
 
 
+def test_a_single_look_says_no_average() -> None:
+    lines = drawn(Snapshot((), control(lease(1, "ft_1", (0,))), 65.0, None))
+    assert lines[0].rstrip().endswith("25 % of 4 devices in use")
+
+
 def test_a_failed_job_is_shown_as_failed() -> None:
     lines = drawn(Snapshot((job_status(state="failed", phase="rollout"),), control(), 1.0, 0.0))
     assert "failed" in line_of(lines, "sort")

@@ -4,6 +4,7 @@ import pytest
 
 from rlix.flow.workers.launch import launch
 from rlix.flow.workers.placement import ByNode, Flexible, OnCpu, Packed, Placement, Pool, place
+from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, DeviceKind
 
@@ -57,6 +58,12 @@ def test_ranks_are_where_they_were_asked_for(placement: Placement, expected: lis
         ("gone:0", r"node\(s\) n9 of group 'gone' have no devices here"),
         ("1-0", "neither a number"),
         (ByNode(per_rank=0), "per_rank is at least 1"),
+        (OnCpu("a"), "ranks is a whole number, not 'a'"),  # type: ignore[arg-type]
+        (OnCpu(0), "has no rank"),
+        (Packed(0, 3, per_rank=None), "per_rank is a whole number, not None"),  # type: ignore[arg-type]
+        (ByNode(most=1.5), "most is a whole number, not 1.5"),  # type: ignore[arg-type]
+        (Flexible(3), "each rank has a list of devices"),  # type: ignore[arg-type]
+        (None, "placement None is none: Packed"),  # type: ignore[list-item]
         (Flexible([0, 1]), "each rank has a list of devices"),  # type: ignore[list-item]
     ],
 )
@@ -70,3 +77,6 @@ def test_numbers_are_no_devices_and_other_classes_no_workers() -> None:
         Pool([0, 1])  # type: ignore[list-item]
     with pytest.raises(SpecError, match=r"dict.* is not a class derived from rlix\.flow\.Worker"):
         launch(dict, "all", POOL)  # type: ignore[arg-type]
+    for wrong in ({"name": 3}, {"max_concurrency": 0}, {"max_concurrency": "2"}):
+        with pytest.raises(SpecError, match=f"launch: .*{next(iter(wrong))}.* not "):
+            launch(Worker, "all", POOL, **wrong)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlix.cli import plans
+from rlix.cli import plans, run
 from rlix.cli.main import app
 from rlix.flow.planner import Mode, Point
 from rlix.flow.profiler.profile import PartProfile, Profile
@@ -149,7 +149,26 @@ def test_without_a_declared_speed_a_job_is_planned_from_its_profile(tmp_path: Pa
     assert choose(spec, range(2), tmp_path).planned.best.seconds == pytest.approx(8.0)
     other = job(declared_speed=None, plan="auto", algorithm={"epochs": 2})
     assert profile_path(tmp_path, other) != profile_path(tmp_path, spec)
-    assert profile_path(tmp_path, job(seed=3)) == profile_path(tmp_path, spec)  # which nothing takes longer for
+    assert profile_path(tmp_path, job(seed=3, name="job2", steps=9)) == profile_path(tmp_path, spec)  # nor do these
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [(None, "there is no profile"), ("{", "is not a profile"), ('{"flow": "", "machine": "", "parts": {}, '
+      '"transfers": []}', "has no actor_infer, actor_train")],
+)  # fmt: skip
+def test_a_run_without_tables_to_plan_by_starts_nothing(
+    kept: str | None, said: str, tmp_path: Path, rlix_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job(declared_speed=None, plan="auto")
+    (tmp_path / "job.yaml").write_text(spec.to_yaml())
+    if kept is not None:
+        path = profile_path(rlix_home, spec)
+        path.parent.mkdir(parents=True)
+        path.write_text(kept)
+    monkeypatch.setattr(run, "_run_to_end", lambda *_: pytest.fail("it was started"))
+    ended = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml"), "--runs-dir", str(tmp_path / "runs")])
+    assert (ended.exit_code, said in ended.output) == (2, True), ended.output
 
 
 def test_a_profile_runs_the_job_itself_on_every_width() -> None:

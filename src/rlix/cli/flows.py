@@ -18,7 +18,7 @@ from rlix.flow.programs.flow import Flow
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S
 from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import SpecError
-from rlix.protocol.types import Phase
+from rlix.protocol.types import LONGEST_NAME, Phase
 
 
 def is_flow(name: str) -> bool:
@@ -61,7 +61,7 @@ def profile_flow(
     """Measure every part on the pool's first devices, and keep the tables of this kind of machine."""
     flow = load_flow(name)
     grid = Grid(tuple(widths) or halves(gpus), tuple(batches) or halves(flow.items, flow.items // 16), repeats)
-    with attach(f"profile {flow.name}", gangs={"profile": list(range(gpus))}) as job:
+    with attach(f"profile {flow.name}"[:LONGEST_NAME], gangs={"profile": list(range(gpus))}) as job:
         known = job.client.devices()
         with job.phase(Phase.INITIALIZATION, "profile") as lease:
             devices = [known[device] for device in lease.devices]
@@ -73,7 +73,7 @@ def profile_flow(
     typer.echo(f"kept in {path}")
 
 
-def plan_flow(name: str, gpus: int, gigabytes: float, mode: str) -> None:
+def plan_flow(name: str, gpus: int, gigabytes: float | None, mode: str) -> None:
     """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
     logging.getLogger("rlix.flow").setLevel(logging.WARNING)
     flow = load_flow(name)

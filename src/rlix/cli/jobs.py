@@ -17,7 +17,7 @@ from rlix.cli.pool import Pool, StatusSource, elsewhere, running_pool
 from rlix.cli.programs import AttachedProgram, asking, find_programs
 from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
-from rlix.cli.view import Snapshot, make_console, render, utilisation
+from rlix.cli.view import Snapshot, make_console, render
 from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, watch
 from rlix.control.announcement import Announcement, await_end, await_start, is_claimed, log_path, read_announcement
 from rlix.control.daemon import other_programs
@@ -50,7 +50,7 @@ def show_status() -> int:
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
         sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
         _say(console, pool.said)
-        console.print(render(Snapshot(statuses, control, elapsed_s, utilisation(control), stalls=sentences)))
+        console.print(render(Snapshot(statuses, control, elapsed_s, None, stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
             again = f", started again {status.resumes} times after a node left" if status.resumes else ""
             _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}, {job.run_dir or 'no run folder'}")

@@ -272,7 +272,10 @@ def plan(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Devices to run on (default: of a flow 4, of a job as `rlix run` has).")
     ] = None,
-    gigabytes: Annotated[float, typer.Option(min=0, help="Memory of a device; 0: no limit.")] = 0.0,
+    gigabytes: Annotated[
+        float | None,
+        typer.Option(help="Memory of a device (default: of a flow no limit, of a job this machine's GPUs')."),
+    ] = None,
     mode: Annotated[
         str | None, typer.Option(help="auto, collocated, disaggregated or hybrid (default: as a job says, or auto).")
     ] = None,
@@ -281,6 +284,8 @@ def plan(
     from rlix.cli.flows import is_flow, plan_flow
 
     with one_message_per_mistake():
+        if gigabytes is not None and not 0 < gigabytes < float("inf"):
+            raise SpecError(f"--gigabytes {gigabytes:g}: must be above 0")
         if is_flow(name):
             plan_flow(name, gpus or 4, gigabytes, mode or "auto")
         else:

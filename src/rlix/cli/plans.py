@@ -15,7 +15,7 @@ from rlix.flow.profiler.profile import halves, machine
 from rlix.monitor.records import RunRecord, load_run
 from rlix.node.devices import machine_memory
 from rlix.pipeline.jobs.launch import launch
-from rlix.pipeline.planning.choose import choose, explain, profile_path, unplanned
+from rlix.pipeline.planning.choose import choose, explain, profile_path, tables, unplanned
 from rlix.pipeline.planning.profiling import Trial, measured, trials
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
@@ -42,6 +42,13 @@ def planned(
         else:
             found.append(spec)
     return found
+
+
+def check_tables(specs: Sequence[JobSpec]) -> None:
+    """Before anything is started. Raises SpecError: there are no tables to plan a job by that asks for it."""
+    for spec in specs:
+        if spec.is_unplanned and spec.declared_speed is None:
+            tables(spec, pool_size(spec), Settings.from_env().home, ahead=spec.schedule.works_ahead)
 
 
 def pool_size(spec: JobSpec) -> int:
@@ -89,7 +96,7 @@ def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
     return load_run(folder / trial.spec.name)
 
 
-def plan_job_file(name: str, gpus: int | None, gigabytes: float, mode: str | None) -> None:
+def plan_job_file(name: str, gpus: int | None, gigabytes: float | None, mode: str | None) -> None:
     """Explain the fastest plan of a job and its runner-up; what the job says of its clusters' widths does not count."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
     wanted = spec.plan or PlanSpec()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
-from rlix.cli.plans import planned
+from rlix.cli.plans import check_tables, planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.resume import say_resumptions
 from rlix.cli.text import still
@@ -56,6 +56,7 @@ def run_jobs(options: RunOptions) -> int:
         options = replace(options, private=True)
     _check_output(options.runs_dir)
     check_jobs(specs, None if options.devices is None else range(options.devices))
+    check_tables(specs)
     console = make_console(stderr=options.as_json)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)

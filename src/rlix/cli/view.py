@@ -26,12 +26,13 @@ PIPE_WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at everything. Utilisation is the share of devices under an active lease, now and on average."""
+    """One look at everything. `mean_utilisation`: the share of devices under an active lease, on average over earlier
+    looks too; None: this is the only one."""
 
     jobs: tuple["JobStatus", ...]
     control: ControlStatus
     elapsed_s: float
-    mean_utilisation: float
+    mean_utilisation: float | None
     notice: str = ""
     stalls: tuple[str, ...] = ()
 
@@ -126,11 +127,13 @@ def process_list(control: ControlStatus, status: LeaseStatus, limit: int | None 
 
 def render(snapshot: Snapshot) -> Group:
     """The live view: a headline, the jobs, the devices, what is wrong, who waits long."""
+    mean = snapshot.mean_utilisation
+    average = "" if mean is None else f", {100 * mean:.0f} % on average"
     headline = Text.assemble(
         ("RLix ", "bold"),
         f"{clock(snapshot.elapsed_s)}   ",
         (f"{100 * utilisation(snapshot.control):.0f} %", "bold"),
-        f" of {len(snapshot.control.devices)} devices in use, {100 * snapshot.mean_utilisation:.0f} % on average",
+        f" of {len(snapshot.control.devices)} devices in use{average}",
     )
     parts: list[Text | Table] = [headline, _job_table(snapshot), _device_table(snapshot)]
     parts += [Text(alarm, style="bold red") for alarm in (*alarms(snapshot.control), *failed_runs(snapshot.jobs))]

@@ -1,5 +1,6 @@
 """Phases, cluster names and the names under which Ray actors are found."""
 
+import re
 from enum import IntEnum, StrEnum
 
 NAMESPACE = "rlix"
@@ -8,6 +9,10 @@ SCHEDULER_ACTOR_NAME = "rlix:scheduler"
 RESOURCE_MANAGER_ACTOR_NAME = "rlix:resource_manager"
 COORDINATOR_ACTOR_NAME_PREFIX = "rlix:coordinator:"
 NODE_AGENT_NAME_PREFIX = "rlix:node:"
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+"""Of what its user names and what has files under that name: jobs, flows. At most `LONGEST_NAME` characters."""
+LONGEST_NAME = 64
 
 HEAD_RESOURCE = "node:__internal_head__"
 """What Ray calls the head node, among a node's resources."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlix.flow.channels.channel import Channel, Producer
 from rlix.flow.channels.codec import Parcel, pack
 from rlix.flow.channels.state import ChannelState, Want
-from rlix.protocol.errors import ChannelError
+from rlix.protocol.errors import ChannelError, SpecError
 
 PRODUCERS, CONSUMERS, GROUPS = ("p", "q"), ("c", "d"), ("train", "log")
 steps = st.lists(
@@ -201,16 +201,37 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 def test_a_channel_that_makes_no_sense_is_refused_without_an_actor() -> None:
-    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="must be a whole number from 1 on, got 0"):
         Channel(0)
-    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="must be a whole number from 1 on, got 0"):
         Channel(4, capacity_bytes=0)
     with pytest.raises(ValueError, match="one or more different names"):
         Channel(4, groups=("a", "a"))
-    with pytest.raises(TypeError, match=r"write groups=\('train',\)"):
+    for wrong in ({"capacity": "a"}, {"capacity": 1.5}, {"capacity": 4, "capacity_bytes": "1"}):
+        with pytest.raises(SpecError, match="must be a whole number from 1 on, got"):
+            Channel(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"groups=3 is not a list of names"):
+        Channel(4, groups=3)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="rule is a function"):
+        Channel(4, rule="oldest")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"write groups=\('train',\)"):
         Channel(4, groups="train")
-    with pytest.raises(ValueError, match="nobody takes fewer items than 1"):
-        Want(count=0)
+    for count in (0, 1.5, "2"):
+        with pytest.raises(SpecError, match="count is a whole number from 1 on"):
+            Want(count=count)  # type: ignore[arg-type]
+
+
+def test_who_asks_a_channel_wrongly_is_told_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Channel, "__init__", lambda channel: setattr(channel, "name", "tasks"))
+    monkeypatch.setattr(Channel, "_call", lambda *_, **__: pytest.fail("it was asked"))
+    channel: Any = Channel()  # type: ignore[call-arg]
+    with pytest.raises(SpecError, match=r"a `Want`, such as Want\(count=3\), not 3"), channel.take(3):
+        pass
+    for wrong in ({"key": 3}, {"weight": "a"}):
+        with pytest.raises(SpecError, match="an item's key is text and its weight a number"):
+            Producer(channel, "p").put(1, **wrong)
+        with pytest.raises(SpecError, match="an item's key is text and its weight a number"):
+            Want(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_full_channel_with_groups_says_which_of_them_is_behind() -> None:

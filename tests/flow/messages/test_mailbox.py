@@ -156,8 +156,10 @@ def test_who_waits_does_not_wait_longer_for_an_answer(
 
 def test_a_name_without_a_rank_is_refused_at_once(mailbox: Mailbox) -> None:
     for call in (lambda: mailbox.send(1, ["a"], "", 60.0), lambda: mailbox.receive("a", "", 60.0)):
-        with pytest.raises(ValueError, match="names are `group:rank`, such as a:0"):
+        with pytest.raises(ValueError, match="names are text, `group:rank`, such as a:0"):
             call()
+    with pytest.raises(ValueError, match="3 names no worker: names are text"):
+        mailbox.send(1, [3], "", 60.0)  # type: ignore[list-item]
 
 
 def test_what_is_on_a_gpu_that_both_see_does_not_leave_it(actors: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Plans: hand-computed ones, all of small flows against an exhaustive oracle, and what large ones promise."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Point, Table, make_plan
+from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Planned, Point, Table, make_plan
 from rlix.flow.planner.split import split
 from rlix.protocol.errors import SpecError
 from tests.flow.planner.oracle import fastest
@@ -112,13 +113,23 @@ def test_a_circle_is_planned_as_one_part() -> None:
 def test_what_cannot_be_planned_says_why() -> None:
     with pytest.raises(SpecError, match=r"b needs 20 bytes a device even on all of 2 device\(s\) with 10 bytes"):
         make_plan(chain(part("a", 0, 1), part("b", 0, 1, held=20)), 8, 2, device_bytes=10)
-    with pytest.raises(SpecError, match="b needs 4 for one rank"):
+    with pytest.raises(SpecError, match=r"b needs 4 device\(s\) for one rank, and there are 2: give it more devices"):
         make_plan(chain(part("a", 0, 1), part("b", 0, 1, unit=4)), 8, 2)
     with pytest.raises(SpecError, match="not a multiple of 3"):
         make_plan(chain(part("a", 0, 1, chunk=3), part("b", 0, 1)), 8, 2)
     with pytest.raises(SpecError, match="an edge names 'c'"):
         Graph([part("a", 0, 1)], [Edge("a", "c")])
     assert make_plan(chain(part("a", 0, 1)), 200, 2).guesses == ("a: width 2 is outside the measured 1–1",)
+
+
+def test_an_explanation_says_why_a_faster_plan_is_not_the_one() -> None:
+    graph = chain(part("a", 0, 1), part("b", 0, 1))
+    assert "\nrunner-up, 1.12 times as long:\ndisaggregated: " in make_plan(graph, 8, 2).explain()
+    apart = make_plan(graph, 8, 2, mode=Mode.DISAGGREGATED)
+    assert "8 chunks of 1: a 1.000 s on device 0, b 1.000 s on device 1\n" in apart.explain()
+    assert "\nfaster, but not disaggregated: 0.89 times as long:\ncollocated: " in apart.explain()
+    near = replace(apart.best, seconds=apart.best.seconds * 0.995)
+    assert "\nas fast within 1 %, in more stages:\n" in Planned(apart.best, (near,)).explain()
 
 
 @st.composite

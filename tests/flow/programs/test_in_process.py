@@ -16,6 +16,7 @@ from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Cluster, Registration
 from rlix.protocol.types import Phase
 from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joins, flow, profile
 
@@ -68,6 +69,9 @@ class Pool:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.client = self
+
+    def registration(self) -> Registration:
+        return Registration("job_1", "mine", (Cluster("gang", 1, tuple(range(DEVICES))),), "mine")
 
     def acquire(self, cluster: str, phase: Phase, *, devices: Sequence[int], giving: Sequence[Any]) -> Any:
         self.said.append(f"{cluster}: {list(devices)} for {[lease.devices for lease in giving]}")
@@ -227,7 +231,7 @@ def test_a_part_that_loses_items_is_an_error() -> None:
         pytest.raises(WorkerError, match=r"ones made \d+ items of \d+"),
     ):
         running.step([0] * ITEMS)
-    with pytest.raises(ValueError, match="needs a profile"):
+    with pytest.raises(ValueError, match="needs a Profile"):
         Running(flow(), POOL)
 
 
@@ -296,10 +300,6 @@ def test_what_makes_no_sense_is_refused_before_anybody_starts(monkeypatch: pytes
     monkeypatch.setattr(running_module, "start", start)
     known = profile(ones=0.1, tens=0.2, more=0.3)
     plan = flow().plan(known, DEVICES).best
-    with pytest.raises(SpecError, match="plan='fast' must be auto, collocated, disaggregated, hybrid, or a plan"):
-        Running(flow(), POOL, plan="fast", profile=known)
-    with pytest.raises(SpecError, match="`job` and `cluster`, its gang of these devices, go together"):
-        Running(flow(), POOL, profile=known, cluster="flow")
     with pytest.raises(SpecError, match=r"the plan is for 4 device\(s\), and there are 2"):
         Running(flow(), POOL[:2], plan=plan)
     endless = replace(plan, segments=(replace(plan.segments[0], chunk=0), *plan.segments[1:]))
@@ -308,6 +308,39 @@ def test_what_makes_no_sense_is_refused_before_anybody_starts(monkeypatch: pytes
     other = Flow("f", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS)
     with pytest.raises(SpecError, match=r"of parts \['more', 'ones', 'tens'\], and the flow has \['ones'\]"):
         Running(other, POOL, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"plan": "fast"}, "plan='fast' must be auto, collocated, disaggregated, hybrid, or a plan"),
+        ({"plan": None}, "plan=None must be auto"),
+        ({"plan": ["auto"]}, r"plan=\['auto'\] must be auto"),
+        ({"profile": None}, "plan=auto needs a Profile, not None"),
+        ({"profile": "sums.json"}, r"needs a Profile, not 'sums.json': .* Profile\.read\(path\)"),
+        ({"cluster": "gang"}, "`job` and `cluster`, its gang of these devices, go together"),
+        ({"job": Pool()}, "`job` and `cluster`, its gang of these devices, go together"),
+        ({"job": Pool(), "cluster": "nope"}, "job 'mine' has no cluster 'nope'; it has: gang"),
+        ({"job": Pool(), "cluster": "gang", "devices": [replace(POOL[0], id=9)]}, "were asked for: ask for some of"),
+        ({"devices": []}, "devices is empty, and a flow needs one or more"),
+        ({"devices": {0: POOL[0]}}, r"`client\.devices\(\)` of a job has them, by their numbers\) .* 0 is none"),
+    ],
+)
+def test_a_mistake_is_told_before_anybody_starts(
+    wrong: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_module, "start", lambda *_, **__: pytest.fail("nobody should start"))
+    given = {"devices": POOL, "profile": profile(ones=0.1, tens=0.2, more=0.3), **wrong}
+    with pytest.raises(SpecError, match=said):
+        Running(flow(), **given)
+
+
+@pytest.mark.parametrize("items", ["abcd", b"ab", {1: 2}, None, 3, iter([1, 2])])
+def test_a_step_takes_a_sequence_of_items(items: Any) -> None:
+    with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        with pytest.raises(SpecError, match=f"takes a sequence of items, such as a list, not {type(items).__name__}"):
+            running.step(items)
+        assert running.step((0,) * ITEMS) == [111] * ITEMS
 
 
 def test_nobody_goes_on_with_what_is_closed() -> None:

@@ -25,12 +25,21 @@ def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
     grid = measure_module.Grid(widths=(1, 2), batches=(8, 4, 2, 10), repeats=1)
     flow = Flow("measured", parts, ITEMS, sample=lambda count: list(range(count)))
     known = measure_module.profile(flow, POOL, grid)
+    assert known.parts["ones"].measured == "Adds.add on ranks of 1 device(s)"
     assert [(p.width, p.items) for p in known.parts["ones"].points] == [(1, 4), (1, 8), (2, 4), (2, 8)]
     assert {p.items for p in known.parts["tens"].points} == {2, 4, 8}  # of 10, 8 were made
     with pytest.raises(SpecError, match=r"ones runs on at most 4 rank\(s\) here, and the grid has \[8\]"):
         measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
     with pytest.raises(SpecError, match="ones takes multiples of 4 item"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (2,)))
+
+
+@pytest.mark.parametrize("said", ["much", None, (1.0,), ("now", "peak")])
+def test_a_part_that_says_no_memory_is_named(said: object) -> None:
+    worker = type("Says", (Adds,), {"memory": lambda _: said})
+    flow = Flow("sums", [Part("ones", worker, "add", kwargs={"number": 1})], 4, lambda n: [0] * n)
+    with pytest.raises(SpecError, match=r"profile: ones: memory\(\) returned .*; it returns two numbers"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,), repeats=1))
 
 
 def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

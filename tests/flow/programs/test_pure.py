@@ -1,5 +1,6 @@
 """What runs a flow, without running it: pieces of batches, drift, and profiles in files."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,12 @@ from rlix.protocol.errors import SpecError
 class Nothing(FlowWorker):
     def run(self, items: list[int]) -> list[int]:
         return items
+
+    def go(self, items: list[int]) -> list[int]:
+        return items
+
+
+class Other(Nothing): ...
 
 
 def values(pieces: Pieces) -> list[int]:
@@ -95,7 +102,8 @@ def test_what_a_circle_takes_when_its_parts_are_slower() -> None:
 
 def test_a_profile_is_kept_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     points = tuple(Point(1, n, float(n)) for n in (1, 2, 4))
-    profile = Profile("f", "m", {"a": PartProfile(points, 0.5, 0.25)}, {("a", "b"): (0.1, 0.2)})
+    mine = Part("a", Nothing, "run").measured
+    profile = Profile("f", "m", {"a": PartProfile(points, 0.5, 0.25, mine)}, {("a", "b"): (0.1, 0.2)})
     path = tmp_path / "deep" / "f.json"
     profile.write(path)
     assert Profile.read(path) == Profile.read(str(path)) == profile
@@ -139,15 +147,6 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         Flow("f", [Part("a", Nothing, "run"), Part("a", Nothing, "run")], 4)
     with pytest.raises(SpecError, match=r"b comes after \['c'\]"):
         Flow("f", [Part("b", Nothing, "run", ("c",))], 4)
-    with pytest.raises(SpecError, match="Nothing has no method 'walk'"):
-        Flow("f", [Part("a", Nothing, "walk")], 4)
-    with pytest.raises(SpecError, match=r"write after=\('ab',\)"):
-        Part("b", Nothing, "run", "ab")
-    with pytest.raises(SpecError, match=r"dict.* is not a class derived from rlix.flow\.FlowWorker"):
-        Part("a", dict, "keys")  # type: ignore[arg-type]
-    for wrong in ({"unit": 0}, {"most": 0}, {"chunk": 0}, {"cpu_ranks": -1}, {"unit": 1.5}, {"cpu_ranks": 2.0}):
-        with pytest.raises(SpecError, match="a: unit, chunk and most must be at least 1"):
-            Part("a", Nothing, "run", **wrong)  # type: ignore[arg-type]
     for items in (0, 64.0):
         with pytest.raises(SpecError, match=f"1 item or more, not {items}"):
             Flow("f", [Part("a", Nothing, "run")], items)  # type: ignore[arg-type]
@@ -162,12 +161,78 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         Graph(parts, [Edge("a", "b"), Edge("b", "a", rounds=2.5)])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"name": ""}, "a part's name is 1 to 64 letters"),
+        ({"name": "a:b"}, "a part's name is 1 to 64 letters"),
+        ({"name": None}, "a part's name is 1 to 64 letters"),
+        ({"worker": dict, "method": "keys"}, r"dict.* is not a class derived from rlix.flow\.FlowWorker"),
+        ({"worker": Nothing()}, r"is not a class derived from rlix.flow\.FlowWorker"),
+        ({"method": "walk"}, "a: Nothing has no method 'walk'"),
+        ({"method": "__init__"}, "a: Nothing has no method '__init__'"),
+        ({"method": Nothing.run}, "a: the method is given by its name, such as 'run', not <function"),
+        ({"after": "ab"}, r"a: after='ab' is not a tuple of names: write after=\('ab',\)"),
+        ({"after": ("b", "b")}, "names a part twice"),
+        ({"after": 3}, "a: after is a list of str, not 3"),
+        ({"after": [None]}, "a: after is a list of str, and None is none"),
+        ({"kwargs": [1]}, r"a: kwargs is a dict of Nothing's arguments by name, not \[1\]"),
+        ({"kwargs": {1: 2}}, "a: kwargs is a dict of Nothing's arguments by name"),
+        ({"unit": 0}, "a: unit must be a whole number from 1 on, not 0"),
+        ({"unit": 1.5}, "a: unit must be a whole number from 1 on, not 1.5"),
+        ({"most": "2"}, "a: most must be a whole number from 1 on, not '2'"),
+        ({"chunk": 0}, "a: chunk must be a whole number from 1 on, not 0"),
+        ({"cpu_ranks": -1}, "a: cpu_ranks must be a whole number from 0 on, not -1"),
+    ],
+)
+def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        Part(**{"name": "a", "worker": Nothing, "method": "run", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        *(({"name": name}, "a flow's name is 1 to 64 letters") for name in ("", "../../x", "a:b", 3, None, "x" * 65)),
+        ({"parts": []}, "flow f: a flow has 1 to 8 parts, not 0"),
+        ({"parts": [Part(f"p{n}", Nothing, "run") for n in range(9)]}, "flow f: a flow has 1 to 8 parts, not 9"),
+        ({"parts": Part("a", Nothing, "run")}, "flow f: parts is a list of Part, not Part"),
+        ({"parts": ["a"]}, "flow f: parts is a list of Part, and 'a' is none"),
+        ({"sample": 3}, "flow f: sample is a function that makes so many items, not 3"),
+        ({"circles": Circle(("a", "b"), 2)}, "flow f: circles is a list of Circle, not Circle"),
+    ],
+)
+def test_a_flow_of_something_else_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        Flow(**{"name": "f", "parts": [Part("a", Nothing, "run")], "items": 4, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"cpu_ranks": 2}, {}),
+        ({}, {"cpu_ranks": 2}),
+        ({}, {"unit": 2}),
+        ({}, {"worker": Other}),
+        ({}, {"method": "go"}),
+    ],
+)
+def test_tables_of_what_a_part_was_before_are_refused(before: dict[str, Any], now: dict[str, Any]) -> None:
+    first, then = (Part(**{"name": "a", "worker": Nothing, "method": "run", **given}) for given in (before, now))
+    known = Profile("f", "m", {"a": PartProfile((Point(1, 4, 1.0),), measured=first.measured)})
+    assert Flow("f", [first], 4).plan(known, 2).best.items == 4
+    said = rf"a was measured as {re.escape(first.measured)}, and is {re.escape(then.measured)} now: run `rlix profile"
+    with pytest.raises(SpecError, match=said):
+        Flow("f", [then], 4).plan(known, 2)
+
+
 def test_a_grid_measures_something() -> None:
-    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (2.5,), 1), ((1,), (1,), 0)):
+    for wrong in (((), (1,), 1), ((1,), (), 1), ((0,), (1,), 1), ((1,), (2.5,), 1), ((1,), (1,), 0), (1, (1,), 1)):
         with pytest.raises(SpecError, match="all whole numbers from 1 on"):
             Grid(*wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("made", [None, {"loss": 1.0}, "done", 1.0])
 def test_what_is_no_list_is_not_taken_for_one(made: object) -> None:
     worker: Any = FlowWorker()
@@ -176,6 +241,7 @@ def test_what_is_no_list_is_not_taken_for_one(made: object) -> None:
         worker._rlix_part("made", [[]])
 
 
+@pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize("exits", [sys.exit, lambda items: (sys.exit(items) for _ in "one")])
 def test_a_part_that_exits_is_an_error_and_lives(exits: Any) -> None:
     worker: Any = FlowWorker()

@@ -87,7 +87,7 @@ def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -
     for _ in range(2):
         assert running.step(list(range(ITEMS))) == expected
     assert running.groups["ones"].count().wait() == [2, 2]
-    assert "runner-up" in running.explain()
+    assert "faster, but not collocated: " in running.explain()
     one, two = running.flow.part("ones"), running.flow.part("tens")
     assert one.after == () and two.after == ("ones",)
     apart = running.flow.plan(profile(60.0, 0.1), 2, device_bytes=80.0, mode=Mode.DISAGGREGATED).best

@@ -26,9 +26,9 @@ from ray.exceptions import RayActorError
 
 from rlix.flow.channels.actor import ChannelActor, Outcome, Reply
 from rlix.flow.channels.codec import Parcel, pack, unpack
-from rlix.flow.channels.state import ChannelState, Item, Rule, Want, oldest_first
+from rlix.flow.channels.state import ChannelState, Item, Rule, Want, check_card, oldest_first
 from rlix.node.process import this_process
-from rlix.protocol.errors import ChannelError, WaitTimeoutError
+from rlix.protocol.errors import ChannelError, SpecError, WaitTimeoutError
 
 T = TypeVar("T")
 
@@ -64,8 +64,8 @@ class Channel(Generic[T]):
         name: str = "channel",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if isinstance(groups, str):
-            raise TypeError(f"channel {name!r}: groups={groups!r} is not a list of names: write groups=({groups!r},)")
+        if isinstance(groups, str) or not isinstance(groups, Sequence):
+            raise SpecError(f"channel {name!r}: groups={groups!r} is not a list of names: write groups=({groups!r},)")
         ChannelState(capacity, capacity_bytes, tuple(groups), rule)  # what makes no sense is said here, not by an actor
         self.name = name
         self._timeout_s = timeout_s
@@ -95,6 +95,8 @@ class Channel(Generic[T]):
 
         Raises what `get` raises. At least one item; fewer than wanted when no more are there.
         """
+        if want is not None and not isinstance(want, Want):
+            raise SpecError(f"channel {self.name!r}: take() takes a `Want`, such as Want(count=3), not {want!r}")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         consumer = _consumer()
         arguments = consumer, _me(), group, want or Want(), timeout_s
@@ -216,9 +218,11 @@ class Producer(Generic[T]):
         """Append `item`, waiting for room.
 
         Raises:
+            SpecError: the key is no text, or the weight no number.
             ChannelError: this producer has closed, somebody called `fail`, or the channel's actor died.
             WaitTimeoutError: no room came within `timeout_s`.
         """
+        check_card(key, weight)
         if self._pid != os.getpid():
             self._sequence, self._pid = self.channel._call("adopt", self.name, _me()), os.getpid()
         self._settle()
@@ -235,6 +239,7 @@ class Producer(Generic[T]):
 
     async def aput(self, item: T, timeout_s: float | None = None, *, key: str = "", weight: float = 1.0) -> None:
         """`put` for async code. Cancelled, it may have gone in or not, and does not go in later."""
+        check_card(key, weight)
         if self._pid != os.getpid():
             self._sequence, self._pid = await self.channel._acall("adopt", self.name, _me()), os.getpid()
         await self._asettle()

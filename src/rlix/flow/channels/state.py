@@ -3,9 +3,10 @@
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from operator import attrgetter
 
-from rlix.protocol.errors import ChannelError
+from rlix.protocol.errors import ChannelError, SpecError
 
 Rule = Callable[[Sequence["Item"], "Want"], Sequence[int]]
 """A user's dequeue rule: of the items in the order they came, the ids of those to hand out; none: wait."""
@@ -35,8 +36,15 @@ class Want:
     weight: float = float("inf")
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"{self}: nobody takes fewer items than 1")
+        if not isinstance(self.count, int) or self.count < 1:
+            raise SpecError(f"{self}: count is a whole number from 1 on")
+        check_card(self.key, self.weight)
+
+
+def check_card(key: object, weight: object) -> None:
+    """Raises SpecError: items are not told apart or weighed by these."""
+    if not isinstance(key, str | None) or not isinstance(weight, Real):
+        raise SpecError(f"an item's key is text and its weight a number, not {key!r} and {weight!r}")
 
 
 def oldest_first(items: Sequence[Item], want: Want) -> list[int]:
@@ -79,10 +87,14 @@ class ChannelState:
         groups: Sequence[str] = ("",),
         rule: Rule = oldest_first,
     ) -> None:
-        if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
-            raise ValueError(f"capacity must be at least 1, got {capacity if capacity < 1 else capacity_bytes}")
-        if not groups or len(set(groups)) < len(groups):
-            raise ValueError(f"groups must be one or more different names, got {list(groups)}")
+        room = {"capacity": capacity, "capacity_bytes": 1 if capacity_bytes is None else capacity_bytes}
+        for what, value in room.items():
+            if not isinstance(value, int) or value < 1:
+                raise SpecError(f"{what} must be a whole number from 1 on, got {value!r}")
+        if not groups or len(set(groups)) < len(groups) or not all(isinstance(name, str) for name in groups):
+            raise SpecError(f"groups must be one or more different names, got {list(groups)}")
+        if not callable(rule):
+            raise SpecError(f"rule is a function that chooses among items, got {rule!r}")
         self.capacity, self.capacity_bytes = capacity, capacity_bytes
         self.failure: str | None = None
         self.items: dict[int, Item] = {}  # not yet acknowledged by every group

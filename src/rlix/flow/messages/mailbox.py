@@ -246,9 +246,10 @@ class Mailbox:
         return found
 
 
-def _check_name(name: str) -> None:
-    if ":" not in name:
-        raise ValueError(f"{name!r} names no worker: names are `group:rank`, such as {name}:0")
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or ":" not in name:
+        such = f"{name if isinstance(name, str) else 'critic'}:0"
+        raise ValueError(f"{name!r} names no worker: names are text, `group:rank`, such as {such}")
 
 
 def _remove(parcel: Any, memories: Sequence[GpuMemory] = ()) -> None:

@@ -18,11 +18,11 @@ def is_count(value: object, least: int = 1) -> bool:
 
 def check_shape(name: str, unit: int, most: int | None, chunk: int, cpu_ranks: int) -> None:
     """Raises SpecError: one of these numbers of a part makes no sense."""
-    if not (all(is_count(n) for n in (unit, chunk, 1 if most is None else most)) and is_count(cpu_ranks, 0)):
-        raise SpecError(
-            f"{name}: unit, chunk and most must be at least 1, cpu_ranks at least 0, and whole numbers, not "
-            f"{unit!r}, {chunk!r}, {most!r} and {cpu_ranks!r}"
-        )
+    given = {"unit": unit, "most": 1 if most is None else most, "chunk": chunk, "cpu_ranks": cpu_ranks}
+    for what, value in given.items():
+        least = 0 if what == "cpu_ranks" else 1
+        if not is_count(value, least):
+            raise SpecError(f"{name}: {what} must be a whole number from {least} on, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

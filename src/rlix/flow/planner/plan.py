@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 AHEAD = "a step ahead"
+SLACK = 0.01
+"""Plans whose times differ by no more are equally fast: tables are no better."""
 
 
 class Mode(StrEnum):
@@ -144,12 +146,19 @@ class Planned:
     def explain(self) -> str:
         parts = [self.best.explain()]
         if self.runner_up is not None:
-            factor = self.runner_up.seconds / self.best.seconds
-            parts.append(f"runner-up, {factor:.2f} times as long:\n{self.runner_up.explain()}")
+            parts.append(f"{self._compared(self.runner_up)}:\n{self.runner_up.explain()}")
         modes = [(mode, self.of(mode)) for mode in Mode]
         parts.append("fastest of each mode: " + ", ".join(f"{m} {p.seconds:.3f} s" for m, p in modes if p))
         parts += [f"not measured: {guess}" for guess in self.guesses]
         return "\n".join(parts)
+
+    def _compared(self, other: Plan) -> str:
+        factor = other.seconds / self.best.seconds
+        if factor >= 1:
+            return f"runner-up, {factor:.2f} times as long"
+        if factor >= 1 - SLACK:
+            return f"as fast within {100 * SLACK:.0f} %, in more stages"
+        return f"faster, but not {self.best.mode}: {factor:.2f} times as long"
 
 
 def _segment(segment: SegmentPlan, items: int) -> str:
@@ -171,6 +180,8 @@ def _stages(segment: SegmentPlan) -> str:
 
 def _stage(stage: StagePlan) -> str:
     switching = f" ({stage.switch_s:.3f} s of it switching)" if stage.switch_s else ""
-    where = f"devices {stage.first}–{stage.first + stage.used - 1}" if stage.devices else "the CPU"
+    last = stage.first + stage.used - 1
+    numbers = f"device {last}" if stage.used == 1 else f"devices {stage.first}–{last}"
+    where = numbers if stage.devices else "the CPU"
     rounds = "".join(f", {loop.rounds} rounds in {loop.slices} slice(s)" for loop in stage.loops)
     return f"{_names(stage)} {stage.seconds:.3f} s on {where}{rounds}{switching}"

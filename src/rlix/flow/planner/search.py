@@ -15,7 +15,7 @@ import numpy as np
 
 from rlix.flow.planner.costs import Cost, Costs
 from rlix.flow.planner.graph import Graph, Node, ordered_partitions
-from rlix.flow.planner.plan import Mode, PartPlan, Plan, Planned, SegmentPlan, StagePlan
+from rlix.flow.planner.plan import SLACK, Mode, PartPlan, Plan, Planned, SegmentPlan, StagePlan
 from rlix.flow.planner.split import split
 from rlix.flow.planner.tables import Array
 from rlix.protocol.errors import SpecError
@@ -23,7 +23,6 @@ from rlix.protocol.errors import SpecError
 MOST_CHUNK_SIZES = 24
 MOST_CHUNKS = 256
 KEPT = 6  # runners-up
-SLACK = 0.01
 
 
 def make_plan(
@@ -235,8 +234,11 @@ def _why_none(graph: Graph, items: int, devices: int, device_bytes: float, mode:
                 return (
                     f"{part.name} runs on {min(part.widths)} rank(s) or more, and {devices} device(s) hold {ranks[-1]}"
                 )
-            least = float(np.min(part.table.peak_bytes(ranks, items))) if ranks else 0.0
-            need = f"needs {least:.3g} bytes a device even on all" if ranks else f"needs {part.unit} for one rank"
+            if not ranks:
+                needs = f"{part.name} needs {part.unit} device(s) for one rank"
+                return f"{needs}, and there are {devices}: give it more devices"
+            least = float(np.min(part.table.peak_bytes(ranks, items)))
+            need = f"needs {least:.3g} bytes a device even on all"
             return f"{part.name} {need} of {devices} device(s) with {device_bytes:.3g} bytes each: give it more devices"
     what = f"{mode} plan" if mode else "plan"
     return f"there is no {what} for {len(graph.components)} part(s) on {devices} device(s)"

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from statistics import median
 from typing import Any
 
@@ -31,7 +32,10 @@ class Grid:
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        if not (self.widths and self.batches and all(map(is_count, (*self.widths, *self.batches, self.repeats)))):
+        lists = isinstance(self.widths, Sequence) and isinstance(self.batches, Sequence)
+        if not (lists and self.widths and self.batches) or not all(
+            map(is_count, (*self.widths, *self.batches, self.repeats))
+        ):
             raise SpecError(f"{self}: needs one width or more and one batch or more, all whole numbers from 1 on")
 
 
@@ -81,7 +85,7 @@ def _measure(
         with start(part, width, devices, timeout_s=timeout_s) as group:
             group.lease = lease
             loads.append(_timed(group.onload))
-            resident = max(now for now, _ in group.call("memory").wait())
+            resident = max(now for now, _ in _memory(group, part))
             for batch in sorted(grid.batches):
                 given = [cut(pieces, 0, batch) for pieces in inputs]
                 if batch < width or batch % part.chunk or any(size(pieces) < batch for pieces in given):
@@ -89,7 +93,7 @@ def _measure(
                 if not made:
                     _once(group, part, given)  # the first call warms up
                 seconds, made = _repeat(group, part, given, grid.repeats)
-                peak = max(peak for _, peak in group.call("memory").wait())
+                peak = max(peak for _, peak in _memory(group, part))
                 points.append(Point(width, batch, seconds, peak, resident))
             kept = made or kept
             offloads.append(_timed(group.offload))
@@ -99,7 +103,7 @@ def _measure(
             f"profile: {part.name} takes multiples of {part.chunk} item(s), at least one for each rank, and there are "
             f"{there}: of widths {widths} and batches {list(grid.batches)} nothing is left"
         )
-    return PartProfile(tuple(points), median(loads), median(offloads)), kept
+    return PartProfile(tuple(points), median(loads), median(offloads), part.measured), kept
 
 
 def start(
@@ -118,6 +122,18 @@ def start(
     group = launch(part.worker, placement, list(devices), name=name, kwargs=kwargs, start_timeout_s=timeout_s)
     group.timeout_s = timeout_s
     return group
+
+
+def _memory(group: Group, part: Part) -> list[tuple[float, float]]:
+    """Of each rank, as `FlowWorker.memory` says."""
+    found = group.call("memory").wait()
+    for said in found:
+        if not (isinstance(said, tuple | list) and len(said) == 2 and all(isinstance(n, Real) for n in said)):
+            raise SpecError(
+                f"profile: {part.name}: memory() returned {said!r}; it returns two numbers, bytes on the fullest "
+                "device now and at most"
+            )
+    return found
 
 
 def _repeat(group: Group, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:

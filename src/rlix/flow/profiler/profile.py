@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rlix.flow.planner import Component, Edge, Graph, Point, Table
@@ -18,11 +18,15 @@ FOLDER = "profiles"
 
 @dataclass(frozen=True, slots=True)
 class PartProfile:
-    """Points of a part's table, and the seconds that its state needs onto its devices and off them."""
+    """Points of a part's table, and the seconds that its state needs onto its devices and off them.
+
+    `measured`: what they are points of (its class and method, and on what it ran); "": nobody said.
+    """
 
     points: tuple[Point, ...]
     load_s: float = 0.0
     offload_s: float = 0.0
+    measured: str = ""
 
     @property
     def table(self) -> Table:
@@ -41,13 +45,8 @@ class Profile:
     def scaled(self, factors: Mapping[str, float]) -> "Profile":
         """The same with some parts' times multiplied: what drifted."""
         parts = {
-            name: PartProfile(
-                tuple(
-                    Point(p.width, p.items, p.seconds * factors.get(name, 1.0), p.peak_bytes, p.resident_bytes)
-                    for p in part.points
-                ),
-                part.load_s,
-                part.offload_s,
+            name: replace(
+                part, points=tuple(replace(p, seconds=p.seconds * factors.get(name, 1.0)) for p in part.points)
             )
             for name, part in self.parts.items()
         }
@@ -90,7 +89,7 @@ class Profile:
         try:
             value = json.loads(Path(path).read_text())
             parts = {
-                name: PartProfile(tuple(Point(**p) for p in part["points"]), part["load_s"], part["offload_s"])
+                name: PartProfile(**{**part, "points": tuple(Point(**p) for p in part["points"])})
                 for name, part in value["parts"].items()
             }
             transfers = {(a, b): (fixed, each) for a, b, fixed, each in value["transfers"]}

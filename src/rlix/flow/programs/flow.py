@@ -1,6 +1,6 @@
 """A flow as its user writes it: parts, each a worker class and one of its methods, and what each of them needs.
 
-    flow = Flow("my flow", [
+    flow = Flow("mine", [
         Part("generate", Generator, "generate"),
         Part("score", Scorer, "score", after=("generate",)),
         Part("train", Trainer, "train", after=("score",)),
@@ -17,8 +17,9 @@ from math import lcm
 from typing import Any
 
 from rlix.flow.planner import Edge, Graph, Mode, Plan, Planned, make_plan
-from rlix.flow.planner.graph import check_shape, is_count
+from rlix.flow.planner.graph import MOST_PARTS, check_shape, is_count
 from rlix.flow.profiler.profile import Profile, graph_of
+from rlix.flow.programs.checks import all_of, check_name, check_part_call
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
 
@@ -44,13 +45,21 @@ class Part:
     cpu_ranks: int = 0
 
     def __post_init__(self) -> None:
+        check_name("part", self.name)
         if isinstance(self.after, str):
             raise SpecError(f"{self.name}: after={self.after!r} is not a tuple of names: write after=({self.after!r},)")
+        if len(set(all_of(str, self.after, f"{self.name}: after"))) < len(self.after):
+            raise SpecError(f"{self.name}: after={self.after!r} names a part twice: name each once")
         check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)
         if not (isinstance(self.worker, type) and issubclass(self.worker, FlowWorker)):
             raise SpecError(f"{self.name}: {self.worker!r} is not a class derived from rlix.flow.FlowWorker")
-        if not callable(getattr(self.worker, self.method, None)):
-            raise SpecError(f"{self.name}: {self.worker.__name__} has no method {self.method!r}")
+        check_part_call(self.name, self.worker, self.method, self.kwargs)
+
+    @property
+    def measured(self) -> str:
+        """What a table of this part is a table of."""
+        where = f"{self.cpu_ranks} rank(s) on the CPU" if self.cpu_ranks else f"ranks of {self.unit} device(s)"
+        return f"{self.worker.__qualname__}.{self.method} on {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,8 @@ class Flow:
     `sample(n)` makes n items, for profiling. `circles`: parts that feed each other.
 
     Raises:
-        SpecError: names are used twice, a part needs one that does not stand before it, a circle is none, or there are
-            no items.
+        SpecError: a name is none or is used twice, there are no parts or too many to plan, one needs a part that does
+            not stand before it, a circle is none, or there are no items.
     """
 
     def __init__(
@@ -83,8 +92,14 @@ class Flow:
         sample: Callable[[int], Sequence[Any]] | None = None,
         circles: Sequence[Circle] = (),
     ) -> None:
-        self.name, self.parts, self.items, self.circles = name, tuple(parts), items, tuple(circles)
-        self._sample = sample
+        check_name("flow", name)
+        self.name, self.items, self._sample = name, items, sample
+        self.parts = all_of(Part, parts, f"flow {name}: parts")
+        self.circles = all_of(Circle, circles, f"flow {name}: circles")
+        if not 0 < len(self.parts) <= MOST_PARTS:
+            raise SpecError(f"flow {name}: a flow has 1 to {MOST_PARTS} parts, not {len(self.parts)}")
+        if sample is not None and not callable(sample):
+            raise SpecError(f"flow {name}: sample is a function that makes so many items, not {sample!r}")
         if not is_count(items):
             raise SpecError(f"flow {name}: a step has 1 item or more, not {items!r}")
         known: set[str] = set()
@@ -145,9 +160,16 @@ class Flow:
                 )
 
     def graph(self, profile: Profile) -> Graph:
-        """Raises SpecError: the profile is of another flow, or has not all parts."""
+        """Raises SpecError: the profile is of another flow, has not all parts, or is of what one of them was before."""
         if profile.flow != self.name:
             raise SpecError(f"flow {self.name}: the profile is of flow {profile.flow}: run `rlix profile` on this one")
+        for part in self.parts:
+            known = profile.parts.get(part.name)
+            if known is not None and known.measured not in ("", part.measured):
+                raise SpecError(
+                    f"flow {self.name}: {part.name} was measured as {known.measured}, and is {part.measured} now: run "
+                    "`rlix profile path/to/file.py:name` again, or `rlix.flow.profile`"
+                )
         shapes: dict[str, dict[str, int | None]] = {
             part.name: {"unit": part.unit, "most": part.most, "chunk": part.chunk, "cpu_ranks": part.cpu_ranks}
             for part in self.parts

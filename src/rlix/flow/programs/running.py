@@ -16,6 +16,7 @@ from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
 from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
+from rlix.flow.programs.checks import check_gang, check_items, wanted_plan
 from rlix.flow.programs.drift import Drift, rescaled
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
@@ -57,14 +58,9 @@ class Running:
         device_bytes: float = float("inf"),
         timeout_s: float = 600.0,
     ) -> None:
+        self._fixed = wanted_plan(flow.name, plan, profile)
+        check_gang(flow.name, devices, job, cluster)
         self.flow, self.devices, self.profile = flow, tuple(devices), profile
-        if isinstance(plan, str) and plan != "auto":
-            if plan not in set(Mode):
-                raise SpecError(f"flow {flow.name}: plan={plan!r} must be auto, {', '.join(Mode)}, or a plan")
-            plan = Mode(plan)
-        if (job is None) != (cluster is None):
-            raise SpecError(f"flow {flow.name}: `job` and `cluster`, its gang of these devices, go together")
-        self._fixed = plan if plan != "auto" else None
         self._job, self._cluster = job, cluster
         self._device_bytes, self._timeout_s = device_bytes, timeout_s
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
@@ -105,6 +101,7 @@ class Running:
             self._stepping.release()
 
     def _step(self, items: Sequence[Any]) -> list[Any]:
+        check_items(self.flow.name, items)
         for part in self.flow.parts:
             if len(items) % part.chunk:
                 raise SpecError(
@@ -281,8 +278,7 @@ class Running:
             ) from error
 
     def _make_plan(self, profile: Profile | None) -> Any:
-        if profile is None:
-            raise ValueError(f"flow {self.flow.name}: `plan` is {self._fixed or 'auto'}, which needs a profile")
+        assert profile is not None  # or there would be a plan already
         mode = self._fixed if isinstance(self._fixed, Mode) else None
         return self.flow.plan(profile, len(self.devices), device_bytes=self._device_bytes, mode=mode)
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import ray
 
+from rlix.flow.planner.graph import is_count
 from rlix.flow.workers.flow_worker import Piece
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
@@ -141,5 +142,9 @@ def launch(
     """
     if not (isinstance(worker_cls, type) and issubclass(worker_cls, Worker)):
         raise SpecError(f"{worker_cls!r} is not a class derived from rlix.flow.Worker")
+    if name is not None and not isinstance(name, str):
+        raise SpecError(f"launch: the name of a group is text, not {name!r}")
+    if not is_count(threads := options.get("max_concurrency", 1)):
+        raise SpecError(f"launch: max_concurrency must be a whole number from 1 on, not {threads!r}")
     placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
     return Group(WorkerGroup(worker_cls, name=name or worker_cls.__name__, placements=placements, **options))

@@ -15,7 +15,7 @@ Devices count as the pool lists them, from 0; after a colon within their node. N
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from rlix.protocol.errors import SpecError
@@ -103,13 +103,15 @@ def place(placement: Placement, pool: Pool) -> list[tuple[Device, ...]]:
 
 
 def _ranks(placement: Placement, pool: Pool) -> list[tuple[Device, ...]]:
+    _check_numbers(placement)
     match placement:
         case str():
             return _text(placement, pool)
         case Packed():
             return _packed(placement, pool)
         case Flexible():
-            if not all(isinstance(numbers, Sequence) for numbers in placement.devices):
+            lists = isinstance(placement.devices, Sequence)
+            if not lists or not all(isinstance(numbers, Sequence) for numbers in placement.devices):
                 raise SpecError(f"placement {placement!r}: each rank has a list of devices, such as [[0, 1], [4]]")
             return [_pick(placement, pool.devices, numbers) for numbers in placement.devices]
         case OnCpu():
@@ -125,6 +127,16 @@ def _ranks(placement: Placement, pool: Pool) -> list[tuple[Device, ...]]:
                 starts = range(0, placement.per_rank * min(fit, placement.most or fit), placement.per_rank)
                 ranks += [tuple(devices[start : start + placement.per_rank]) for start in starts]
             return ranks
+
+
+def _check_numbers(placement: Placement) -> None:
+    if not isinstance(placement, Packed | Flexible | ByNode | OnCpu | str):
+        raise SpecError(f'placement {placement!r} is none: Packed, Flexible, ByNode, OnCpu, or text such as "0-3"')
+    if isinstance(placement, Packed | ByNode | OnCpu):
+        for one in fields(placement):
+            value = getattr(placement, one.name)
+            if value is not one.default and one.name != "nodes" and not isinstance(value, int):
+                raise SpecError(f"placement {placement!r}: {one.name} is a whole number, not {value!r}")
 
 
 def _packed(placement: Packed, pool: Pool) -> list[tuple[Device, ...]]:

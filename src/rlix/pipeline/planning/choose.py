@@ -12,7 +12,7 @@ from typing import Any
 from rlix.flow.planner import Mode, Plan, Planned, make_plan
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.pipeline.planning.declared import answer_lengths, declared_profile, prompt_tokens
-from rlix.pipeline.planning.graph import DEVICE, Fits, job_graph
+from rlix.pipeline.planning.graph import DEVICE, Fits, job_graph, parts_of
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
@@ -84,11 +84,15 @@ def tables(spec: JobSpec, devices: int, home: Path, *, ahead: bool) -> Profile:
     """What the job's parts cost, were its schedule one that works `ahead` or not.
 
     Raises:
-        SpecError: the job has no declared speed and was not profiled.
+        SpecError: the job has no declared speed and was not profiled, or not all of it.
     """
     if spec.declared_speed is not None:
         return declared_profile(spec, devices, off_policy=ahead)
-    return Profile.read(profile_path(home, spec))
+    path = profile_path(home, spec)
+    found = Profile.read(path)
+    if missing := [name for name in parts_of(spec) if name not in found.parts]:
+        raise SpecError(f"{path} has no {', '.join(missing)}: run `rlix profile` again")
+    return found
 
 
 def plan_job(
@@ -176,11 +180,11 @@ def memory_of(spec: JobSpec, memory: int | None) -> Fits:
 
 
 def profile_path(home: Path, spec: JobSpec) -> Path:
-    """Tables are kept by machine, and by all of a job that decides how long its parts take."""
+    """Tables are kept by machine and by all of a job that decides how long its parts take, which its name does not."""
     values = spec.model_dump(mode="json", include=set(_TIMED))
     tensor_parallel = {name: cluster.tensor_parallel for name, cluster in spec.clusters_in_use.items()}
     text = json.dumps([values, tensor_parallel, spec.schedule.works_ahead], sort_keys=True, default=str)
-    return path_of(home, f"{spec.name}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}")
+    return path_of(home, f"job-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}")
 
 
 def explain(spec: JobSpec, planned: Planned, devices: int, home: Path, memory: int | None = None) -> str:

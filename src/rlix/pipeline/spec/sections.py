@@ -19,6 +19,7 @@ from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Count, Index, Positive, Seconds, Section, Seed, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
+from rlix.protocol.types import LONGEST_NAME, NAME
 
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -56,7 +57,7 @@ class RolloutSpec(Section):
 class Sections(Section):
     """All that a job says; `JobSpec` has it checked."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    name: Annotated[str, Field(pattern=NAME.pattern, max_length=LONGEST_NAME)]
     """Also the name of the run's folder."""
     seed: Seed = 0
     steps: Count
