@@ -103,7 +103,7 @@ def test_a_killed_rank_is_restarted_under_its_name(group: WorkerGroup) -> None:
     group.kill(1)
     wait_gone(before[1]["pid"])
     assert not process.alive(started)  # `kill` has waited for it
-    with pytest.raises(WorkerError, match="rank 1 failed in facts"):
+    with pytest.raises(WorkerError, match="rank 1 died before it answered facts"):
         facts(group)
     group.restart(1)
     after = facts(group)

@@ -27,6 +27,9 @@ class State:
             self.broken -= 1
             raise WorkerError(f"{self.name} does not go")
 
+    def end(self) -> None:
+        self.log.append(f"!{self.name}")
+
 
 def test_states_come_and_go_with_the_turns() -> None:
     log: list[str] = []
@@ -94,6 +97,18 @@ def test_to_clear_asks_all_and_then_says_who_did_not_go() -> None:
     lock.clear()
     lock.clear()
     assert log[4:] == ["-a"]
+
+
+def test_what_does_not_go_may_be_ended() -> None:
+    log: list[str] = []
+    lock = DeviceLock()
+    with lock.turn(State("a", log, broken=2), {0}), lock.turn(State("b", log), {1}):
+        pass
+    with pytest.raises(WorkerError, match="a does not go"):
+        lock.clear()
+    lock.end()
+    with lock.turn(State("c", log), {0}):
+        assert log == ["+a", "+b", "-a", "-b", "!a", "+c"]
 
 
 def test_many_threads_never_share_a_device() -> None:

@@ -45,13 +45,15 @@ class Joins(FlowWorker):
 
 
 class Group:
-    """As `rlix.flow.workers.launch.Group`, of objects in this process."""
+    """As `rlix.flow.workers.part_group.PartGroup`, of objects in this process."""
 
     def __init__(self, part: Part, ranks: int, first: int, name: str) -> None:
         self.name, self.first = name, first
         self.members = [part.worker(**part.kwargs) for _ in range(ranks)]
         self.workers = SimpleNamespace(world_size=ranks, processes={})
         self.lease = None
+        self.late: list[int] = []
+        self.lost: list[int] = []
 
     def call(self, method: str, *args: Any) -> Any:
         return SimpleNamespace(wait=lambda *_: [getattr(member, method)(*args) for member in self.members])
@@ -65,9 +67,16 @@ class Group:
         made = [member._rlix_part(method, lists)[0] for member, lists in zip(self.members, inputs, strict=True)]
         return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
 
+    def answers(self, call: Any, timeout_s: float) -> list[int]:
+        return call.wait(timeout_s)
+
     def onload(self) -> None: ...
 
     def offload(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def end_late(self) -> None: ...
 
     def close(self) -> None: ...
 

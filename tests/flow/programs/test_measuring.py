@@ -10,6 +10,7 @@ import ray
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.workers import launch
+from rlix.flow.workers.group import START_TIMEOUT_S
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from tests.flow.programs.pretended import ITEMS, POOL, Adds
 
@@ -70,7 +71,7 @@ def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: py
     flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
     with pytest.raises(WaitTimeoutError, match="ones: rank"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
-    assert waits == [0.5] * 4  # its start, its onload, its memory, and itself
+    assert waits == [START_TIMEOUT_S, 0.5, 0.5, 0.5]  # its start, its onload, its memory, and itself
     part = launch.Group(workers, timeout_s=0.25).on(0)
     part.memory().wait()
     part.memory().wait(2.0)

@@ -112,22 +112,30 @@ def test_a_part_whose_rank_was_killed_is_started_again(running: Running) -> None
     running.keep()
     (before,) = running.groups["ones"].on(0).count().wait()
     running.groups["ones"].workers.kill(0)
-    with pytest.raises(WorkerError, match="sums/ones"):
+    what = r"rank 0 died before it answered onload\(\): its process has ended; running.restart\('ones'\) starts them"
+    with pytest.raises(WorkerError, match=rf"^sums/ones: {what} again, from what running.keep\(\) kept$") as caught:
+        running.step([0] * ITEMS)
+    assert caught.value.__cause__ is None  # a page of Ray's
+    running.groups["tens"].workers.kill(0)
+    with pytest.raises(WorkerError, match=r"^sums/ones: rank\(s\) 0 died; running.restart\('ones'\)"):
         running.step([0] * ITEMS)
     running.restart("ones")
+    with pytest.raises(WorkerError, match=r"^sums/tens: rank\(s\) 0 died; running.restart\('tens'\) starts"):
+        running.step([0] * ITEMS)
+    running.restart("tens")
     assert running.step([0] * ITEMS) == [11] * ITEMS
     assert running.groups["ones"].on(0).count().wait()[0] > before
 
 
 class Waits(Adds):
-    """Goes on when somebody has opened the other end of its pipe, and closed it again."""
+    """Ranks up to `most` go on when somebody has opened the other end of their pipe, and closed it again."""
 
-    def __init__(self, number: int, pipe: str) -> None:
+    def __init__(self, number: int, pipe: str, most: int = 0) -> None:
         super().__init__(number)
-        self.pipe = Path(pipe)
+        self.pipe, self.most = Path(pipe), most
 
     def add(self, items: list[int]) -> list[int]:
-        if self.ctx.rank == 0:
+        if self.ctx.rank <= self.most:
             self.pipe.read_bytes()
         return super().add(items)
 
@@ -153,6 +161,35 @@ def job_of(orchestrator: Any, devices: dict[str, list[int]]) -> JobClient:
 def until_it_waits(orchestrator: Any, job: JobClient, asked: "Future[Any]") -> None:
     while job.pipeline_id not in {w.pipeline_id for w in ray.get(orchestrator.status.remote()).waiting}:
         assert not asked.done()
+
+
+def test_a_rank_that_dies_costs_a_job_no_other(ray_session: Any, tmp_path: Path) -> None:
+    """Its devices are given back when the others, which are at a call, have left theirs."""
+    mine, other = job_of(ray_session, {"flow": [0, 1]}), job_of(ray_session, {"both": [0, 1]})
+    job: Any = SimpleNamespace(client=mine, name_holders=mine.name_holders)
+    pipe = tmp_path / "ones"
+    os.mkfifo(pipe)
+    part = Part("ones", Waits, "add", kwargs={"number": 1, "pipe": str(pipe), "most": 1})
+    known = replace(profile(60.0, 0.1), flow="dies", parts={"ones": profile(60.0, 0.1).parts["ones"]})
+    pool = [mine.devices()[i] for i in (0, 1)]
+    with (
+        ThreadPoolExecutor(2) as threads,
+        Running(Flow("dies", [part], ITEMS), pool, profile=known, job=job, cluster="flow", timeout_s=120.0) as running,
+    ):
+        workers = running.groups["ones"].workers
+        step = threads.submit(running.step, [0] * ITEMS)
+        end = until_it_reads(pipe, step)
+        workers.kill(1)
+        asked = threads.submit(other.acquire, "both", Phase.ACTOR_TRAINING, 120.0)
+        until_it_waits(ray_session, other, asked)
+        assert not step.done()
+        os.close(end)
+        with pytest.raises(WorkerError, match=r"dies/ones: rank 1 died .* again, anew \(nothing was kept\)"):
+            step.result(120)
+        other.release(asked.result())
+        assert running.groups["ones"].on(0).count().wait() == [1]
+    for client in (mine, other):
+        client.unregister("the test is over")
 
 
 def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ class Occupant(Protocol):
 
     def offload(self) -> None: ...
 
+    def end(self) -> None:
+        """What did not go is ended, whatever it does: nothing is there afterwards, and what it had is lost."""
+
 
 @dataclass(slots=True)
 class _Resident:
@@ -94,6 +97,18 @@ class DeviceLock:
             failed += [resident.failed] if resident.failed is not None else []
         if failed:
             raise failed[0]
+
+    def end(self) -> None:
+        """End what did not go when it was asked to: somebody else will have the devices."""
+        with self._changed:
+            left = self._leave(list(self._resident))
+        for resident in left:
+            try:
+                resident.occupant.end()
+            finally:
+                with self._changed:
+                    del self._leaving[resident.occupant.name]
+                    self._changed.notify_all()
 
     def _await(self, occupant: Occupant, devices: Collection[int], order: tuple[Any, ...], limit: float) -> Turn:
         with self._changed:

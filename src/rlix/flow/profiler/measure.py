@@ -15,7 +15,9 @@ from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
-from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, Group, launch
+from rlix.flow.workers.group import START_TIMEOUT_S
+from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
+from rlix.flow.workers.part_group import PartGroup
 from rlix.flow.workers.placement import Flexible, OnCpu
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, Fence
@@ -50,7 +52,8 @@ def profile(
     """Run every part alone on each width that the devices allow and on each batch size.
 
     Items come from `flow.sample`; what a part makes of the largest batch is what the next one is measured with.
-    `lease`: of these devices, where they are shared. `timeout_s`: for a part to start, and for each of its calls.
+    `lease`: of these devices, where they are shared. `timeout_s`: for each call of a part, and for it to start, which
+    has three minutes at least.
 
     Raises:
         SpecError: a part, which is named, can be measured on none of the widths, or with none of the batches.
@@ -114,17 +117,20 @@ def start(
     name: str = "",
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> Group:
-    """The part's group on devices from number `first` on; `timeout_s`: until it is there, and of each of its calls."""
+) -> PartGroup:
+    """The part's group on devices from number `first` on.
+
+    `timeout_s`: of each of its calls, and, if it is longer than what any group has for that, until it is there.
+    """
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
     placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
     kwargs, name = dict(part.kwargs), name or part.name
-    group = launch(part.worker, placement, list(devices), name=name, kwargs=kwargs, start_timeout_s=timeout_s)
-    group.timeout_s = timeout_s
-    return group
+    limit = max(timeout_s, START_TIMEOUT_S)  # a pool that is cold starts processes slowly, whatever they are asked then
+    group = launch(part.worker, placement, list(devices), name=name, kwargs=kwargs, start_timeout_s=limit)
+    return PartGroup(group.workers, timeout_s)
 
 
-def _memory(group: Group, part: Part) -> list[tuple[float, float]]:
+def _memory(group: PartGroup, part: Part) -> list[tuple[float, float]]:
     """Of each rank, as `FlowWorker.memory` says."""
     found = group.call("memory").wait()
     for said in found:
@@ -136,12 +142,12 @@ def _memory(group: Group, part: Part) -> list[tuple[float, float]]:
     return found
 
 
-def _repeat(group: Group, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:
+def _repeat(group: PartGroup, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:
     runs = [_once(group, part, inputs) for _ in range(repeats)]
     return median(seconds for seconds, _ in runs), runs[-1][1]
 
 
-def _once(group: Group, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces]:
+def _once(group: PartGroup, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces]:
     began = time.monotonic()
     refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
     counts = call.wait()

@@ -4,11 +4,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlix.control.program import Program
 from rlix.flow.locks.lock import DeviceLock
@@ -23,8 +23,8 @@ from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
-from rlix.flow.workers.launch import Group
-from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.flow.workers.part_group import PartGroup
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class Running:
         job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
             each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
-        timeout_s: of each wait for a part: to start, for a call, for its devices in its turn, and for its items.
+        timeout_s: of each wait for a part: for a call, for its devices in its turn, and for its items. A rank that has
+            not answered by then is ended. To start, every part has three minutes at least.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Running:
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
         self.plan: Plan = plan if isinstance(plan, Plan) else self.planned.best  # type: ignore[union-attr]
         flow.check(self.plan, len(self.devices))
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, PartGroup] = {}
         self.step_s: list[float] = []
         self.replanned = 0
         self._states: dict[str, Any] = {}
@@ -88,7 +89,7 @@ class Running:
 
         Raises:
             SpecError: a part does not take so many items, or the devices are not of the job's gang.
-            WorkerError: a part raised or died.
+            WorkerError: a part raised or died, or has not been started again since a rank of it died.
             WaitTimeoutError: a part, which is named with its ranks, did not answer.
             RlixError: it is closed, or a step is running in another thread.
         """
@@ -96,7 +97,9 @@ class Running:
         if not self._stepping.acquire(blocking=False):
             raise RlixError(f"flow {self.flow.name}: a step is running in another thread; one runs at a time")
         try:
-            return self._step(items)
+            with self._remedy():
+                self._check_lost()
+                return self._step(items)
         finally:
             self._stepping.release()
 
@@ -153,13 +156,16 @@ class Running:
     def keep(self) -> None:
         """Between steps: ask every part for what it saves, for `restart` to go on from."""
         self._check_open()
-        self._lock.clear()
-        self._kept = {name: group.on(0).call("save").wait()[0] for name, group in self.groups.items()}
+        with self._remedy():
+            self._check_lost()
+            self._lock.clear()
+            self._kept = {name: group.on(0).call("save").wait()[0] for name, group in self.groups.items()}
 
     def restart(self, *names: str) -> None:
         """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
 
-        Parts that are not named go on as they are, so name those whose states must agree together.
+        Parts that are not named go on as they are, so name those whose states must agree together. If a rank of them
+        has died, too, the log says so, and the next step.
         """
         self._check_open()
         if unknown := set(names) - {part.name for part in self.flow.parts}:
@@ -169,7 +175,7 @@ class Running:
         again = names or tuple(self.groups)
         for name, group in self.groups.items():
             if name not in again:
-                group.offload()  # who is on its devices is counted anew
+                self._bring_off(group)  # who is on its devices is counted anew
         self._started = False
         for name in again:
             if name in self.groups:  # or it did not start the last time
@@ -194,6 +200,32 @@ class Running:
         self.plan = plan
         self._drift, self._chunks = Drift.of(plan), {}
         self._start()
+
+    def _bring_off(self, group: PartGroup) -> None:
+        with contextlib.suppress(WaitTimeoutError):  # it is ended, and so lost
+            group.offload()
+        if group.lost:
+            logger.warning("%s: rank(s) %s have died, too", group.name, _join(group.lost))
+
+    @contextlib.contextmanager
+    def _remedy(self) -> Iterator[None]:
+        """Add to an error what to do about the ranks that have died."""
+        try:
+            yield
+        except (WorkerError, WaitTimeoutError) as error:
+            names = [name for name, group in self.groups.items() if group.lost]
+            if not names:
+                raise
+            state = "from what running.keep() kept" if set(names) <= set(self._kept) else "anew (nothing was kept)"
+            error.args = (f"{error}; running.restart({', '.join(map(repr, names))}) starts them again, {state}",)
+            if isinstance(error.__cause__, RayActorError):
+                raise error from None  # Ray's page about a dead actor says less
+            raise
+
+    def _check_lost(self) -> None:
+        lost = [f"{group.name}: rank(s) {_join(group.lost)} died" for group in self.groups.values() if group.lost]
+        if lost:
+            raise WorkerError("; ".join(lost))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -248,25 +280,52 @@ class Running:
         return made
 
     def _run_stages(self, run: SegmentRun, segment: SegmentPlan, lease: StepLease | None) -> None:
-        threads = [
-            threading.Thread(target=self._stage, args=(run, stage, lease), name=f"{self.flow.name}:{i}", daemon=True)
-            for i, stage in enumerate(segment.stages[1:], 1)
-        ]
-        for thread in threads:
-            thread.start()
-        self._stage(run, segment.stages[0], lease)
-        _join(threads, run)
+        ended = [threading.Event() for _ in segment.stages]
+        for i, stage in enumerate(segment.stages):
+            work = (run, stage, lease, ended[i])
+            threading.Thread(target=self._stage, args=work, name=f"{self.flow.name}:{i}", daemon=True).start()
+        self._wait_for(ended, run, segment, lease)
         run.check()
 
-    def _stage(self, run: SegmentRun, stage: StagePlan, lease: StepLease | None) -> None:
-        run.stage(stage)
-        if lease is None or not stage.used or run.failed or run.left_s < GAP_S:
-            return
-        names = [self.groups[part.name].name for part in stage.parts]
+    def _wait_for(
+        self, ended: Sequence[threading.Event], run: SegmentRun, segment: SegmentPlan, lease: StepLease | None
+    ) -> None:
+        """Until all stages have ended, or devices would be taken from under them. Each of their waits has a limit.
+
+        Ctrl-C stops them at their next call. A second one waits for no call: with a lease, whose devices others may
+        have next, ranks that are at one are ended.
+
+        `ended`, and not `join`: a thread for which that was interrupted counts as dead (Python 3.11).
+        """
+        groups, told = [self.groups[name] for name in segment.names], 0
+        for stage in ended:
+            while not stage.is_set():
+                try:
+                    stage.wait()
+                except KeyboardInterrupt as error:
+                    told += 1
+                    if told > 2 or (told > 1 and lease is None):
+                        raise
+                    if told > 1:
+                        for group in groups:
+                            group.end_late()
+                        continue
+                    run.fail(error)
+                    busy = ", ".join(group.name for group in groups if group.late) or "nobody"
+                    then = "waits for nobody" if lease is None else "ends the ranks that have not answered"
+                    logger.warning("Ctrl-C: the step ends when %s has answered; a second Ctrl-C %s", busy, then)
+
+    def _stage(self, run: SegmentRun, stage: StagePlan, lease: StepLease | None, ended: threading.Event) -> None:
         try:
+            run.stage(stage)
+            if lease is None or not stage.used or run.failed or run.left_s < GAP_S:
+                return
+            names = [self.groups[part.name].name for part in stage.parts]
             lease.leave(names, [self.devices[stage.first + i].id for i in range(stage.used)])
         except BaseException as error:  # noqa: BLE001 (raised again by `check`)
             run.fail(error)
+        finally:
+            ended.set()
 
     def _fetch(self, pieces: Pieces) -> list[Any]:
         try:
@@ -302,16 +361,5 @@ def _place(part: PartPlan) -> tuple[int, int]:
     return part.first if part.devices else 0, part.ranks
 
 
-def _join(threads: Sequence[threading.Thread], run: SegmentRun) -> None:
-    """Wait until all have ended, or the devices would be taken from under them. Each of their waits has a limit.
-
-    Ctrl-C stops them at their next chunk, and a second one waits for nobody.
-    """
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except KeyboardInterrupt as error:
-                if run.failed:
-                    raise
-                run.fail(error)
+def _join(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

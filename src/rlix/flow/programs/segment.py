@@ -13,8 +13,8 @@ from rlix.flow.planner import SegmentPlan, StagePlan
 from rlix.flow.planner.plan import LoopPlan
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
-from rlix.flow.workers.launch import Group
-from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.flow.workers.part_group import PartGroup
+from rlix.protocol.errors import WorkerError
 
 Bounds: TypeAlias = tuple[int, int]
 """From which item to which."""
@@ -31,7 +31,7 @@ class SegmentRun:
         flow: Flow,
         plan: SegmentPlan,
         index: int,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, PartGroup],
         lock: DeviceLock,
         source: Pieces,
         before: Mapping[str, Pieces],
@@ -94,7 +94,8 @@ class SegmentRun:
     def fail(self, error: BaseException) -> None:
         """Stop all stages, at their next chunk at the latest."""
         with self._changed:
-            self._failure = self._failure or error
+            if self._failure is None or isinstance(error, KeyboardInterrupt):
+                self._failure = error
             self._changed.notify_all()
 
     @property
@@ -179,16 +180,13 @@ class SegmentRun:
     def _call(self, name: str, order: tuple[int, ...], inputs: Sequence[Pieces]) -> Pieces:
         part, group, items = self._flow.part(name), self._groups[name], size(inputs[0])
         calling = self._calling[name]
-        if not calling.acquire(timeout=self._timeout_s):
-            raise WaitTimeoutError(f"{self._flow.name}: waited {self._timeout_s:g} s for {name} to be free")
-        try:
+        with calling:  # as long as the slice before it takes, whose waits have limits
+            self.check()
             with self._turn(name, order):
                 began = time.monotonic()
                 refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
-                counts = call.wait(self._timeout_s)
+                counts = group.answers(call, self._timeout_s)
                 took = time.monotonic() - began
-        finally:
-            calling.release()
         self._check_count(name, sum(counts), items)
         with self._changed:
             self.seconds[name].append((items, took))
@@ -200,19 +198,16 @@ class SegmentRun:
             self._changed.notify_all()
 
     def _input(self, name: str, index: int, bounds: Bounds) -> Pieces:
-        """A whole chunk, of a part that stands before."""
+        """A whole chunk, of a part that stands before.
+
+        There is no limit: whoever makes it has one for each of its waits, and fails with what it has waited for.
+        """
         if name not in self._mine:
             return cut(self._before[name], *bounds)
         with self._changed:
-            there = self._changed.wait_for(
-                lambda: (name, index) in self._made or self._failure is not None, self._timeout_s
-            )
+            self._changed.wait_for(lambda: (name, index) in self._made or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            if not there:
-                raise WaitTimeoutError(
-                    f"{self._flow.name}: waited {self._timeout_s:g} s for {name} to make items {bounds[0]}–{bounds[1]}"
-                )
             return self._made[name, index]
 
     def _check_count(self, name: str, count: int, items: int) -> None:

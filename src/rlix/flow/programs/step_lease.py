@@ -20,6 +20,7 @@ class StepLease:
     """Between two segments others have their turn. A context manager; what it holds at the end it gives back.
 
     That costs a round trip between two segments and no load: a part belongs to one segment, and leaves after it anyway.
+    A rank that has not gone at the end is ended.
     `lock`: of the parts, which are brought off before anything is given back.
     """
 
@@ -66,6 +67,9 @@ class StepLease:
         try:
             try:
                 self._lock.clear()
+            except BaseException:  # raised again; it is what a part raised, or Ctrl-C
+                self._lock.end()  # or the pool, which finds these devices locked, would end all workers of the job
+                raise
             finally:
                 self._end()
         except (RlixError, RayError) as error:

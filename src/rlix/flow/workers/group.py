@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorAlreadyExistsError, RayTaskError
+from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
@@ -21,7 +21,7 @@ from rlix.flow.messages.peer import MAIL
 from rlix.flow.scratch import Scratch, shared_memory, sweep
 from rlix.flow.workers.actor_class import actor_class
 from rlix.flow.workers.futures import failures, futures_of, read_error
-from rlix.flow.workers.user_errors import worker_error
+from rlix.flow.workers.user_errors import failure
 from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.node.process import WatchedProcess, descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
@@ -99,6 +99,7 @@ class WorkerGroup:
         self._handles: list[ActorHandle[Any]] = []
         self._processes: dict[int, WatchedProcess] = {}
         self._named: dict[int, Process] = {}
+        self.lost: set[int] = set()  # ranks of which it is known that they have died, and not been started again
         self._closed = False
         # A folder for process groups, when every rank is on this node.
         scratch = Scratch(name) if _on_this_node(self.placements) else None
@@ -229,6 +230,7 @@ class WorkerGroup:
         self.kill(rank)
         self._handles[rank] = self._create_again(rank)
         self._construct([rank])
+        self.lost.discard(rank)
 
     def kill(self, rank: int, *, timeout_s: float = EXIT_TIMEOUT_S) -> None:
         """Kill the worker, whatever it is doing, and wait until its process is gone, and those that it started.
@@ -337,18 +339,15 @@ class WorkerGroup:
         """`failed`: numbers of those that have, in their order; one that fails now may not be among them yet."""
         for i in (*failed, *range(len(futures))):
             if futures[i].done() and (error := futures[i].exception()) is not None:
-                raise self._worker_error(method, ranks[i], error) from error
+                if isinstance(error, ActorDiedError):
+                    self.lost.add(ranks[i])
+                raise failure(self.name, ranks[i], method, error) from error
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
             raise WaitTimeoutError(
                 f"{self.name}: rank(s) {_join(late)} did not answer {method}() within {timeout_s:g} s"
             )
         return [future.result() for future in futures]
-
-    def _worker_error(self, method: str, rank: int, error: BaseException) -> WorkerError:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        message = f"{self.name}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}"
-        return worker_error(message, rank, error if cause is None else cause)
 
     def _ranks(self, ranks: Sequence[int] | None) -> list[int]:
         if ranks is None:

@@ -7,12 +7,11 @@ from typing import Any, Self
 import ray
 
 from rlix.flow.planner.graph import is_count
-from rlix.flow.workers.flow_worker import Piece
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
 from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Device, Fence
+from rlix.protocol.messages import Device
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -32,13 +31,23 @@ class Call:
         self._group, self._method, self._ranks, self._timeout_s = group, method, ranks, timeout_s
         self._started = time.monotonic()
         self._ended: list[float] = []
-        for ref in refs:
+        self._watch()
+
+    def _watch(self) -> None:
+        for ref in self.refs:
             ref.future().add_done_callback(lambda _: self._ended.append(time.monotonic()))
 
     @property
     def done(self) -> bool:
         """Whether every rank has answered, with a result or an error."""
         return len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0]) == len(self.refs)
+
+    @property
+    def late(self) -> list[int]:
+        """The ranks that have not answered."""
+        ranks = range(self._group.world_size) if self._ranks is None else self._ranks
+        answered = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0])
+        return [rank for rank, ref in zip(ranks, self.refs, strict=True) if ref not in answered]
 
     @property
     def duration_s(self) -> float:
@@ -60,19 +69,16 @@ class Call:
 class Group:
     """The ranks of one worker class. Attributes are the methods of the class: `group.method(...)` is a `Call`.
 
-    `lease`: what `onload` locks the devices under; None: the program's own account. `timeout_s`: of calls that are told
-    no other, `onload` and `offload` too.
+    `timeout_s`: of calls that are told no other.
     """
 
     def __init__(
         self,
         workers: WorkerGroup,
         ranks: Sequence[int] | None = None,
-        lease: Fence | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.workers, self.ranks = workers, ranks
-        self.lease, self.timeout_s = lease, timeout_s
+        self.workers, self.ranks, self.timeout_s = workers, ranks, timeout_s
 
     @property
     def name(self) -> str:
@@ -85,31 +91,11 @@ class Group:
 
     def on(self, *ranks: int) -> "Group":
         """The same group; calls go to these ranks only."""
-        return Group(self.workers, ranks, self.lease, self.timeout_s)
+        return Group(self.workers, ranks, self.timeout_s)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Call:
         refs = self.workers.submit(method, args, kwargs, ranks=self.ranks)
         return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs, self.timeout_s)
-
-    def onload(self) -> None:
-        """Bring every rank's state onto its devices, and take their locks."""
-        self.call("_rlix_onload", self.lease).wait()
-
-    def offload(self) -> None:
-        self.call("_rlix_offload").wait()
-
-    def part(self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]]) -> "tuple[list[Any], Call]":
-        """Give each rank its lists of items; the results stay where they are made.
-
-        Returns references to the ranks' results, and a call whose results are how many items each of them has.
-        """
-        self.workers.check_usable(method)
-        calls = [
-            handle._rlix_part.options(num_returns=2).remote(method, pieces)
-            for handle, pieces in zip(self.workers.handles, inputs, strict=True)
-        ]
-        counts = [refs[1] for refs in calls]
-        return [refs[0] for refs in calls], Call(self.workers, method, None, counts, self.timeout_s)
 
     def close(self) -> None:
         self.workers.close()

@@ -3,7 +3,19 @@
 from functools import cache
 from typing import Any
 
+from ray.exceptions import ActorDiedError, RayTaskError
+
 from rlix.protocol.errors import RlixError, WorkerError
+
+
+def failure(group: str, rank: int, method: str, error: BaseException) -> WorkerError:
+    """The error of a rank's method, from what Ray raises for it."""
+    if isinstance(error, ActorDiedError) and method != "__init__":  # of a start Ray knows more than this
+        why = " (the node ran out of memory)" if "OUT_OF_MEMORY" in str(error) else ""
+        return WorkerError(f"{group}: rank {rank} died before it answered {method}(): its process has ended{why}")
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    cause = error if cause is None else cause
+    return worker_error(f"{group}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}", rank, cause)
 
 
 def worker_error(message: str, rank: int, cause: BaseException) -> WorkerError:

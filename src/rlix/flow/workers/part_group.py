@@ -1,0 +1,125 @@
+"""`PartGroup`: the ranks of a flow's part, whose states come and go."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+
+from rlix.flow.workers.flow_worker import Piece
+from rlix.flow.workers.group import WorkerGroup
+from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, Call, Group
+from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Fence
+
+logger = logging.getLogger(__name__)
+
+
+class PartGroup(Group):
+    """A group that is an occupant of a `DeviceLock`. Its ranks are of a `FlowWorker`.
+
+    A rank that does not answer within `timeout_s` is ended: it would keep its devices from everybody else.
+
+    `lease`: what `onload` locks the devices under; None: the program's own account.
+    """
+
+    def __init__(self, workers: WorkerGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        super().__init__(workers, timeout_s=timeout_s)
+        self.lease: Fence | None = None
+        self._latest: Call | None = None
+        self._there: set[int] = set()  # ranks that may have state on their devices
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks of which it is known that they have died."""
+        return sorted(self.workers.lost)
+
+    @property
+    def late(self) -> list[int]:
+        """The ranks that have not answered the last call."""
+        return self._latest.late if self._latest is not None else []
+
+    def onload(self) -> None:
+        """Bring every rank's state onto its devices, and take their locks. Raises what `answers` raises."""
+        self._there = set(range(self.workers.world_size))
+        self._latest = self.call("_rlix_onload", self.lease)
+        self.answers(self._latest)
+
+    def offload(self) -> None:
+        """Bring the states off, when the ranks have ended what they do. Of a rank that has died nothing is there.
+
+        Raises what `answers` raises, but not that a rank has died, and not before all have answered or were ended.
+        """
+        self._there -= self.workers.lost
+        living = [rank for rank in range(self.workers.world_size) if rank not in self.workers.lost]
+        if not living:
+            return
+        self._latest = call = self.on(*living).call("_rlix_offload")
+        failed: WorkerError | None = None
+        try:
+            ray.wait(call.refs, num_returns=len(call.refs), timeout=self.timeout_s)
+        finally:  # on Ctrl-C too
+            late = set(call.late)
+            for rank, ref in zip(living, call.refs, strict=True):
+                if rank not in late:
+                    failed = self._left(rank, ref) or failed
+        if late:
+            self.answers(call, 0.0)
+        if failed is not None:
+            raise failed
+
+    def part(self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]]) -> tuple[list[Any], Call]:
+        """Give each rank its lists of items; the results stay where they are made.
+
+        Returns references to the ranks' results, and a call whose `answers` are how many items each of them has.
+        """
+        self.workers.check_usable(method)
+        calls = [
+            handle._rlix_part.options(num_returns=2).remote(method, pieces)
+            for handle, pieces in zip(self.workers.handles, inputs, strict=True)
+        ]
+        self._latest = Call(self.workers, method, None, [refs[1] for refs in calls], self.timeout_s)
+        return [refs[0] for refs in calls], self._latest
+
+    def answers(self, call: Call, timeout_s: float | None = None) -> list[Any]:
+        """What the call's `wait` returns.
+
+        Raises:
+            WorkerError: a rank raised or died.
+            WaitTimeoutError: ranks did not answer, and were ended.
+        """
+        try:
+            return call.wait(timeout_s)
+        except WaitTimeoutError as error:
+            self._end(call.late)
+            raise WaitTimeoutError(f"{error}, and were ended") from None
+
+    def end_late(self) -> None:
+        """End the ranks that have not answered the last call."""
+        self._end(self.late)
+
+    def end(self) -> None:
+        """End the ranks that may have state on their devices, so that others can have these."""
+        self._end(rank for rank in sorted(self._there) if self.workers.placements[rank])
+        self._there.clear()
+
+    def _left(self, rank: int, offloaded: Any) -> WorkerError | None:
+        """The error with which a rank that has answered did not go."""
+        try:
+            self.workers.results("offload", [offloaded], timeout_s=self.timeout_s, ranks=[rank])
+        except WorkerError as error:
+            if rank not in self.workers.lost:
+                return error
+        self._there.discard(rank)
+        return None
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank in self.workers.lost:
+                continue
+            logger.warning("%s: rank %d is ended", self.name, rank)
+            self.workers.lost.add(rank)
+            try:
+                self.workers.kill(rank)
+            except WaitTimeoutError as error:  # whoever needs its devices is told by their locks
+                logger.error("%s", error)

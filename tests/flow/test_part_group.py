@@ -1,0 +1,75 @@
+"""What becomes of the ranks of a part that do not answer, do not go or have died: on workers that are pretended."""
+
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+
+from rlix.flow.workers.group import WorkerGroup
+from rlix.flow.workers.part_group import PartGroup
+from rlix.protocol.errors import WaitTimeoutError, WorkerError
+
+
+class Workers(WorkerGroup):
+    """`says`: by rank what it does when it is asked; what is not there is an answer."""
+
+    def __init__(self, **says: str) -> None:
+        self.name, self.placements, self.lost = "flow/part", ((1,), (2,), ()), set()  # type: ignore[assignment]
+        self.says = {int(rank[1:]): what for rank, what in says.items()}
+        self.killed: list[int] = []
+
+    def submit(self, method: str, *_: Any, ranks: Any = None, **__: Any) -> Any:
+        return [(self.says.get(rank), rank) for rank in (range(3) if ranks is None else ranks)]
+
+    def _wait(self, method: str, ranks: Any, refs: Any, timeout_s: float) -> list[Any]:
+        for says, rank in refs:
+            if says == "dies":
+                self.lost.add(rank)
+                raise WorkerError("died") from ActorDiedError()
+            if says == "raises":
+                raise WorkerError("does not go")
+            if says == "hangs":
+                raise WaitTimeoutError(f"rank(s) {rank} did not answer")
+        return [None for _ in refs]
+
+    def kill(self, rank: int, *, timeout_s: float = 10.0) -> None:
+        self.killed.append(rank)
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(refs: Any, *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return [ref for ref in refs if ref[0] != "hangs"], [ref for ref in refs if ref[0] == "hangs"]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr("rlix.flow.workers.group.futures_of", lambda refs: refs)
+    monkeypatch.setattr("rlix.flow.workers.launch.Call._watch", lambda call: None, raising=False)
+
+
+def test_who_hangs_is_ended_and_who_has_died_is_gone() -> None:
+    workers = Workers(_0="hangs", _1="dies")
+    part = PartGroup(workers)
+    with pytest.raises(WaitTimeoutError, match=r"rank\(s\) 0 did not answer, and were ended"):
+        part.offload()
+    assert workers.killed == [0] and part.lost == [0, 1]
+    part.offload()  # nobody is asked who is gone
+
+
+def test_who_does_not_go_is_ended_when_others_need_its_devices() -> None:
+    workers = Workers()
+    part = PartGroup(workers)
+    part.onload()
+    workers.says = {1: "raises", 2: "raises"}
+    with pytest.raises(WorkerError, match="does not go"):
+        part.offload()
+    assert workers.killed == []
+    part.end()
+    assert workers.killed == [1]  # the other has no device
+
+
+def test_who_hangs_when_it_is_brought_on_is_ended() -> None:
+    workers = Workers(_2="hangs")
+    with pytest.raises(WaitTimeoutError, match=r"rank\(s\) 2 did not answer, and were ended"):
+        PartGroup(workers).onload()
+    assert workers.killed == [2]
