@@ -1,5 +1,6 @@
 """Placements: which devices the ranks of a group get, in each of the ways to say it."""
 
+import numpy as np
 import pytest
 
 from rlix.flow.workers.launch import launch
@@ -31,6 +32,7 @@ def numbers(placement: Placement) -> list[list[int]]:
         (ByNode(per_rank=3), [[0, 1, 2], [4, 5, 6], [8, 9, 10]]),
         (ByNode(per_rank=2, nodes=[2, 0], most=1), [[8, 9], [0, 1]]),
         (OnCpu(2), [[], []]),
+        (Packed(np.int64(4), 5), [[4], [5]]),
         ("all", [[n] for n in range(12)]),
         ("3-5", [[3], [4], [5]]),
         ("0-1:0-1", [[0], [1], [4], [5]]),

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -227,6 +228,7 @@ def test_who_asks_a_channel_wrongly_is_told_and_does_not_wait(monkeypatch: pytes
     channel: Any = Channel()  # type: ignore[call-arg]
     with pytest.raises(SpecError, match=r"a `Want`, such as Want\(count=3\), not 3"), channel.take(3):
         pass
+    assert Want(count=np.int64(2), weight=np.float32(1)).count == 2  # type: ignore[arg-type]
     for wrong in ({"key": 3}, {"weight": "a"}):
         with pytest.raises(SpecError, match="an item's key is text and its weight a number"):
             Producer(channel, "p").put(1, **wrong)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from operator import attrgetter
 
+from rlix.flow.planner.graph import is_count
 from rlix.protocol.errors import ChannelError, SpecError
 
 Rule = Callable[[Sequence["Item"], "Want"], Sequence[int]]
@@ -36,7 +37,7 @@ class Want:
     weight: float = float("inf")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or self.count < 1:
+        if not is_count(self.count):
             raise SpecError(f"{self}: count is a whole number from 1 on")
         check_card(self.key, self.weight)
 
@@ -89,7 +90,7 @@ class ChannelState:
     ) -> None:
         room = {"capacity": capacity, "capacity_bytes": 1 if capacity_bytes is None else capacity_bytes}
         for what, value in room.items():
-            if not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise SpecError(f"{what} must be a whole number from 1 on, got {value!r}")
         if not groups or len(set(groups)) < len(groups) or not all(isinstance(name, str) for name in groups):
             raise SpecError(f"groups must be one or more different names, got {list(groups)}")

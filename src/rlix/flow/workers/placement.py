@@ -16,6 +16,7 @@ Devices count as the pool lists them, from 0; after a colon within their node. N
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import TypeAlias
 
 from rlix.protocol.errors import SpecError
@@ -135,7 +136,7 @@ def _check_numbers(placement: Placement) -> None:
     if isinstance(placement, Packed | ByNode | OnCpu):
         for one in fields(placement):
             value = getattr(placement, one.name)
-            if value is not one.default and one.name != "nodes" and not isinstance(value, int):
+            if value is not one.default and one.name != "nodes" and not isinstance(value, Integral):
                 raise SpecError(f"placement {placement!r}: {one.name} is a whole number, not {value!r}")
 
 
