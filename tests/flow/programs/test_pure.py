@@ -4,7 +4,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.drift import WINDOW, Drift, rescaled
 from rlix.flow.programs.flow import Circle, Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
-from rlix.flow.programs.running import _join
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
 
@@ -248,21 +246,3 @@ def test_a_part_that_exits_is_an_error_and_lives(exits: Any) -> None:
     worker.exits = exits
     with pytest.raises(RuntimeError, match=r"exits\(\) was left by SystemExit\(\[\]\)"):
         worker._rlix_part("exits", [[]])
-
-
-def test_a_second_ctrl_c_waits_for_nobody() -> None:
-    presses = iter([KeyboardInterrupt, KeyboardInterrupt])
-
-    def join() -> None:
-        raise next(presses)
-
-    errors: list[BaseException] = []
-
-    class Run:
-        failed = property(lambda _: bool(errors))
-        fail = staticmethod(errors.append)
-
-    thread: Any = SimpleNamespace(is_alive=lambda: True, join=join)
-    with pytest.raises(KeyboardInterrupt):
-        _join([thread], Run())  # type: ignore[arg-type]
-    assert len(errors) == 1
