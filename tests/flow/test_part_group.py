@@ -1,5 +1,7 @@
 """What becomes of the ranks of a part that do not answer, do not go or have died: on workers that are pretended."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,3 +75,28 @@ def test_who_hangs_when_it_is_brought_on_is_ended() -> None:
     with pytest.raises(WaitTimeoutError, match=r"rank\(s\) 2 did not answer, and were ended"):
         PartGroup(workers).onload()
     assert workers.killed == [2]
+
+
+class Ref:
+    """A result; `read`: whether somebody has asked for it, or Ray writes an error of it to the terminal."""
+
+    def __init__(self, result: Future[int]) -> None:
+        self.result, self.read = result, False
+
+    def future(self) -> Future[int]:
+        self.read = True
+        return self.result
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_is_read_from_both_results_and_what_was_made_stays_where_it_is(fails: bool) -> None:
+    result: Future[int] = Future()
+    made, counted = Ref(result), Ref(result)
+    method = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: (made, counted)))
+    workers: Any = SimpleNamespace(check_usable=lambda _: None, handles=[SimpleNamespace(_rlix_part=method)])
+    PartGroup(workers).part("add", [[]])
+    if fails:
+        result.set_exception(LookupError())
+    else:
+        result.set_result(1)
+    assert made.read is fails

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -78,6 +80,8 @@ class PartGroup(Group):
             handle._rlix_part.options(num_returns=2).remote(method, pieces)
             for handle, pieces in zip(self.workers.handles, inputs, strict=True)
         ]
+        for refs in calls:
+            refs[1].future().add_done_callback(partial(_read_error, refs[0]))
         self._latest = Call(self.workers, method, None, [refs[1] for refs in calls], self.timeout_s)
         return [refs[0] for refs in calls], self._latest
 
@@ -123,3 +127,9 @@ class PartGroup(Group):
                 self.workers.kill(rank)
             except WaitTimeoutError as error:  # whoever needs its devices is told by their locks
                 logger.error("%s", error)
+
+
+def _read_error(made: Any, counted: "Future[int]") -> None:
+    """Of a call that failed both results are its error, and Ray writes one that nobody has read to the terminal."""
+    if not counted.cancelled() and counted.exception() is not None:
+        made.future()
