@@ -8,6 +8,7 @@ import ray
 
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
+from rlix.flow.workers.user_errors import sent
 from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device
@@ -89,11 +90,23 @@ class Group:
         return self.workers.addresses
 
     def on(self, *ranks: int) -> "Group":
-        """The same group; calls go to these ranks only."""
+        """The same group; calls go to these ranks only.
+
+        Raises:
+            SpecError: there are none.
+        """
+        if not ranks:
+            raise SpecError(f"{self.name}: on() needs ranks, from 0 to {self.workers.world_size - 1}")
         return Group(self.workers, ranks, self.timeout_s)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Call:
-        refs = self.workers.submit(method, args, kwargs, ranks=self.ranks)
+        cls = self.workers.worker_cls
+        if not callable(getattr(cls, method, None)):
+            there = ", ".join(n for n in dir(cls) if not n.startswith("_") and callable(getattr(cls, n)))
+            raise SpecError(f"{self.name}: {cls.__name__} has no method {method}(); it has {there}")
+        values = [*((f"argument {i}", value) for i, value in enumerate(args, 1)), *kwargs.items()]
+        with sent(f"{self.name}: {method}()", values):
+            refs = self.workers.submit(method, args, kwargs, ranks=self.ranks)
         return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs, self.timeout_s)
 
     def close(self) -> None:
@@ -128,4 +141,6 @@ def launch(
     if not (isinstance(worker_cls, type) and issubclass(worker_cls, Worker)):
         raise SpecError(f"{worker_cls!r} is not a class derived from rlix.flow.Worker")
     placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
-    return Group(WorkerGroup(worker_cls, name=name or worker_cls.__name__, placements=placements, **options))
+    name = name or worker_cls.__name__
+    with sent(name, (options.get("kwargs") or {}).items()):
+        return Group(WorkerGroup(worker_cls, name=name, placements=placements, **options))
