@@ -8,6 +8,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.part_group import PartGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
@@ -20,6 +21,7 @@ class Workers(WorkerGroup):
         self.name, self.placements, self.lost = "flow/part", ((1,), (2,), ()), set()  # type: ignore[assignment]
         self.says = {int(rank[1:]): what for rank, what in says.items()}
         self.killed: list[int] = []
+        self.worker_cls = FlowWorker
 
     def submit(self, method: str, *_: Any, ranks: Any = None, **__: Any) -> Any:
         return [(self.says.get(rank), rank) for rank in (range(3) if ranks is None else ranks)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import ray
 
 from rlix.flow.workers.group import PerRank, WorkerGroup
-from rlix.flow.workers.launch import Group
+from rlix.flow.workers.launch import Group, launch
+from rlix.flow.workers.placement import OnCpu
 from rlix.node import process
-from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
 from tests.flow.workers import EchoWorker, wait_gone
 
@@ -62,6 +64,17 @@ def test_arguments_go_to_all_ranks_or_one_each(group: WorkerGroup) -> None:
     assert ray.get(group.call("add", ray.put([1]), [2], ranks=[1])) == [[1, 2]]
     names = {"at_once": True, "ranks": [0], "method": "add", "args": 1, "timeout_s": 0.0}  # as its user calls them
     assert Group(group).on(1, 2).named(**names).wait(TIMEOUT_S) == [names] * 2
+    handle = Group(group)
+    with pytest.raises(SpecError, match=r"^echo: add\(\): argument 2 cannot be sent to workers: TypeError: cannot"):
+        handle.add(1, threading.Lock())
+    with pytest.raises(SpecError, match=r"^echo: named\(\): key cannot be sent to workers: TypeError: cannot pickle"):
+        handle.named(key=threading.Lock())
+    with pytest.raises(SpecError, match=r"^echo: EchoWorker has no method nope\(\); it has add, "):
+        handle.nope()
+    with pytest.raises(SpecError, match=r"^echo: on\(\) needs ranks, from 0 to 2$"):
+        handle.on()
+    with pytest.raises(SpecError, match=r"^lock: greeting cannot be sent to workers: TypeError"):
+        launch(EchoWorker, OnCpu(), [], name="lock", kwargs={"greeting": threading.Lock()})
     with pytest.raises(ValueError, match=r"add\(\) goes to 3 rank\(s\), but a PerRank argument has 1"):
         group.call("add", PerRank([1]), 2)
     with pytest.raises(IndexError, match=r"ranks 0\.\.2, not 3"):

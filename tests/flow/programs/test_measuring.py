@@ -53,6 +53,7 @@ def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: py
         return [(0.0, 0.0)]
 
     workers: Any = SimpleNamespace(
+        worker_cls=Adds,
         submit=lambda *_, **__: [],
         results=results,
         check_usable=lambda _: None,

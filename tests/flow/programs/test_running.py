@@ -1,6 +1,7 @@
 """One flow on real workers in every mode, without a branch: same results, turns, chunks that change, and errors."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.running import Running
 from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.protocol.errors import WorkerError
+from rlix.protocol.errors import SpecError, WorkerError
 from rlix.protocol.types import Phase
 from tests.flow.test_worker_group import devices
 
@@ -103,6 +104,8 @@ def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -
 def test_what_a_part_raises_reaches_the_caller_and_the_flow_goes_on(running: Running) -> None:
     with pytest.raises(WorkerError, match=r"sums/ones: rank \d failed in add\(\): LookupError: a number is missing"):
         running.step([-1] * ITEMS)
+    with pytest.raises(SpecError, match=r"^flow sums: item 1 of the step cannot be sent to workers: TypeError: cannot"):
+        running.step([0, threading.Lock()])
     assert running.step([0] * ITEMS) == [11] * ITEMS
     call = running.groups["ones"].on(0).count()
     assert call.wait() and call.done and call.duration_s > 0

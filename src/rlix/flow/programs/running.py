@@ -24,6 +24,7 @@ from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.part_group import PartGroup
+from rlix.flow.workers.user_errors import sent
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 
@@ -259,7 +260,8 @@ class Running:
         self._started = True
 
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
-        source: Pieces = [(ray.put(list(items)), 0, len(items))]
+        with sent(f"flow {self.flow.name}", ((f"item {i} of the step", item) for i, item in enumerate(items))):
+            source: Pieces = [(ray.put(list(items)), 0, len(items))]
         made: dict[str, Pieces] = {}
         lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
         with lease or contextlib.nullcontext():

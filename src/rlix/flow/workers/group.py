@@ -80,6 +80,7 @@ class WorkerGroup:
             raise WorkerError(f"{name}: there is no Ray to start workers in: call rlix.init() first")
         self.name = name
         self.placements = tuple(tuple(placement) for placement in placements)
+        self.worker_cls = worker_cls
         self._kwargs = dict(kwargs or {})
         remote = ray.remote(concurrency_groups={CONTROL: 1, MAIL: 1})
         self._cls: Any = remote(actor_class(worker_cls))

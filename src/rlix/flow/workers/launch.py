@@ -9,6 +9,7 @@ import ray
 from rlix.flow.planner.graph import is_count
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
+from rlix.flow.workers.user_errors import sent
 from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device
@@ -90,11 +91,23 @@ class Group:
         return self.workers.addresses
 
     def on(self, *ranks: int) -> "Group":
-        """The same group; calls go to these ranks only."""
+        """The same group; calls go to these ranks only.
+
+        Raises:
+            SpecError: there are none.
+        """
+        if not ranks:
+            raise SpecError(f"{self.name}: on() needs ranks, from 0 to {self.workers.world_size - 1}")
         return Group(self.workers, ranks, self.timeout_s)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Call:
-        refs = self.workers.submit(method, args, kwargs, ranks=self.ranks)
+        cls = self.workers.worker_cls
+        if not callable(getattr(cls, method, None)):
+            there = ", ".join(n for n in dir(cls) if not n.startswith("_") and callable(getattr(cls, n)))
+            raise SpecError(f"{self.name}: {cls.__name__} has no method {method}(); it has {there}")
+        values = [*((f"argument {i}", value) for i, value in enumerate(args, 1)), *kwargs.items()]
+        with sent(f"{self.name}: {method}()", values):
+            refs = self.workers.submit(method, args, kwargs, ranks=self.ranks)
         return Call(self.workers, method.removeprefix("_rlix_"), self.ranks, refs, self.timeout_s)
 
     def close(self) -> None:
@@ -133,4 +146,6 @@ def launch(
     if not is_count(threads := options.get("max_concurrency", 1)):
         raise SpecError(f"launch: max_concurrency must be a whole number from 1 on, not {threads!r}")
     placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
-    return Group(WorkerGroup(worker_cls, name=name or worker_cls.__name__, placements=placements, **options))
+    name = name or worker_cls.__name__
+    with sent(name, (options.get("kwargs") or {}).items()):
+        return Group(WorkerGroup(worker_cls, name=name, placements=placements, **options))

@@ -80,8 +80,8 @@ class PartGroup(Group):
             handle._rlix_part.options(num_returns=2).remote(method, pieces)
             for handle, pieces in zip(self.workers.handles, inputs, strict=True)
         ]
-        for made, counted in calls:
-            counted.future().add_done_callback(partial(_read_error, made))
+        for refs in calls:
+            refs[1].future().add_done_callback(partial(_read_error, refs[0]))
         self._latest = Call(self.workers, method, None, [refs[1] for refs in calls], self.timeout_s)
         return [refs[0] for refs in calls], self._latest
 

@@ -1,11 +1,14 @@
 """Errors of a worker's methods, as the caller gets them: what the method raised, and a `WorkerError`."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from ray import cloudpickle
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from rlix.protocol.errors import RlixError, WorkerError
+from rlix.protocol.errors import RlixError, SpecError, WorkerError
 
 
 def failure(group: str, rank: int, method: str, error: BaseException) -> WorkerError:
@@ -16,6 +19,22 @@ def failure(group: str, rank: int, method: str, error: BaseException) -> WorkerE
     cause = error.cause if isinstance(error, RayTaskError) else error
     cause = error if cause is None else cause
     return worker_error(f"{group}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}", rank, cause)
+
+
+@contextmanager
+def sent(where: str, values: Iterable[tuple[str, object]]) -> Iterator[None]:
+    """Raise SpecError in place of Ray's pages about a value that cannot be sent: which of the named `values` it is."""
+    try:
+        yield
+    except TypeError as error:
+        if "Could not serialize" not in str(error):
+            raise
+        for name, value in values:
+            try:
+                cloudpickle.dumps(value)
+            except Exception as why:  # noqa: BLE001 (whatever a class of its user raises)
+                raise SpecError(f"{where}: {name} cannot be sent to workers: {type(why).__name__}: {why}") from None
+        raise
 
 
 def worker_error(message: str, rank: int, cause: BaseException) -> WorkerError:
