@@ -51,7 +51,7 @@ def test_a_job_is_profiled_planned_and_run(tmp_path: Path, commands: list[Comman
     commands.append(profiled)
     assert profiled.wait() == 0, profiled.output()
     assert "actor_train: " in profiled.stdout.read_text()
-    assert list(home.glob("profiles/*/planned-*.json"))
+    assert list(home.glob("profiles/*/job-*.json"))
     command = Command(tmp_path, "run", "planned.yaml", mark=profiled.mark)
     commands.append(command)
     assert command.wait() == 0, command.output()

@@ -42,7 +42,7 @@ def test_on_a_virtual_gpu_prompts_are_computed_whole() -> None:
     made = arguments(Site(DeviceKind.CPU), more={"enable_chunked_prefill": True, "max_num_batched_tokens": 512})
     assert (made["enable_chunked_prefill"], made["max_num_batched_tokens"]) == (False, 10_000)
     assert "max_num_batched_tokens" not in arguments(Site(DeviceKind.CPU))
-    assert "enable_chunked_prefill" not in arguments(Site(DeviceKind.CUDA))
+    assert "enable_chunked_prefill" not in arguments(GPUS, gpu_memory_utilization=0.3)
 
 
 def test_a_users_options_are_passed_on_and_adapters_have_room() -> None:

@@ -25,7 +25,7 @@ class Interrupted:
     def is_set(self) -> bool:
         return self.times < 0
 
-    def wait(self) -> None:
+    def wait(self, timeout: float) -> None:
         self.times -= 1
         if self.times >= 0:
             raise KeyboardInterrupt

@@ -31,6 +31,7 @@ from rlix.protocol.messages import Device
 logger = logging.getLogger(__name__)
 
 WORTH = 0.05  # a new plan must be so much faster than the present one to be worth a move
+_LOOK_S = 0.2  # a signal that comes just before a wait begins does not end it
 GAP_S = 2.0  # shorter ones stay with the flow: who came would be in the way of its next segment
 
 
@@ -303,7 +304,7 @@ class Running:
         for stage in ended:
             while not stage.is_set():
                 try:
-                    stage.wait()
+                    stage.wait(_LOOK_S)
                 except KeyboardInterrupt as error:
                     told += 1
                     if told > 2 or (told > 1 and lease is None):
