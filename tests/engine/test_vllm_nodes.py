@@ -11,7 +11,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.t
 
 TWO_NODES = """
 import json, pathlib, time, ray, rlix
-from ray.cluster_utils import Cluster
 from rlix.engine.placement import pool_devices
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights.publication import named_weights, publish
@@ -19,6 +18,7 @@ from rlix.node.node import Node
 from rlix.protocol.messages import Fence
 from tests.engine.models import folder, greedy, model, qwen
 from tests.engine.training_models import Policy
+from tests.raylets import two_raylets
 
 CONFIG, PROMPTS = qwen(hidden_size=128), [(5, 6, 7), (8, 9)]
 def until(true, what):
@@ -38,13 +38,8 @@ def holders():  # by device: how many processes, and under which epoch
     return {number: [len(held.processes), held.fence.epoch] for number, held in Node("here").holders(devices).items()}
 
 got = {}
-virtual = {"rlix_virtual": 1}
-small = {"num_cpus": 8, "num_gpus": 1, "resources": virtual, "object_store_memory": 100_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **small})
-cluster.add_node(**small)
-cluster.wait_for_nodes()
-try:
-    rlix.init(address=cluster.address, log_level="ERROR")
+with two_raylets(1) as address:
+    rlix.init(address=address, log_level="ERROR")
     devices = pool_devices()
     path = folder(pathlib.Path(__file__).parent / "model", seed=0, config=CONFIG)
     sizes = {"tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 4}
@@ -80,9 +75,6 @@ try:
     engine.close()
     rlix.shutdown()
     print(json.dumps(got))
-finally:
-    ray.shutdown()
-    cluster.shutdown()
 """
 
 

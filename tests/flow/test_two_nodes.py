@@ -10,13 +10,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 TWO_NODES = """
 import json, ray, rlix
-from ray.cluster_utils import Cluster
 from rlix.engine.placement import pool_devices
 from rlix.flow import Channel, Running, launch
 from rlix.protocol.errors import WorkerError
 from tests.flow.messages.test_messages import Talker
 from tests.flow.workers import EchoWorker
 from tests.flow.programs.test_running import FLOW, profile
+from tests.raylets import two_raylets
 
 def error(call):
     try:
@@ -25,12 +25,8 @@ def error(call):
         return str(error)
 
 got = {}
-small = {"num_cpus": 8, "num_gpus": 2, "resources": {"rlix_virtual": 1}, "object_store_memory": 100_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **small})
-cluster.add_node(**small)
-cluster.wait_for_nodes()
-try:
-    rlix.init(address=cluster.address, log_level="ERROR")
+with two_raylets(2) as address:
+    rlix.init(address=address, log_level="ERROR")
     devices = pool_devices()
     got["first node"] = [device.node_id == devices[0].node_id for device in devices]
     with launch(Talker, "0-3", devices, name="team") as team:
@@ -55,9 +51,6 @@ try:
         got["step"] = running.step(list(range(12)))
     rlix.shutdown()
     print(json.dumps(got))
-finally:
-    ray.shutdown()
-    cluster.shutdown()
 """
 
 
