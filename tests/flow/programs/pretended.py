@@ -67,8 +67,8 @@ class Group:
         made = [member._rlix_part(method, lists)[0] for member, lists in zip(self.members, inputs, strict=True)]
         return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
 
-    def answers(self, call: Any, timeout_s: float) -> list[int]:
-        return call.wait(timeout_s)
+    def answers(self, call: Any) -> list[int]:
+        return call.wait()
 
     def onload(self) -> None: ...
 

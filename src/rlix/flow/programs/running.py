@@ -23,6 +23,7 @@ from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
+from rlix.flow.workers.group import joined
 from rlix.flow.workers.part_group import PartGroup
 from rlix.flow.workers.user_errors import sent
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
@@ -45,8 +46,8 @@ class Running:
         job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
             each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
         device_bytes: of each device; what fits decides what may stay.
-        timeout_s: of each wait for a part: for a call, for its devices in its turn, and for its items. A rank that has
-            not answered by then is ended. To start, every part has three minutes at least.
+        timeout_s: of each wait for a part: for a call, and for its devices in its turn. A rank that has not answered by
+            then is ended. To start, every part has three minutes at least.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Running:
         with contextlib.suppress(WaitTimeoutError):  # it is ended, and so lost
             group.offload()
         if group.lost:
-            logger.warning("%s: rank(s) %s have died, too", group.name, _join(group.lost))
+            logger.warning("%s: rank(s) %s have died, too", group.name, joined(group.lost))
 
     @contextlib.contextmanager
     def _remedy(self) -> Iterator[None]:
@@ -225,7 +226,7 @@ class Running:
             raise
 
     def _check_lost(self) -> None:
-        lost = [f"{group.name}: rank(s) {_join(group.lost)} died" for group in self.groups.values() if group.lost]
+        lost = [f"{group.name}: rank(s) {joined(group.lost)} died" for group in self.groups.values() if group.lost]
         if lost:
             raise WorkerError("; ".join(lost))
 
@@ -362,7 +363,3 @@ class Running:
 def _place(part: PartPlan) -> tuple[int, int]:
     """What a part cannot change without being started anew; without devices it is nowhere."""
     return part.first if part.devices else 0, part.ranks
-
-
-def _join(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

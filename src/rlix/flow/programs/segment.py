@@ -185,7 +185,7 @@ class SegmentRun:
             with self._turn(name, order):
                 began = time.monotonic()
                 refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
-                counts = group.answers(call, self._timeout_s)
+                counts = group.answers(call)
                 took = time.monotonic() - began
         self._check_count(name, sum(counts), items)
         with self._changed:

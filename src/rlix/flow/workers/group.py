@@ -276,7 +276,7 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout_s
         alive = [rank for rank, process in processes.items() if not process.wait(deadline)]
         if alive:
-            logger.error("%s: the processes of rank(s) %s are still alive", self.name, _join(alive))
+            logger.error("%s: the processes of rank(s) %s are still alive", self.name, joined(alive))
         if left := kill(children, max(0.0, deadline - time.monotonic())):
             logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
         sweep(shared_memory())  # what came for workers here and was not read
@@ -346,7 +346,7 @@ class WorkerGroup:
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
             raise WaitTimeoutError(
-                f"{self.name}: rank(s) {_join(late)} did not answer {method}() within {timeout_s:g} s"
+                f"{self.name}: rank(s) {joined(late)} did not answer {method}() within {timeout_s:g} s"
             )
         return [future.result() for future in futures]
 
@@ -389,8 +389,8 @@ def _pick(value: Any, index: int) -> Any:
 
 
 def _join_pids(processes: Iterable[Process]) -> str:
-    return _join(process.pid for process in processes)
+    return joined(process.pid for process in processes)
 
 
-def _join(ranks: Iterable[int]) -> str:
+def joined(ranks: Iterable[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
