@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from operator import attrgetter
 
-from rlix.flow.planner.graph import is_count
+from rlix.flow.counts import is_count
 from rlix.protocol.errors import ChannelError, SpecError
 
 Rule = Callable[[Sequence["Item"], "Want"], Sequence[int]]

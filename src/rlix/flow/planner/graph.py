@@ -3,26 +3,19 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 
+from rlix.flow.counts import check_count, is_count
 from rlix.flow.planner.tables import Table
 from rlix.protocol.errors import SpecError
 
 MOST_PARTS = 8
 
 
-def is_count(value: object, least: int = 1) -> bool:
-    """Whether it is a whole number, and `least` or more."""
-    return isinstance(value, Integral) and int(value) >= least
-
-
 def check_shape(name: str, unit: int, most: int | None, chunk: int, cpu_ranks: int) -> None:
     """Raises SpecError: one of these numbers of a part makes no sense."""
     given = {"unit": unit, "most": 1 if most is None else most, "chunk": chunk, "cpu_ranks": cpu_ranks}
     for what, value in given.items():
-        least = 0 if what == "cpu_ranks" else 1
-        if not is_count(value, least):
-            raise SpecError(f"{name}: {what} must be a whole number from {least} on, not {value!r}")
+        check_count(f"{name}: {what}", value, 0 if what == "cpu_ranks" else 1)
 
 
 @dataclass(frozen=True, slots=True)

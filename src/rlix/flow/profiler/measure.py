@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
+from rlix.flow.counts import is_count
 from rlix.flow.planner import Point
-from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size

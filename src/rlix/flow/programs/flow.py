@@ -16,8 +16,9 @@ from itertools import pairwise
 from math import lcm
 from typing import Any
 
+from rlix.flow.counts import is_count
 from rlix.flow.planner import Edge, Graph, Mode, Plan, Planned, make_plan
-from rlix.flow.planner.graph import MOST_PARTS, check_shape, is_count
+from rlix.flow.planner.graph import MOST_PARTS, check_shape
 from rlix.flow.profiler.profile import Profile, graph_of
 from rlix.flow.programs.checks import all_of, check_name, check_part_call
 from rlix.flow.workers.flow_worker import FlowWorker

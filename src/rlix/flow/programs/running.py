@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlix.control.program import Program
+from rlix.flow.counts import is_count
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
-from rlix.flow.planner.graph import is_count
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
 from rlix.flow.programs.checks import check_gang, check_items, wanted_plan

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import ray
 
-from rlix.flow.planner.graph import is_count
+from rlix.flow.counts import check_count
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.placement import Placement, Pool, place
 from rlix.flow.workers.user_errors import sent
@@ -143,8 +143,7 @@ def launch(
         raise SpecError(f"{worker_cls!r} is not a class derived from rlix.flow.Worker")
     if name is not None and not isinstance(name, str):
         raise SpecError(f"launch: the name of a group is text, not {name!r}")
-    if not is_count(threads := options.get("max_concurrency", 1)):
-        raise SpecError(f"launch: max_concurrency must be a whole number from 1 on, not {threads!r}")
+    check_count("launch: max_concurrency", options.get("max_concurrency", 1))
     placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
     name = name or worker_cls.__name__
     with sent(name, (options.get("kwargs") or {}).items()):
