@@ -202,6 +202,9 @@ def test_one_replica_serves_many_adapters_in_place(ray_session: Any, tmp_path: P
                 ray.get(engine.replicas.handles[0].generate.remote(asked), timeout=WAIT_S)
         engine.update_weights(replace(stored(0, 9), adapters=(b3,)))  # vLLM drops all adapters with its weights
         check(engine, {"b": 3, "": 9}, {"b": plain_b, "": model(0, CONFIG)})
+        engine.meta()
+        engine.cuda()  # the folder's own weights, in an engine that was started without them
+        assert answers(engine) == expected(0)
 
 
 def test_streams_and_turns(engine: InferenceEngine) -> None:

@@ -19,7 +19,7 @@ from rlix.engine import lora
 from rlix.engine.executors import vllm_abi, vllm_worker
 from rlix.engine.executors.base import ExecutorOptions, Site
 from rlix.engine.executors.loop import LoopExecutor
-from rlix.engine.executors.vllm_arguments import engine_arguments, model_folder
+from rlix.engine.executors.vllm_arguments import engine_arguments, load_format, model_folder
 from rlix.engine.executors.vllm_nodes import FurtherNodes
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part
@@ -281,7 +281,7 @@ class VllmExecutor(LoopExecutor):
             return self._write(published)
         if not built:
             self._lose_adapters()
-            self._rpc("rlix_reload_folder", self._source.path)
+            self._rpc("rlix_reload_folder", self._source.path, load_format(self._options))
         return self._sizes[Part.WEIGHTS]
 
     def _restore(self) -> int:

@@ -35,7 +35,7 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         **options.more,
         "model": str(Path(path)),
-        "load_format": "dummy" if dummy else options.more.get("load_format", "auto"),
+        "load_format": "dummy" if dummy else load_format(options),
         "dtype": "float32" if virtual and options.dtype == "auto" else options.dtype,
         "tensor_parallel_size": parallel,
         "distributed_executor_backend": "mp" if parallel > 1 else "uni",
@@ -51,6 +51,11 @@ def engine_arguments(
         **_adapter_arguments(options),
         **(_whole_prefills(options, max_length) if virtual else {}),
     }
+
+
+def load_format(options: ExecutorOptions) -> str:
+    """In which vLLM reads the model's folder."""
+    return str(options.more.get("load_format", "auto"))
 
 
 def _whole_prefills(options: ExecutorOptions, max_length: int) -> Mapping[str, Any]:

@@ -121,7 +121,9 @@ class ReplicaWorker:
             return error if not isinstance(error, WeightSyncError) else TransferError(str(error))
         return None
 
-    def rlix_reload_folder(self, path: str) -> None:
+    def rlix_reload_folder(self, path: str, load_format: str) -> None:
+        """Replace the weights in place by a folder's, also where the engine was started without any."""
+        self.vllm_config.load_config.load_format = load_format
         self.model_runner.reload_weights(weights_path=path)
 
     def rlix_put_adapter(self, number: int, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
