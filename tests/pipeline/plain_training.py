@@ -60,6 +60,11 @@ def token_log_probs(model: torch.nn.Module, ids: Tensor, temperature: float) -> 
     return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
+def rewards_less_kl(batch: Batch, kl_coefficient: float) -> Tensor:
+    """RLOO: a sample's reward is what it got less the log-ratio of the old policy to the reference, summed."""
+    return batch.rewards - kl_coefficient * ((batch.old - batch.reference) * batch.mask).sum(dim=1)
+
+
 def group_advantages(rewards: Tensor, *, leave_one_out: bool = False, by_std: bool = True) -> Tensor:
     """[rows]: each reward against its group of four."""
     result = []
@@ -79,9 +84,8 @@ def normalised(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def discounted_returns(batch: Batch, kl_coefficient: float, discount: float) -> Tensor:
-    """REINFORCE++: reward at the end, the k3 KL of the old policy as a cost of each token."""
-    d = batch.old - batch.reference
-    kl = torch.exp(-d) - 1 + d
+    """REINFORCE++: reward at the end, the log-ratio of the old policy to the reference as a cost of each token."""
+    kl = batch.old - batch.reference
     result = torch.zeros_like(batch.old)
     for row, (prompt, total) in enumerate(zip(batch.prompts, batch.totals, strict=True)):
         running = 0.0
@@ -94,8 +98,7 @@ def discounted_returns(batch: Batch, kl_coefficient: float, discount: float) -> 
 
 def generalised_advantages(batch: Batch, kl_coefficient: float, discount: float, smoothing: float) -> Tensor:
     """PPO: the same rewards, against the old values."""
-    d = batch.old - batch.reference
-    kl = torch.exp(-d) - 1 + d
+    kl = batch.old - batch.reference
     result = torch.zeros_like(batch.old)
     for row, (prompt, total) in enumerate(zip(batch.prompts, batch.totals, strict=True)):
         running, after = 0.0, 0.0

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from rlix.pipeline.algorithms import (
     Setting,
     clipped_policy_loss,
-    rloo_advantages,
     token_log_probs,
     truncated_importance_weights,
 )
@@ -108,7 +107,8 @@ SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsil
     ("name", "options", "theirs"),
     [
         ("grpo", {"aggregation": "sequence"}, {"loss_type": "grpo"}),
-        ("grpo", {"clip_high": 0.28}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
+        ("grpo", {"aggregation": "sequence", "kl_coefficient": 0.05}, {"loss_type": "grpo", **KL}),
+        ("grpo", {"clip_high": 0.28, "kl_coefficient": 0.05}, {"loss_type": "bnpo", "epsilon_high": 0.28, **KL}),
         ("dapo", {"kl_coefficient": 0.05}, {"loss_type": "dapo", "epsilon_high": 0.28, **KL}),
         ("dr_grpo", {"kl_coefficient": 0.05}, {"loss_type": "dr_grpo", "scale_rewards": "none", **KL}),
         ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, SEQUENCE),
@@ -154,12 +154,24 @@ def test_importance_weights(folder: Path) -> None:
     close(clipped_policy_loss(now, old, batch["advantages"], mask, weights=weights).loss, theirs)
 
 
-def test_leave_one_out(folder: Path) -> None:
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_leave_one_out(beta: float, folder: Path) -> None:
     """TRL's loss has one ratio for a sequence, ours one for a token: where old and new are equal the gradients are."""
-    trainer = make_trainer("RLOO", folder, beta=0.0)
+    trainer = make_trainer("RLOO", folder, beta=beta)
+    if trainer.ref_model is not None:
+        with torch.no_grad():
+            for parameter in trainer.ref_model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     batch = trainer._generate_and_score_completions([{"prompt": p} for p in ["12>"] * 4 + ["34>"] * 4])
-    close(rloo_advantages(torch.tensor(REWARDS), GROUP), batch["advantages"])
-    now, mask = log_probs(trainer.model, batch), batch["completion_mask"]
+    now, mask = log_probs(trainer.model, batch), batch["completion_mask"].float()
+    ours = PolicyBatch(input_ids=batch["completion_ids"], mask=mask, old_log_probs=now.detach())
+    if beta:
+        ours["reference_log_probs"] = log_probs(trainer.ref_model, batch).detach()
+        assert not torch.allclose(now, ours["reference_log_probs"], atol=0.01)
+    algorithm = build_algorithm(AlgorithmSpec(name="rloo", options={"kl_coefficient": beta}), Setting(GROUP, longest=6))
+    everyone = torch.ones(ROWS, dtype=torch.bool)
+    ours["advantages"] = algorithm.estimate(torch.tensor(REWARDS), everyone, ours).advantages
+    close(ours["advantages"], batch["advantages"])
     batch["old_logps"] = (now * mask).sum(1).detach()
-    ours = clipped_policy_loss(now, now.detach(), batch["advantages"], mask, denominator=float(ROWS)).loss
-    close(gradients(trainer.model, ours), gradients(trainer.model, trainer._compute_loss(trainer.model, batch)))
+    loss = algorithm.loss(now, ours, float(ROWS))[0]
+    close(gradients(trainer.model, loss), gradients(trainer.model, trainer._compute_loss(trainer.model, batch)))

@@ -188,7 +188,17 @@ class TestSpec:
         [
             (small, {"algorithm": {"name": "pop"}}, "algorithm.name: must be grpo, dr_grpo"),
             (small, {"algorithm": {"options": {"smoothing": 1}}}, "algorithm.options.smoothing: unknown key"),
-            (small, {"algorithm": {"options": {"kl_estimator": "k1"}}}, "algorithm.options.kl_estimator: must be 'k2'"),
+            (small, {"algorithm": {"options": {"kl_estimator": "k1"}}}, "kl_estimator: k1 does not work in a loss"),
+            (small, {"algorithm": {"options": {"kl_estimator": "k4"}}}, "algorithm.options.kl_estimator: must be 'k2'"),
+            *(
+                (
+                    small,
+                    {"algorithm": {"name": name, "options": {"kl_estimator": kind}}},
+                    f"algorithm.options.kl_estimator: {kind} does not work in a reward",
+                )
+                for name in ("rloo", "reinforce_pp", "ppo")
+                for kind in ("k2", "k3")
+            ),
             (small, {"schedule": {"name": "ahed", "options": {}}}, "did you mean 'ahead'?"),
             (ahead, {"rule": {"max_stalness": 1}}, "did you mean 'max_staleness'?"),
             (ahead, {"rule": {"ahead": 2}}, "schedule.options.ahead: 2 exceeds max_staleness 1"),

@@ -105,12 +105,14 @@ def plain_loss(name: str, batch: Batch, aggregation: str) -> Callable[[Tensor], 
         return lambda log_probs: plain.dr_grpo_loss(
             log_probs, batch, advantages, clip=0.2, longest=LONGEST, kl_coefficient=KL
         )
-    grouped = plain.group_advantages(batch.rewards, leave_one_out=name == "rloo")
+    grouped = plain.group_advantages(batch.rewards)
     if name == "gspo":
         return lambda log_probs: plain.gspo_loss(log_probs, batch, grouped, low=3e-4, high=4e-4, kl_coefficient=KL)
     if name == "cispo":
         return lambda log_probs: plain.cispo_loss(log_probs, batch, grouped, cap=CAP, kl_coefficient=KL)
-    if name == "reinforce_pp":
+    if name == "rloo":
+        grouped = plain.group_advantages(plain.rewards_less_kl(batch, KL), leave_one_out=True)
+    elif name == "reinforce_pp":
         grouped = plain.normalised(plain.discounted_returns(batch, KL, 0.9), batch.mask)
     elif name == "ppo":
         grouped = plain.normalised(plain.generalised_advantages(batch, KL, 0.9, 0.95), batch.mask)
@@ -121,7 +123,7 @@ def plain_loss(name: str, batch: Batch, aggregation: str) -> Callable[[Tensor], 
         low=CLIP,
         high=0.28 if name == "dapo" else 0.2,
         aggregation=aggregation,
-        kl_coefficient=0.0 if name in ("reinforce_pp", "ppo") else KL,
+        kl_coefficient=0.0 if name in ("rloo", "reinforce_pp", "ppo") else KL,
     )
 
 

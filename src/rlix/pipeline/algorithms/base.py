@@ -34,8 +34,8 @@ class Algorithm(ABC):
     """Says what is learnt from a batch. One object serves the pipeline and, sent there, every training worker.
 
     `Options` (a pydantic model or a dataclass) checks `algorithm.options` of the job. Options `kl_coefficient` above 0
-    and `critic` bring a reference model and a critic; `clip_low`, `clip_high`, `kl_estimator` (k3) and `aggregation`
-    (token) are those of the methods below.
+    and `critic` bring a reference model and a critic; `clip_low`, `clip_high`, `kl_estimator` (k3; of a KL in the loss)
+    and `aggregation` (token) are those of the methods below.
     """
 
     Options: Any = GrpoOptions
@@ -94,10 +94,10 @@ class Algorithm(ABC):
         reference = batch.get("reference_log_probs")
         if reference is None:
             return result.loss, metrics
-        per_token = kl_estimate(log_probs, reference, self.kl_estimator)
-        metrics["kl"] = masked_mean(per_token, batch["mask"])
+        metrics["kl"] = masked_mean(kl_estimate(log_probs, reference, "k3"), batch["mask"])
         if self.kl_in_reward:
             return result.loss, metrics
+        per_token = kl_estimate(log_probs, reference, self.kl_estimator)
         kl = aggregate(per_token, batch["mask"], self.aggregation, denominator)
         return result.loss + self.options.kl_coefficient * kl, metrics
 
@@ -116,10 +116,11 @@ class Algorithm(ABC):
         return given
 
     def kl(self, batch: PolicyBatch) -> Tensor | None:
-        """Per-token estimate of the KL to the reference before the update, where the batch has one."""
+        """Per token, what a reward pays for being away from the reference before the update, where the batch has one:
+        k1, the only estimate that is a penalty when no gradient runs through it (arXiv:2510.01555)."""
         if "reference_log_probs" not in batch:
             return None
-        return kl_estimate(batch["old_log_probs"], batch["reference_log_probs"], self.kl_estimator)
+        return kl_estimate(batch["old_log_probs"], batch["reference_log_probs"], "k1")
 
 
 def estimate_of(algorithm: Algorithm, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlix.pipeline.algorithms.advantages import group_relative_advantages, rloo_advantages
@@ -53,11 +54,15 @@ class DrGrpo(Algorithm):
 
 
 class Rloo(Algorithm):
-    """Ahmadian et al. 2024, arXiv:2402.14740."""
+    """Ahmadian et al. 2024, arXiv:2402.14740; the KL of a whole sample is part of its reward (eq. 3 there)."""
 
     Options = RlooOptions
+    kl_in_reward = True
 
     def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+        if (kl := self.kl(batch)) is not None:
+            paid = torch.where(batch["mask"].bool(), kl, torch.zeros_like(kl)).sum(dim=1)
+            rewards = rewards - self.options.kl_coefficient * paid
         return Estimate(rloo_advantages(rewards, self.setting.group_size, counts=counts))
 
 

@@ -11,9 +11,13 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: KlEst
     """Per-token estimate of KL(policy || reference) for tokens drawn from the policy; same shape as the inputs.
 
     With d = log_probs - reference_log_probs: `k1` = d (unbiased, high variance, may be negative); `k2` = d²/2 (biased,
-    low variance; its gradient is the unbiased one of the KL); `k3` = exp(-d) - 1 + d (unbiased, never negative).
+    low variance); `k3` = exp(-d) - 1 + d (unbiased, never negative). What is an estimate of the KL need not have its
+    gradient. As a term of a loss, k2 has that of KL(policy || reference), k3 that of KL(reference || policy), and k1
+    none. As a cost in a reward, where it is a number without a gradient, k1 has that of KL(policy || reference); k2 and
+    k3 charge for what the policy says too rarely as for what it says too often, and push away.
 
-    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; of the gradients
+    arXiv:2510.01555 and arXiv:2512.21852.
     """
     difference = log_probs - reference_log_probs
     if estimator == "k1":

@@ -2,14 +2,42 @@
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rlix.pipeline.spec.named import Named, import_object, parse_options
 from rlix.pipeline.spec.section import Count, Index, NonNegative, Positive, Section, Share
+from rlix.protocol.errors import SpecError
 
-LossKl = Literal["k2", "k3"]
-"""What may be a term of a loss. k1's gradient has mean zero: with the reward it is a penalty, in a loss only noise."""
-RewardKl = Literal["k1", "k2", "k3"]
+
+def kl_problem(estimator: Any, *, in_reward: bool) -> str | None:
+    """What is wrong with an estimator of the KL as part of the reward, or as a term of the loss.
+
+    Source: arXiv:2510.01555 and arXiv:2512.21852, which derive what each estimator's gradient is in either place.
+    """
+    if in_reward and estimator in ("k2", "k3"):
+        return (
+            f"{estimator} does not work in a reward: it charges for what the policy says too rarely as for what it "
+            "says too often, and so pushes away from the reference; leave it out (k1 is used)"
+        )
+    if not in_reward and estimator == "k1":
+        return "k1 does not work in a loss: its gradient has mean zero; use k2 (the gradient of the KL) or k3"
+    return None
+
+
+def _in_loss(given: Any) -> Any:
+    if (problem := kl_problem(given, in_reward=False)) is not None:
+        raise ValueError(problem)
+    return given
+
+
+def _in_reward(given: Any) -> Any:
+    if (problem := kl_problem(given, in_reward=True)) is not None:
+        raise ValueError(problem)
+    return given
+
+
+LossKl = Annotated[Literal["k2", "k3"], BeforeValidator(_in_loss)]
+RewardKl = Annotated[Literal["k1"], BeforeValidator(_in_reward)]
 Aggregation = Literal["token", "sequence"]
 _IMPORTANCE_CAP = 2.0
 
@@ -45,11 +73,16 @@ class DapoOptions(GrpoOptions):
     clip_high: Positive = 0.28
 
 
-class RlooOptions(ClippedOptions):
-    """Reward against the mean of the other samples of the group."""
+class RewardKlOptions(ClippedOptions):
+    """Of algorithms with the KL to the reference as part of the reward."""
 
-    kl_estimator: LossKl = "k3"
+    kl_estimator: RewardKl = "k1"
+    """No choice: in a reward only the difference of the log-probabilities pulls towards the reference."""
     aggregation: Aggregation = "token"
+
+
+class RlooOptions(RewardKlOptions):
+    """Reward against the mean of the other samples of the group; the KL is part of the reward."""
 
 
 class GspoOptions(Section):
@@ -76,11 +109,9 @@ class CispoOptions(Section):
     """Divide by the standard deviation of a group's rewards."""
 
 
-class ReinforceOptions(ClippedOptions):
+class ReinforceOptions(RewardKlOptions):
     """REINFORCE++: discounted returns, normalised over the batch; the KL is part of the reward."""
 
-    kl_estimator: RewardKl = "k3"
-    aggregation: Aggregation = "token"
     discount: Share = 1.0
     """Of later rewards, per token."""
 
@@ -147,14 +178,20 @@ class AlgorithmSpec(Named):
         """The options as the algorithm takes them.
 
         Raises:
-            SpecError: the algorithm cannot be imported. pydantic.ValidationError: the options do not fit.
+            SpecError: the algorithm cannot be imported, or its KL cannot be what its options say.
+            pydantic.ValidationError: the options do not fit.
         """
-        return parse_options(self.options_owner(), self.options)
+        owner = self.options_owner()
+        options = parse_options(owner, self.options)
+        estimator = getattr(options, "kl_estimator", None)
+        if problem := kl_problem(estimator, in_reward=_kl_in_reward(owner, options)):
+            raise SpecError(f"algorithm.options.kl_estimator: {problem}")
+        return options
 
     def scores_first(self, off_policy: bool) -> bool:
         """Whether the policy scores a step's samples before it trains on them."""
         options = self.parse()
-        in_reward = isinstance(options, ReinforceOptions) and needs_reference(options)
+        in_reward = _kl_in_reward(self.options_owner(), options) and needs_reference(options)
         several = self.epochs * self.minibatches > 1 or self.cap(off_policy) is not None
         return several or in_reward or critic_of(options) is not None
 
@@ -168,6 +205,11 @@ class AlgorithmSpec(Named):
 class _Shipped:
     def __init__(self, options: type[Section]) -> None:
         self.Options = options
+
+
+def _kl_in_reward(owner: object, options: Any) -> bool:
+    """As `Algorithm.kl_in_reward` says, without loading the class of what ships."""
+    return isinstance(options, RewardKlOptions) or bool(getattr(owner, "kl_in_reward", False))
 
 
 def needs_reference(options: Any) -> bool:
