@@ -1,10 +1,12 @@
 """`rlix.attach`: plain scripts as jobs, on a real Ray."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -126,13 +128,28 @@ SCRIPT = """
     with job.phase(Phase.ACTOR_TRAINING) as lease:
         print("holding", lease.devices, flush=True)
         sys.stdin.readline()
-    raise ValueError("no")
 """
 
 
-def start(folder: Path) -> "subprocess.Popen[str]":
+ENDING = """
+    import os, signal, sys, rlix
+    from rlix import Phase
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    job = rlix.attach("ending", gpus=1)
+    held = job.phase(Phase.INITIALIZATION)  # and never given back
+    held.__enter__()
+    rollout = job.rollout(demand=1)
+    while not rollout.poll(5.0):
+        pass
+"""
+ENDS = {
+    "": 0, "raise ValueError('no')": 1, "sys.exit(3)": 3, "os._exit(4)": 4, "os.kill(os.getpid(), signal.SIGINT)": 130
+}  # fmt: skip
+
+
+def start(folder: Path, script: str = SCRIPT) -> "subprocess.Popen[str]":
     path = folder / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT))
+    path.write_text(textwrap.dedent(script))
     environment = {name: value for name, value in os.environ.items() if name.startswith(("RAY_", "RLIX_", "HOME"))}
     environment |= {"PYTHONPATH": str(Path(rlix.__file__).parent.parent), "PATH": "/usr/bin:/bin"}
     environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
@@ -166,24 +183,34 @@ def test_ctrl_c_is_the_exit_code_wherever_it_comes(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "rlix: stopped by Ctrl-C while waiting\n"
 
 
-@pytest.mark.parametrize("end", ["raises", "is killed"])
-def test_a_script_of_another_process_leaves_nothing_behind(
-    make_job: MakeJob, ray_session: Any, tmp_path: Path, end: str
-) -> None:
+def test_a_script_that_ends_with_a_lease_is_not_killed_for_it(ray_session: Any, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as running:
+        folders = [tmp_path / str(number) for number in range(len(ENDS))]
+        for folder in folders:
+            folder.mkdir()
+        scripts = [
+            running.enter_context(start(folder, f"{ENDING}    {end}\n"))
+            for folder, end in zip(folders, ENDS, strict=True)
+        ]
+        said = [script.communicate(timeout=120)[1] for script in scripts]
+    assert [script.returncode for script in scripts] == list(ENDS.values()), said
+    assert ["Traceback" in each for each in said] == [False, True, False, False, True]
+    deadline = time.monotonic() + 60
+    while "ending" in [p.name for p in ask(ray_session.status.remote()).pipelines]:
+        assert time.monotonic() < deadline, "the pool still has a job whose script has ended"
+    killed = [ending.why for ending in ask(ray_session.status.remote()).endings if ending.job == "ending"]
+    assert len(killed) == 1, killed  # by its own `os._exit`
+
+
+def test_a_script_that_is_killed_leaves_nothing_behind(make_job: MakeJob, ray_session: Any, tmp_path: Path) -> None:
     """One that returns is in `tests/integrations/test_trl_script.py`."""
     with start(tmp_path) as script:
-        assert script.stdin is not None
         assert script.stdout is not None
         assert "holding (0, 1, 2, 3, 4, 5, 6, 7)" in script.stdout.readline()
         waiting = make_job({"actor_train": [0]}).ask("actor_train", Phase.ACTOR_TRAINING)
-        if end == "is killed":
-            script.kill()
-        else:
-            script.stdin.write("go on\n")
-            script.stdin.flush()
+        script.kill()
         assert waiting.result(60).devices == (0,)
-        code = script.wait(60)
-    assert code == {"raises": 1, "is killed": -9}[end]
+        assert script.wait(60) == -signal.SIGKILL
     assert "other script" not in [p.name for p in ask(ray_session.status.remote()).pipelines if not p.ending]
 
 

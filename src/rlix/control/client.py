@@ -57,6 +57,7 @@ class JobClient:
         self._of_thread = threading.local()
         self._pool: str | None = None
         self._name = pipeline_id
+        self._left = False
         self.heartbeat = Heartbeat(lambda held: self._ask("beat", self.process, held), pipeline_id)
 
     # -- gangs -------------------------------------------------------------------------------------------------------
@@ -154,9 +155,12 @@ class JobClient:
         Raises:
             StaleEpochError: one is not held any more; the others were given back.
         """
-        for lease in leases:
-            self.heartbeat.gave_back(lease.epoch)
-        self._ask("release", [lease.epoch for lease in leases])
+        epochs = [lease.epoch for lease in leases]
+        for epoch in epochs:
+            self.heartbeat.gave_back(epoch)
+        if self._left:  # nobody need be asked: an interpreter that ends runs what is after a `yield`, too
+            raise StaleEpochError(f"leases {epochs} ended with {self._name}")
+        self._ask("release", epochs)
 
     def give_back(self, lease: Lease, devices: Sequence[int]) -> Lease:
         """Gives some devices of a gang back before the phase ends, once their memory is released; returns what is left.
@@ -238,6 +242,7 @@ class JobClient:
     def unregister(self, reason: str = "") -> None:
         """Ends the pipeline and all its processes but this one; fine when it has ended already."""
         self.heartbeat.stop()
+        self._left = True
         with contextlib.suppress(PipelineGoneError):
             self._ask("unregister_pipeline", reason, self.process)
 

@@ -15,7 +15,7 @@ import ray
 from rlix.control.announcement import find_or_start_daemon
 from rlix.control.client import JobClient, check_part
 from rlix.control.init import init
-from rlix.control.rollout_lease import RolloutLease
+from rlix.control.rollout_lease import LOCK_TIMEOUT_S, RolloutLease
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.node.device_lock import DeviceLocks
@@ -27,7 +27,6 @@ Size = int | Sequence[int] | Mapping[str, int] | None
 
 _LONGEST_NAME = 64
 _CALL_TIMEOUT_S = 30.0
-_LOCK_TIMEOUT_S = 10.0  # for whoever had the devices before to be gone
 
 
 def attach(
@@ -114,12 +113,12 @@ class LeaseLocks:
         self._client = client
         self._held: dict[int, DeviceLocks] = {}
 
-    def take(self, lease: Lease) -> None:
-        """Before the first byte. Raises DeviceBusyError, naming them, when others have bytes there."""
+    def take(self, lease: Lease, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        """Before the first byte. Raises DeviceBusyError, naming them, when others have bytes there for so long."""
         devices = self._client.devices()
         here = [devices[d].key for d in lease.devices if devices[d].node_id == self._client.process.node_id]
         locks = DeviceLocks(here)
-        locks.acquire(self._client.fence(lease), _LOCK_TIMEOUT_S)
+        locks.acquire(self._client.fence(lease), timeout_s)
         self._held[lease.epoch] = locks
 
     def drop(self, lease: Lease) -> None:
@@ -134,6 +133,11 @@ class LeaseLocks:
         if locks is not None:
             known = self._client.devices()
             locks.release([known[device].key for device in devices if device in known])  # others left with their node
+
+    def drop_all(self) -> None:
+        """The process ends, and with it all bytes that it still has anywhere."""
+        while self._held:
+            self._held.popitem()[1].release()
 
 
 class Program:
@@ -154,7 +158,7 @@ class Program:
         for cluster in self.registration.clusters:
             ranks = range(len(cluster.bundles)) if cluster.elastic else range(1)
             client.name_holders(cluster.name, dict.fromkeys(ranks, client.process))
-        self._close = weakref.finalize(self, _end, client)
+        self._close = weakref.finalize(self, _end, client, self._locks)
         self._close.atexit = False
         atexit.register(self._close)
 
@@ -241,7 +245,9 @@ def _check_name(name: object) -> None:
         raise SpecError(f"rlix.attach: the name must be 1 to {_LONGEST_NAME} printable characters, got {name!r}")
 
 
-def _end(client: JobClient) -> None:
+def _end(client: JobClient, locks: LeaseLocks) -> None:
+    """What is still held is given back first: whoever leaves the pool and keeps a device locked is ended."""
+    locks.drop_all()
     if ray.is_initialized():
         with contextlib.suppress(RlixError):
             client.unregister("its program ended")

@@ -3,22 +3,23 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
+from rlix.control.heartbeat import Heartbeat
 from rlix.protocol.errors import DeviceBusyError, PipelineGoneError, RlixError, StaleEpochError
-from rlix.protocol.messages import Demand, Lease, LeaseState, RolloutAnswer
+from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus, RolloutAnswer
 from rlix.protocol.types import Phase
-
-if TYPE_CHECKING:
-    from rlix.control.client import JobClient
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 _STOP_POLL_S = 0.5
+_LOCK_POLL_S = 0.1  # how often a bundle's devices are tried whose lock somebody has
+LOCK_TIMEOUT_S = 10.0  # for whoever had the devices of a lease before to be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,26 @@ Change = Granted | Taken | Lost
 
 
 class Locks(Protocol):
-    def take(self, lease: Lease) -> None: ...
+    def take(self, lease: Lease, timeout_s: float) -> None: ...
 
     def drop(self, lease: Lease) -> None: ...
+
+
+class Asks(Protocol):
+    """What a rollout asks of the control plane; see `rlix.control.client.JobClient`."""
+
+    @property
+    def heartbeat(self) -> Heartbeat: ...
+
+    def poll_rollout(
+        self, cluster: str, held: tuple[int, ...], draining: tuple[int, ...], wait_s: float
+    ) -> RolloutAnswer: ...
+
+    def report_demand(self, cluster: str, demand: Demand | int) -> None: ...
+
+    def release(self, *leases: Lease) -> None: ...
+
+    def leases(self) -> tuple[LeaseStatus, ...]: ...
 
 
 class RolloutLease:
@@ -64,13 +82,23 @@ class RolloutLease:
         rollout.report(trajectories=17)    # what is still to do
     """
 
-    def __init__(self, client: "JobClient", cluster: str, locks: "Locks | None" = None) -> None:
+    def __init__(
+        self,
+        client: Asks,
+        cluster: str,
+        locks: Locks | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`locks`: takes and drops the device locks of each bundle, where this process keeps the bytes itself."""
         self._client = client
         self._locks = locks
+        self._clock = clock
         self.cluster = cluster
         self._lock = threading.Lock()
         self._held: dict[int, Lease] = {}
+        self._unlocked: dict[int, float] = {}  # of these, whose locks others have, and until when they are tried
+        self._news: list[Change] = []  # not returned yet
         self._draining: set[int] = set()  # asked back
         self._giving: set[int] = set()  # being given back right now
         self._reader: int | None = None  # the thread that is in `changes`
@@ -80,7 +108,8 @@ class RolloutLease:
     def leases(self) -> tuple[Lease, ...]:
         """The bundles that may be used now, in order of grant."""
         with self._lock:
-            return tuple(lease for epoch, lease in sorted(self._held.items()) if epoch not in self._draining)
+            away = self._draining | self._unlocked.keys()
+            return tuple(lease for epoch, lease in sorted(self._held.items()) if epoch not in away)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -88,7 +117,10 @@ class RolloutLease:
         return tuple(sorted(device for lease in self.leases for device in lease.devices))
 
     def changes(self, stop: threading.Event | None = None) -> Iterator[Change]:
-        """What happens to the bundles, as it happens; ends when `stop` is set or the pipeline ends."""
+        """What happens to the bundles, as it happens; ends when `stop` is set or the pipeline ends.
+
+        Raises what `poll` raises; called again, it goes on where it was.
+        """
         wait_s = _POLL_S if stop is None else _STOP_POLL_S
         self._reader = threading.get_ident()
         try:
@@ -108,11 +140,26 @@ class RolloutLease:
 
         Raises:
             RlixError: its block has ended.
+            DeviceBusyError: somebody outside the pool has used a bundle's device for a while; names them. The bundle
+                was given back, the others stay, and later calls go on with them.
         """
         self._check_open()
         return self._poll(wait_s)
 
     def _poll(self, wait_s: float) -> list[Change]:
+        until = self._clock() + wait_s
+        while True:
+            left = max(0.0, until - self._clock())
+            heard = self._hear(min(left, _LOCK_POLL_S) if self._unlocked else left)
+            # A lock may take longer than a bundle has to be noted, so it is noted first: by what the next poll knows.
+            while self._locks is not None and any(isinstance(change, Granted) for change in heard):
+                heard = self._hear(0.0)
+            self._take_locks()
+            if self._news or self._clock() >= until:
+                news, self._news = self._news, []
+                return news
+
+    def _hear(self, wait_s: float) -> list[Change]:
         with self._lock:
             held, draining = tuple(self._held), tuple(self._draining)
         try:
@@ -121,7 +168,9 @@ class RolloutLease:
             raise KeyboardInterrupt(f"stopped by Ctrl-C while waiting for bundles of {self.cluster}") from None
         with self._lock:
             changes = self._take_up(answer)
-        return [change for change in changes if self._usable(change)]
+        for change in changes:
+            self._note(change)
+        return changes
 
     def report(self, demand: Demand | int) -> None:
         """What is still to do; zero: nothing, and bundles go to whoever can use them.
@@ -154,20 +203,38 @@ class RolloutLease:
         if self.closed:
             raise RlixError(f"this rollout of {self.cluster} has ended: open another one")
 
-    def _usable(self, change: Change) -> bool:
-        """Takes the locks of a new bundle; one that somebody else uses goes back."""
-        if self._locks is None or isinstance(change, Taken):
-            return True
-        if isinstance(change, Lost):
-            self._locks.drop(change.lease)
-            return True
-        try:
-            self._locks.take(change.lease)
-        except DeviceBusyError as error:
-            logger.error("%s", error)
+    def _note(self, change: Change) -> None:
+        """A bundle whose locks are still to be taken is told of when they are; one that was not told of just goes."""
+        epoch = change.lease.epoch
+        if self._locks is None:
+            self._news.append(change)
+        elif isinstance(change, Granted):
+            self._unlocked[epoch] = self._clock() + LOCK_TIMEOUT_S
+        elif self._unlocked.pop(epoch, None) is None:
+            if isinstance(change, Lost):
+                self._locks.drop(change.lease)
+            self._news.append(change)
+        elif isinstance(change, Taken):
             self.give_back(change.lease)
-            return False
-        return True
+
+    def _take_locks(self) -> None:
+        """Those that are free by now."""
+        for epoch, until in list(self._unlocked.items()):
+            lease = self._held[epoch]
+            try:
+                assert self._locks is not None
+                self._locks.take(lease, 0.0)
+            except (DeviceBusyError, StaleEpochError) as error:
+                busy = isinstance(error, DeviceBusyError)
+                if busy and self._clock() < until:
+                    continue
+                del self._unlocked[epoch]
+                self.give_back(lease)
+                if busy:
+                    raise
+            else:
+                del self._unlocked[epoch]
+                self._news.append(Granted(lease))
 
     def _take_up(self, answer: RolloutAnswer) -> list[Change]:
         changes: list[Change] = []
@@ -208,7 +275,7 @@ class RolloutLease:
                 given.update(lease.epoch for lease in held)
                 if not self._more(given):
                     break
-                self._poll(_STOP_POLL_S)
+                self._hear(_STOP_POLL_S)
         self.closed = True
 
     def _more(self, given: set[int]) -> bool:

@@ -6,6 +6,7 @@ environments to a runner each chunk may hold a few steps more than were asked fo
 
 import functools
 import importlib
+import logging
 import sys
 import threading
 import time
@@ -17,7 +18,9 @@ import ray
 
 from rlix.control.program import Program
 from rlix.control.rollout_lease import Taken
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.errors import DeviceBusyError, SpecError, WaitTimeoutError
+
+logger = logging.getLogger(__name__)
 
 CHUNK_STEPS = 200
 """Environment steps that a runner takes at a time. One whose bundle leaves ends its chunk, and takes no other."""
@@ -55,7 +58,11 @@ class ElasticSampler:
         asked, moved = 0, self._clock()
         with self._program.rollout(self._cluster, demand=-(-total // self._chunk)) as rollout:
             while asked < total or flying:
-                changes = rollout.poll(0.0 if rollout.leases or flying else _POLL_S)
+                try:
+                    changes = rollout.poll(0.0 if rollout.leases or flying else _POLL_S)
+                except DeviceBusyError as error:  # the others go on
+                    logger.warning("%s", error)
+                    continue
                 leaving = [change.lease for change in changes if isinstance(change, Taken)]
                 allowed = min(len(rollout.leases), len(runners))
                 if leaving:  # a runner has no bytes there, so it need not be waited for: what flies is collected later
