@@ -16,6 +16,7 @@ import pytest
 
 from rlix.flow import prefork
 from rlix.flow.prefork import launcher, server
+from rlix.node import process
 from tests.flow.workers import wait_gone
 
 LAUNCHER = Path(prefork.__file__).with_name("launcher.py")
@@ -42,6 +43,18 @@ if mode == "linger":
     os.close(1)
     time.sleep(600)
 """
+IMPATIENT = """
+import sys
+sys.path.insert(0, {folder!r})
+import launcher
+launcher.REPLY_TIMEOUT_S = {seconds}
+launcher.main()
+"""
+SLOW = """
+import os
+if gate := os.environ.get("GATE"):
+    open(gate).close()  # waits until somebody opens it to write
+"""
 
 
 @dataclass
@@ -51,9 +64,13 @@ class Session:
     folder: Path
     raylet: subprocess.Popen[bytes]
 
-    def start(self, mode: str, *, launcher: bool = True, **env: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, mode: str, *, launcher: bool = True, reply_timeout_s: float | None = None, **env: str
+    ) -> subprocess.Popen[bytes]:
         options = [f"--temp-dir={self.folder.parent}", f"--session-name={self.folder.name}"]
         interpreter = [sys.executable, "-S", "-E", str(LAUNCHER)] if launcher else [sys.executable]
+        if reply_timeout_s is not None:
+            interpreter[-1:] = ["-c", IMPATIENT.format(folder=str(LAUNCHER.parent), seconds=reply_timeout_s)]
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.folder / "stubs"),
@@ -93,7 +110,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         (folder / name).mkdir()
     (folder / "probe.py").write_text(PROBE)
     (folder / "stubs").mkdir()
-    (folder / "stubs" / "transformers.py").touch()  # half of the server's start-up time, and nothing here needs it
+    # Half of the server's start-up time, and nothing here needs it.
+    (folder / "stubs" / "transformers.py").write_text(SLOW)
     raylet = subprocess.Popen(["sleep", "600"])
     yield Session(folder, raylet)
     raylet.kill()
@@ -140,6 +158,26 @@ def test_a_killed_server_is_replaced(session: Session) -> None:
     wait_gone(first)
     second = session.run()["ppid"]
     assert second not in (first, os.getpid())
+
+
+def test_a_worker_that_did_not_wait_for_a_slow_server_is_not_its_parent(session: Session, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    environment = {"GATE": str(gate), "HF_GATED": "1"}  # the second: a server of their own
+    plain = session.start("linger", reply_timeout_s=0.5, **environment)
+    assert plain.stdout is not None
+    found = json.loads(plain.stdout.readline())  # its streams are open in the request, too, which nobody has read
+    assert found["ppid"] == os.getpid()
+    group = process.describe(found["pid"])
+    assert group is not None and process.descendants(group) == ()
+    gate.open("w").close()
+    forked = session.start("linger", **environment)
+    other = read(forked)
+    assert "server.py" in " ".join(psutil.Process(other["ppid"]).cmdline())
+    process.kill([group, *process.descendants(group)], 10.0)
+    plain.communicate(timeout=10)
+    assert psutil.pid_exists(other["ppid"]) and psutil.pid_exists(other["pid"])
+    os.kill(other["pid"], signal.SIGKILL)
 
 
 def test_without_a_server_the_plain_interpreter_starts(session: Session) -> None:

@@ -17,6 +17,10 @@ import sys
 import time
 import zlib
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 LOCK_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 40.0  # covers the server's imports; Ray gives up on a worker that has not registered after 60 s
 
@@ -108,9 +112,10 @@ def take_lock(lock: int) -> None:
 
 
 def start_server(path: str, log_path: str) -> None:
-    """Listen on `path` and hand the listening socket to a new server, so that requests can queue at once."""
-    import subprocess  # slow to import, and only the first launcher needs it
+    """Listen on `path` and hand the listening socket to a new server, so that requests can queue at once.
 
+    The server is nobody's child: this process may yet become a worker, whose end takes along what it started.
+    """
     if os.path.exists(path):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX)
@@ -122,14 +127,24 @@ def start_server(path: str, log_path: str) -> None:
     listener.listen(1024)
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "server.py")
     with listener, open(log_path, "ab") as log:
-        subprocess.Popen(
-            [sys.executable, script, str(listener.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-        )
+        between = os.fork()
+        if between == 0:
+            start_and_leave([sys.executable, script, str(listener.fileno())], listener.fileno(), log.fileno())
+        os.waitpid(between, 0)
+
+
+def start_and_leave(command: list[str], listener: int, log: int) -> "NoReturn":
+    """In a child: start the command in a session of its own, and end, so that it has no parent any more."""
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for target, descriptor in enumerate((nothing, log, log)):
+                os.dup2(descriptor, target)
+            os.set_inheritable(listener, True)
+            os.execv(command[0], command)
+    finally:
+        os._exit(0)
 
 
 def current_umask() -> int:

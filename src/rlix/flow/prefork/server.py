@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,8 +157,11 @@ class Server:
             pidfd = os.pidfd_open(pid)
             self._children[pidfd] = pid
             self._poll.register(pidfd, select.POLLIN)
-            with contextlib.suppress(OSError):  # a launcher that has gone has nothing to be told
+            try:
                 connection.sendall(str(pid).encode())
+            except OSError:  # it gave up meanwhile, and became the worker itself
+                logger.warning("worker %d is not wanted any more: killing it", pid)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         return None
 
     def _close_in_child(self) -> None:
@@ -202,6 +205,17 @@ def receive(connection: socket.socket) -> Request:
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             streams.frombytes(data)
+    try:
+        message = json.loads(receive_body(connection, header, streams))
+    except (OSError, ValueError):
+        for descriptor in streams:  # or whoever reads the worker's output would wait for this process, too
+            os.close(descriptor)
+        raise
+    stdin, stdout, stderr = streams
+    return Request(message["argv"], message["env"], message["cwd"], message["umask"], (stdin, stdout, stderr))
+
+
+def receive_body(connection: socket.socket, header: bytes, streams: Sequence[int]) -> bytes:
     if len(header) != 8 or len(streams) != 3:
         raise ValueError("request cut short")
     length, body = int.from_bytes(header, "big"), b""
@@ -210,11 +224,9 @@ def receive(connection: socket.socket) -> Request:
         if not chunk:
             raise ValueError("request cut short")
         body += chunk
-    message = json.loads(body)
     if hung_up(connection):
         raise ValueError("the launcher gave up before its turn came")  # and started a plain worker instead
-    stdin, stdout, stderr = streams
-    return Request(message["argv"], message["env"], message["cwd"], message["umask"], (stdin, stdout, stderr))
+    return body
 
 
 def hung_up(connection: socket.socket) -> bool:
