@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.jobs.run_folder import RunFolder, earlier_runs, newest_checkpoint
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import load_job
@@ -27,6 +27,7 @@ class Toy(Pipeline):
     breaks_in: tuple[str, ...] = ()
 
     def setup(self) -> None:
+        self._break("setup")
         if self.stopped_in_setup:
             self.request_stop()
             raise InterruptedError("stopped")
@@ -64,6 +65,40 @@ def test_a_stop_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert pipeline.run().state == "stopped"
     assert pipeline.status().state == "stopped"
     assert pipeline.status().error is None
+
+
+@pytest.mark.parametrize("how", ["setup", "step 0", "stopped"])
+def test_a_start_that_comes_to_nothing_hides_no_checkpoints(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "job"
+    assert toy(path, steps=2).run().state == "finished"
+    again = toy(path, steps=2)
+    again.stopped_in_setup, again.breaks_in = how == "stopped", (how,)
+    with nullcontext() if how == "stopped" else pytest.raises(RuntimeError, match=f"broke in {how}"):
+        assert again.run().state == "stopped"
+    moved = Path(str(again.status().moved_to))
+    assert newest_checkpoint(path)[0] == (2, path / "checkpoints" / "step_2")
+    assert moved != path
+    assert [row["event"] for row in rows(moved / "events.jsonl") if row["type"] == "job"][-1] in ("failed", "stopped")
+    assert "the run that was here before is in" in (moved / "job.log").read_text()
+    if how != "stopped":
+        assert f"{path} holds the run before this one again; what this one wrote is in {moved}" in str(
+            again.status().error
+        )
+    third, checkpoint = RunFolder.open(path, resume=True, wait_s=0.0)
+    assert checkpoint is not None
+    third.close()
+
+
+def test_a_start_that_did_a_step_keeps_its_place(tmp_path: Path) -> None:
+    assert toy(tmp_path / "job", steps=2).run().state == "finished"
+    again = toy(tmp_path / "job", steps=3)
+    again.breaks_in = ("training 1",)
+    with pytest.raises(RuntimeError, match="broke in training 1"):
+        again.run()
+    assert again.status().moved_to is None
+    assert newest_checkpoint(tmp_path / "job")[0] is None
+    (earlier,) = earlier_runs(tmp_path / "job")
+    assert newest_checkpoint(earlier)[0] == (2, earlier / "checkpoints" / "step_2")
 
 
 def test_a_job_that_is_stopped_does_not_go_on_by_another_plan(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Going on with a run: what has changed in its spec, and what of that can be."""
 
+import shutil
+import subprocess
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -10,13 +12,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rlix.cli.main import app
-from rlix.cli.resume import say_resumptions
+from rlix.cli.resume import say_moves, say_resumptions
 from rlix.monitor.records import load_run
 from rlix.pipeline import base
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.jobs.manifest import write_manifest
-from rlix.pipeline.jobs.resume import resumption
-from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.jobs.resume import check_resumable, resumption
+from rlix.pipeline.jobs.run_folder import RunFolder, aside_of, earlier_runs
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.changes import spec_changes
 from rlix.pipeline.spec.job import JobSpec, load_job
@@ -124,6 +126,36 @@ def test_the_command_shows_what_has_changed_and_what_is_broken(tmp_path: Path, m
     assert ["steps", "100", "200"] in cells
     assert ["optimizer.learning_rate", "0.0001", "0.0005"] in cells
     assert (folder.checkpoints / "step_100").is_dir()  # whoever looks changes nothing
+
+
+def test_resume_names_the_run_that_was_moved_and_has_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "sort_digits"
+    run_of(path, with_keys(), 5, 10)
+    again, _ = RunFolder.open(path)
+    again.write_spec("name: sort_digits")
+    again.close()
+    (earlier,) = earlier_runs(path)
+    with pytest.raises(SpecError, match=rf"has no checkpoint, .*has: {earlier}, after step 10") as caught:
+        launch([with_keys()], tmp_path, resume=True)
+    command = str(caught.value).split("`")[1]
+    assert command == f"mv {path} {aside_of(path)}; mv {earlier} {path}"
+    subprocess.run(command, shell=True, check=True)
+    assert check_resumable(with_keys(), path).step == 10
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    (tmp_path / "sort_digits_2-20260101-000000").mkdir()  # somebody else's
+    assert check_resumable(with_keys(), path).step is None
+
+
+def test_it_is_said_where_an_earlier_run_moves(tmp_path: Path) -> None:
+    run_of(tmp_path / "sort_digits", with_keys(), 5)
+    console = Console(file=StringIO(), width=300)
+    say_moves([with_keys(), with_keys(name="other")], tmp_path, console)
+    folder, _ = RunFolder.open(tmp_path / "sort_digits")
+    folder.close()
+    said = cast(StringIO, console.file).getvalue()
+    assert f"with a checkpoint after step 5, is in {tmp_path}/sort_digits and moves to {folder.earlier}" in said
+    assert said.count("\n") == 1
 
 
 def test_a_job_that_has_done_all_its_steps_says_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs import run_folder
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.jobs.manifest import write_manifest
-from rlix.pipeline.jobs.run_folder import RunFolder, Span, check_free, list_checkpoints, newest_checkpoint
+from rlix.pipeline.jobs.run_folder import RunFolder, Span, aside_of, check_free, list_checkpoints, newest_checkpoint
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
@@ -44,6 +44,40 @@ def test_a_run_that_wrote_nothing_is_not_kept(tmp_path: Path) -> None:
         folder, _ = RunFolder.open(tmp_path / "job")
         folder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
+def test_a_run_that_comes_to_nothing_gives_its_place_back(tmp_path: Path) -> None:
+    first, _ = RunFolder.open(tmp_path / "job")
+    first.write_spec("first")
+    first.close()
+    assert first.give_back() is None  # nobody was there before
+    second, _ = RunFolder.open(tmp_path / "job")
+    second.write_spec("second")
+    assert second.give_back() is None  # who was there had no checkpoint
+    assert second.earlier is not None
+    (second.earlier / "checkpoints" / "step_1").mkdir(parents=True)
+    moved = second.give_back()
+    assert moved is not None
+    assert moved == second.path
+    assert (moved / "spec.yaml").read_text() == "second"
+    assert (tmp_path / "job" / "spec.yaml").read_text() == "first"
+    second.event({"type": "job"})  # whatever still writes does so there
+    assert not (tmp_path / "job" / "events.jsonl").exists()
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "job", moved])
+    second.close()
+
+
+def test_where_a_run_would_move_is_known_before(tmp_path: Path) -> None:
+    assert aside_of(tmp_path / "job") is None
+    folder, _ = RunFolder.open(tmp_path / "job")
+    assert aside_of(tmp_path / "job") is None  # nothing to keep
+    folder.write_spec("first")
+    (folder.path / "metrics.jsonl.partial").touch()
+    folder.close()
+    expected = aside_of(tmp_path / "job")
+    folder, _ = RunFolder.open(tmp_path / "job")
+    assert folder.earlier == expected
+    folder.close()
 
 
 def test_a_span_becomes_one_event_per_device(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def _report(jobs: Sequence[LocalJob], statuses: Sequence["JobStatus"], console: 
     ended = [(job.run_dir, status) for job, status in zip(jobs, statuses, strict=True) if job.run_dir is not None]
     if not ended:
         return
-    run_dirs = [run_dir for run_dir, _ in ended]
+    run_dirs = [Path(status.moved_to or run_dir) for run_dir, status in ended]
     target = Path(os.path.commonpath([run_dir.parent for run_dir in run_dirs])) / "report.html"
     try:
         report = write_reports(run_dirs, target)

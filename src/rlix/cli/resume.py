@@ -1,4 +1,4 @@
-"""What `rlix run --resume` says before anything starts: where each job goes on, and what has changed since."""
+"""What `rlix run` says of earlier runs before anything starts: where each job goes on, or where they move."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlix.pipeline.jobs.resume import Resumption, resumption, shown
+from rlix.pipeline.jobs.resume import Resumption, check_resumable, shown
+from rlix.pipeline.jobs.run_folder import aside_of, list_checkpoints
 from rlix.pipeline.spec.job import JobSpec
 
 
 def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:
     """Raises SpecError when one of them cannot go on with its spec."""
-    for spec, found in [(spec, resumption(spec, runs_dir / spec.name)) for spec in specs]:
+    for spec, found in [(spec, check_resumable(spec, runs_dir / spec.name)) for spec in specs]:
         for broken in found.broken:
             _say(console, f"{found.name}: checkpoint {broken}; it is not gone on from")
         if found.step is None:
@@ -25,6 +26,17 @@ def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) 
             _say(console, f"{found.name}: {what or f'goes on after step {found.step}'}{changed}")
         if found.changes:
             console.print(_table(found))
+
+
+def say_moves(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:
+    """Which earlier runs of the same names make room."""
+    for spec in specs:
+        folder = runs_dir / spec.name
+        if (aside := aside_of(folder)) is not None:
+            done = list_checkpoints(folder / "checkpoints")
+            what = f"an earlier run, with a checkpoint after step {done[-1][0]}," if done else "an earlier run"
+            on = " (to go on with it instead: --resume)" if done else ""
+            _say(console, f"{spec.name}: {what} is in {folder} and moves to {aside}{on}")
 
 
 def _table(found: Resumption) -> Table:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.plans import check_tables, planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
-from rlix.cli.resume import say_resumptions
+from rlix.cli.resume import say_moves, say_resumptions
 from rlix.cli.text import still
 from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
@@ -146,6 +146,8 @@ def _run_to_end(
             with interrupts.handled():
                 if interrupts.stop_wanted:
                     interrupts.kill()
+                if not options.resume:
+                    say_moves(placed, options.runs_dir, console)
                 handles = launch(placed, options.runs_dir, resume=options.resume)
                 with screen_on(console, live=options.live and not options.as_json) as screen:
                     statuses = watch(handles, status, screen, interrupts, time.monotonic)
@@ -159,7 +161,7 @@ def _run_to_end(
         finally:
             for handle in handles:
                 handle.close()
-    return statuses, [options.runs_dir / handle.name for handle in handles]
+    return statuses, [Path(status.moved_to or options.runs_dir / status.name) for status in statuses]
 
 
 def _check_not_running(specs: Sequence[JobSpec], runs_dir: Path, orchestrator: Any) -> None:

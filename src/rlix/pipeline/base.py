@@ -227,7 +227,8 @@ class Pipeline(ABC):
         )
         self._log = JobLog(self.folder.path, self.log_thread)
         changed = [f"{change.field}: {shown(change.old)} → {shown(change.new)}" for change in changes]
-        said = [*filter(None, [self.config.why]), *self.folder.set_aside, *changed]
+        moved = [] if (there := self.folder.earlier) is None else [f"the run that was here before is in {there}"]
+        said = [*filter(None, [self.config.why]), *moved, *self.folder.set_aside, *changed]
         logger.info("%s begins. %s", self.spec.name, "; ".join(said))
         self._event("job", event="started", detail="; ".join(said) or None)
         self.folder.write_spec(self.spec.to_yaml())
@@ -329,10 +330,18 @@ class Pipeline(ABC):
 
     def _close(self, state: str) -> None:
         with ExitStack() as last:
-            for close in (self._ended.set, self._log.close, self.folder.close):
+            for close in (self._ended.set, self.folder.close, self._give_back, self._log.close):
                 last.callback(close)
             if self.loggers is not None:
                 self.loggers.close(state)
+
+    def _give_back(self) -> None:
+        """A start that came to no step does not stand in the way of the run that was there before."""
+        if self._done > 0 or (moved := self.folder.give_back()) is None:
+            return
+        error = self._status.error
+        said = f"{self.config.run_dir} holds the run before this one again; what this one wrote is in {moved}"
+        self._update(moved_to=str(moved), error=None if error is None else f"{error}\n{said}")
 
     def _failed(self, error: BaseException, *, hangs: bool = False) -> None:
         if self._ended.is_set():
@@ -391,6 +400,6 @@ class Pipeline(ABC):
             last_reward=mean_or_none(self._rewards[-5:]),
             first_exact=mean_or_none(self._exacts[:1]),
             last_exact=mean_or_none(self._exacts[-5:]),
-            run_dir=str(self.config.run_dir),
+            run_dir=self._status.moved_to or str(self.config.run_dir),
             goes_on=self.goes_on,
         )

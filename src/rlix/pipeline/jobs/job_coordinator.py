@@ -129,7 +129,8 @@ class JobCoordinator(PipelineCoordinator):
             cause = root_cause(error)
             self._may_be_a_node = isinstance(cause, RlixError) and not isinstance(cause, SpecError)
             said = await self._refresh()
-            self._last = replace(self._last, step=max(self._last.step, said.step if said else 0))
+            if said is not None:
+                self._last = replace(self._last, step=max(self._last.step, said.step), moved_to=said.moved_to)
             return self._failed((said and said.error) or f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))

@@ -19,7 +19,7 @@ from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
-from rlix.pipeline.jobs.resume import resumption
+from rlix.pipeline.jobs.resume import check_resumable
 from rlix.pipeline.jobs.run_folder import check_free
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.choose import choose
@@ -175,7 +175,7 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     for spec in specs:
         check_free(runs_dir.absolute() / spec.name)
         if resume:
-            resumption(spec, runs_dir.absolute() / spec.name)
+            check_resumable(spec, runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
     status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rlix.pipeline.jobs.run_folder import newest_checkpoint, replace_file
+from rlix.pipeline.jobs.run_folder import (
+    aside_of,
+    earlier_runs,
+    list_checkpoints,
+    newest_checkpoint,
+    replace_file,
+)
 from rlix.pipeline.spec.changes import Change, spec_changes
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import RunSpec
@@ -73,6 +79,25 @@ def resumption(spec: JobSpec, run_dir: Path) -> Resumption:
         raise SpecError(_refusal(spec, run_dir, refused))
     lost = tuple(f"{path.name}: {what}" for path, what in broken)
     return Resumption(spec.name, checkpoint[0], lost, changes)
+
+
+def check_resumable(spec: JobSpec, run_dir: Path) -> Resumption:
+    """What `resumption` finds, for a user who asks to go on with a run.
+
+    Raises:
+        SpecError: it cannot go on, or has no checkpoint where an earlier run of the same name, moved aside, has some.
+    """
+    found = resumption(spec, run_dir)
+    if found.step is None and (earlier := earlier_runs(run_dir)):
+        newest = earlier[0]
+        step, _ = list_checkpoints(newest / "checkpoints")[-1]
+        away = f"mv {run_dir} {aside_of(run_dir)}; " if aside_of(run_dir) is not None else ""
+        away = away or (f"rm -r {run_dir}; " if run_dir.is_dir() else "")
+        raise SpecError(
+            f"{spec.name}: {run_dir} has no checkpoint, and the run that was there before has: {newest}, after step "
+            f"{step}; go on with that one: `{away}mv {newest} {run_dir}`, or begin anew without --resume"
+        )
+    return found
 
 
 def shown(value: object) -> str:

@@ -1,6 +1,7 @@
 """The folder `runs/<name>/` where one job's spec, metrics, events and checkpoints live."""
 
 import errno
+import glob
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ _BY_STEP = ("metrics.jsonl", "samples.jsonl")
 _LOCK = ".lock"
 PARTIAL = ".partial"
 _BROKEN = ".broken"
+_ASIDE = r"-\d{8}-\d{6}(-\d+)?"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -53,6 +55,7 @@ class RunFolder:
         self.path = path
         self.is_open = False
         self.set_aside: list[str] = []  # checkpoints that were not gone on from, and why
+        self.earlier: Path | None = None  # where the run is that had this folder before
         self._writing = threading.Lock()
         self._lock: TextIO | None = None
 
@@ -62,7 +65,7 @@ class RunFolder:
 
         With `resume`, and where there is a complete checkpoint, the run goes on from the one that is returned: metrics
         and samples of steps that will be done again are dropped, and torn lines. Else the folder is new: an earlier run
-        of the same name is moved aside, never overwritten.
+        of the same name is moved aside, to `earlier`, never overwritten; `give_back` undoes that.
 
         Args:
             wait_s: how long to wait for another process, perhaps just killed, to let go of the folder; default: 5 s.
@@ -72,14 +75,31 @@ class RunFolder:
         """
         folder = RunFolder(path)
         folder._own(wait_s)
+        aside = aside_of(path)
         _remove_partial(path)
         checkpoint = folder._whole_checkpoint() if resume else None
         if checkpoint is not None:
             folder._trim(checkpoint[0])
-        elif any(entry.name != _LOCK for entry in path.iterdir()):
-            path.rename(_aside(path))
+        elif aside is not None:
+            path.rename(aside)
+            folder.earlier = aside
             folder._own(wait_s)  # lets go of the old one only when it has the new one
         return folder, checkpoint
+
+    def give_back(self) -> Path | None:
+        """For a run that comes to nothing: the run that had the folder before has it again, if it has checkpoints.
+
+        Returns where this one's files are from now on; None where they stay.
+        """
+        if self.earlier is None or not list_checkpoints(self.earlier / "checkpoints"):
+            return None
+        aside = aside_of(self.path)
+        if aside is None:
+            return None
+        self.path.rename(aside)
+        self.earlier.rename(self.path)
+        self.path, self.earlier = aside, None
+        return aside
 
     def close(self) -> None:
         """Lets others write into the folder. Calling it again changes nothing."""
@@ -187,7 +207,10 @@ def _lock(folder: Path, wait_s: float | None) -> TextIO | None:
         return None
 
 
-def _aside(path: Path) -> Path:
+def aside_of(path: Path) -> Path | None:
+    """Where the run in the folder `path` would be moved; None where there is none."""
+    if not path.is_dir() or all(entry.name == _LOCK for entry in path.iterdir()):
+        return None
     stamp = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
     aside = path.with_name(f"{path.name}-{stamp}")
     count = 1
@@ -229,6 +252,13 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
         return []
     matches = [(match, path) for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
     return sorted((int(match[1]), path) for match, path in matches)
+
+
+def earlier_runs(path: Path) -> list[Path]:
+    """Runs of the same name that were moved aside and have checkpoints, the one last moved first."""
+    name = re.compile(re.escape(path.name) + _ASIDE)
+    found = [folder for folder in path.parent.glob(f"{glob.escape(path.name)}-*") if name.fullmatch(folder.name)]
+    return sorted((folder for folder in found if list_checkpoints(folder / "checkpoints")), reverse=True)
 
 
 def newest_checkpoint(path: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
