@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlix.cli.main import app
-from rlix.cli.outcome import exit_code
+from rlix.cli.outcome import exit_code, write_reports
+from rlix.pipeline.spec.job import load_job
 from tests.cli.fakes import job_status
 from tests.monitor.synthetic import demo_runs
 
@@ -92,6 +93,32 @@ def test_report_prints_tables_and_writes_the_page(tmp_path: Path) -> None:
     for word in ("sort_digits", "copy_digits", "switching", "split 2 + 2", str(tmp_path / "report.html")):
         assert word in result.stdout
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_every_launch_keeps_its_report(tmp_path: Path) -> None:
+    runs = demo_runs(tmp_path, steps=2)
+    for run_dirs in (runs, runs[:1], runs[1:]):
+        assert write_reports(run_dirs, tmp_path) is not None
+    link, kept = tmp_path / "report.html", sorted((tmp_path / "reports").iterdir())
+    assert [path.name.split("-", 2)[2] for path in kept] == ["copy_digits.html", "sort_digits.html"]
+    assert link.resolve() == kept[0]  # the newest
+    newest = kept[0].read_text()
+    result = runner.invoke(app, ["report", *map(str, runs)])  # writes a page of its own in the link's place
+    assert result.exit_code == 0
+    assert not link.is_symlink()
+    assert kept[0].read_text() == newest
+    link.unlink()
+    (tmp_path / "report.html").mkdir()  # of somebody who had a job of that name
+    with pytest.raises(OSError, match=r"report\.html"):
+        write_reports(runs, tmp_path)
+    assert not list(tmp_path.glob(".report.html*"))
+
+
+@pytest.mark.parametrize("name", ["report.html", "reports"])
+def test_no_job_has_the_name_of_what_is_beside_run_folders(tmp_path: Path, name: str) -> None:
+    spec = tmp_path / "job.yaml"
+    spec.write_text(load_job(GOOD_SPEC).to_yaml().replace("name: sort_digits", f"name: {name}", 1))
+    assert "is where reports go" in mistake("check", str(spec))
 
 
 def test_report_as_json(tmp_path: Path) -> None:

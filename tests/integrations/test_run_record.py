@@ -10,6 +10,7 @@ import pytest
 
 from rlix.integrations.run_record import Kind, RunRecord
 from rlix.monitor.records import load_run
+from rlix.protocol.errors import SpecError
 
 
 def record_in(folder: Path) -> RunRecord:
@@ -52,3 +53,11 @@ def test_how_a_program_ended_is_recorded(
     run = load_run(tmp_path / "job")
     assert run.state == how[0]
     assert (how[1] or "") in (tmp_path / "job" / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", ["report.html", "reports", "../elsewhere", ".hidden"])
+def test_a_program_whose_name_no_run_folder_can_have_is_told(tmp_path: Path, name: str) -> None:
+    program: Any = SimpleNamespace(name=name)
+    with pytest.raises(SpecError, match=r"run folder has its name, and .*choose"):
+        RunRecord(program, Kind("a program", {}), tmp_path, "actor_train")
+    assert not list(tmp_path.iterdir())

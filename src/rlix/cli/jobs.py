@@ -198,13 +198,13 @@ def _report(jobs: Sequence[LocalJob], statuses: Sequence["JobStatus"], console: 
     if not ended:
         return
     run_dirs = [Path(status.moved_to or run_dir) for run_dir, status in ended]
-    target = Path(os.path.commonpath([run_dir.parent for run_dir in run_dirs])) / "report.html"
+    runs_dir = Path(os.path.commonpath([run_dir.parent for run_dir in run_dirs]))
     try:
-        report = write_reports(run_dirs, target)
+        report = write_reports(run_dirs, runs_dir)
     except OSError as error:  # their folders are somebody else's
         _say(console, f"no report: {error}")
         return
-    print_report(report, [status for _, status in ended], run_dirs, target, console)
+    print_report(report, [status for _, status in ended], run_dirs, runs_dir, console)
 
 
 def _time_of_day(at: float | None) -> str | None:

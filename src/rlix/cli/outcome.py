@@ -10,9 +10,10 @@ from rich.console import Console
 
 from rlix.cli.view import make_console, plain
 from rlix.cli.watch import FINAL_STATES
-from rlix.monitor.report import Report, build_report, summary, write_report
+from rlix.monitor.report import Report, build_report, keep_report, summary, write_report
 from rlix.monitor.tables import render_text
 from rlix.monitor.trace import write_trace
+from rlix.protocol.types import REPORT_FILE
 
 if TYPE_CHECKING:
     from rlix.pipeline.jobs.status import JobStatus
@@ -27,8 +28,8 @@ def exit_code(statuses: Sequence["JobStatus"], signal_number: int | None) -> int
     return 0 if all(status.state == "finished" for status in statuses) else EXIT_FAILED
 
 
-def write_reports(run_dirs: Sequence[Path], target: Path) -> Report | None:
-    """Write trace and report of each run, and at `target` one report about all.
+def write_reports(run_dirs: Sequence[Path], runs_dir: Path) -> Report | None:
+    """Write trace and report of each run, and in `runs_dir` one report about all.
 
     Returns None when no job got as far as a run folder.
     """
@@ -40,12 +41,12 @@ def write_reports(run_dirs: Sequence[Path], target: Path) -> Report | None:
         write_trace(report.records, run_dir / "trace.json")
         write_report(report, run_dir / "report.html")
     report = build_report(written)
-    write_report(report, target)
+    keep_report(report, runs_dir)
     return report
 
 
 def print_report(
-    report: Report | None, statuses: Sequence["JobStatus"], run_dirs: Sequence[Path], target: Path, console: Console
+    report: Report | None, statuses: Sequence["JobStatus"], run_dirs: Sequence[Path], runs_dir: Path, console: Console
 ) -> None:
     if report is None:
         return
@@ -53,7 +54,9 @@ def print_report(
     for status, run_dir in zip(statuses, run_dirs, strict=True):
         ended = status.state if status.state in FINAL_STATES else f"ended while {status.phase}"
         console.print(f"{status.name}: {ended}, {run_dir}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"report: {target}", markup=False, highlight=False, soft_wrap=True)
+    link = runs_dir / REPORT_FILE
+    said = f"report: {link} (kept as {link.parent / link.readlink()})"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_failures(statuses: Sequence["JobStatus"]) -> None:
@@ -69,9 +72,9 @@ def print_failures(statuses: Sequence["JobStatus"]) -> None:
             )
 
 
-def print_json(report: Report | None, statuses: Sequence["JobStatus"], target: Path) -> None:
+def print_json(report: Report | None, statuses: Sequence["JobStatus"], runs_dir: Path) -> None:
     result = {
-        "report": None if report is None else str(target),
+        "report": None if report is None else str(runs_dir / REPORT_FILE),
         "states": {status.name: {"state": status.state, "error": status.error} for status in statuses},
         **({} if report is None else summary(report)),
     }

@@ -51,32 +51,32 @@ def run_jobs(options: RunOptions) -> int:
 
     Raises SpecError for a user's mistake (nothing has been started then) and RlixError when the control plane fails.
     """
-    specs = [load_job(spec) for spec in options.specs]
+    pool = None if options.devices is None else range(options.devices)
+    specs = [load_job(spec, pool) for spec in options.specs]
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
     _check_output(options.runs_dir)
-    check_jobs(specs, None if options.devices is None else range(options.devices))
+    check_jobs(specs, pool)
     check_tables(specs)
     console = make_console(stderr=options.as_json)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)
     interrupts = Interrupts()
-    target = options.runs_dir / "report.html"
     # With --json nothing else may reach stdout, and Ray prints what workers print.
     quiet = contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext()
     try:
         with quiet, interrupts.handled():
             statuses, run_dirs = _run_to_end(specs, options, console, interrupts)
-            report = _reported(run_dirs, target, console)
+            report = _reported(run_dirs, options.runs_dir, console)
             if not options.as_json:
-                print_report(report, statuses, run_dirs, target, console)
+                print_report(report, statuses, run_dirs, options.runs_dir, console)
     except (KilledError, SystemError):  # while starting or while reporting: there is nothing more to say
         if not interrupts.killed:
             raise
         return exit_code((), interrupts.signal_number)
     print_failures(statuses)
     if options.as_json:
-        print_json(report, statuses, target)
+        print_json(report, statuses, options.runs_dir)
     return exit_code(statuses, interrupts.signal_number)
 
 
@@ -96,10 +96,10 @@ def run_script(command: Sequence[str], runs_dir: Path, devices: int | None) -> N
     os.execve(sys.executable, [sys.executable, "-m", "rlix.trl", *command], environment)
 
 
-def _reported(run_dirs: Sequence[Path], target: Path, console: Console) -> Report | None:
+def _reported(run_dirs: Sequence[Path], runs_dir: Path, console: Console) -> Report | None:
     """The report, unless it cannot be written: on a full disk there is more to say than that."""
     try:
-        return write_reports(run_dirs, target)
+        return write_reports(run_dirs, runs_dir)
     except OSError as error:
         console.print(f"no report: {error}", markup=False, highlight=False, soft_wrap=True)
         return None

@@ -19,6 +19,7 @@ from rlix.control.program import Program
 from rlix.integrations.leases import Stage
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.types import folder_problem
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class RunRecord:
         self._kind = kind
         self._cluster = cluster
         path = runs_dir.absolute() / program.name
+        if (problem := folder_problem(program.name)) is not None:
+            raise SpecError(f"a program's run folder has its name, and {problem}")
         try:
             self._folder, _ = RunFolder.open(path)
         except OSError as error:

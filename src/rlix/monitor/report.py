@@ -1,7 +1,9 @@
 """One self-contained HTML page, text tables and a JSON summary about runs that shared a pool of devices."""
 
 import json
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -24,7 +26,7 @@ from rlix.monitor.tables import (
     percent,
     split_table,
 )
-from rlix.protocol.types import Phase
+from rlix.protocol.types import REPORT_FILE, REPORTS_FOLDER, Phase
 
 SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
 LONGEST_TEXT = 2000  # characters of a sample
@@ -116,10 +118,34 @@ def render_html(report: Report) -> str:
 
 
 def write_report(report: Report, path: Path) -> Path:
-    """Write the page to `path` and return it."""
+    """Write the page to `path` and return it. What a link there leads to stays as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_html(report))
+    _replace(path, lambda partial: partial.write_text(render_html(report)))
     return path
+
+
+def keep_report(report: Report, runs_dir: Path) -> Path:
+    """Write the page of one launch to `runs_dir`/reports, under its time and its first job, with the link
+    `runs_dir`/report.html to the newest of them; returns the link."""
+    sessions = [record.sessions for record in report.records]
+    started = min((found[-1][0] for found in sessions if found), default=time.time())
+    stamp = datetime.fromtimestamp(started, UTC).strftime("%Y%m%d-%H%M%S")
+    kept = write_report(report, runs_dir / REPORTS_FOLDER / f"{stamp}-{report.records[0].directory.name}.html")
+    link = runs_dir / REPORT_FILE
+    _replace(link, lambda partial: partial.symlink_to(kept.relative_to(runs_dir)))
+    return link
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make the file under another name, and give it its own when it is there."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def page_data(report: Report) -> dict[str, Any]:

@@ -13,6 +13,18 @@ NODE_AGENT_NAME_PREFIX = "rlix:node:"
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 """Of what its user names and what has files under that name: jobs, flows. At most `LONGEST_NAME` characters."""
 LONGEST_NAME = 64
+REPORT_FILE, REPORTS_FOLDER = "report.html", "reports"
+"""Beside run folders, which have the names of jobs."""
+
+
+def folder_problem(name: str) -> str | None:
+    """Why no run folder can have this name; None: one can."""
+    if name in (REPORT_FILE, REPORTS_FOLDER):
+        return f"{name!r} is where reports go, beside the run folders; choose another name"
+    if "/" in name or name.startswith("."):
+        return f"{name!r} is no name of a folder; choose one without '/' and not beginning with '.'"
+    return None
+
 
 HEAD_RESOURCE = "node:__internal_head__"
 """What Ray calls the head node, among a node's resources."""

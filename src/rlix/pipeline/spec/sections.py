@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
@@ -19,7 +19,7 @@ from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Count, Index, Positive, Seconds, Section, Seed, Share, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import CheckpointSpec, OptimizerSpec, TrainingSpec, WarmupSpec
-from rlix.protocol.types import LONGEST_NAME, NAME
+from rlix.protocol.types import LONGEST_NAME, NAME, folder_problem
 
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -90,6 +90,13 @@ class Sections(Section):
     `tensor_parallel`."""
     clusters: ClustersSpec = ClustersSpec()
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`; or there is a `plan`."""
+
+    @field_validator("name")
+    @classmethod
+    def _free_name(cls, name: str) -> str:
+        if (problem := folder_problem(name)) is not None:
+            raise ValueError(problem)
+        return name
 
     @property
     def multi_lora(self) -> bool:
