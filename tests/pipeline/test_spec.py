@@ -28,6 +28,9 @@ clusters:
 """
 
 
+ALIASES = "a0: &a0 [1, 1, 1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 5)}]\n" for i in range(1, 12))
+
+
 def write(folder: Path, text: str, name: str = "job.yaml") -> Path:
     path = folder / name
     path.write_text(textwrap.dedent(text))
@@ -240,7 +243,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
         "runs.b.lora.targets",
         "has no linear layer 'all-linear' (it has down_proj, ",
     ),
-    ({"algorithm": {"minibatches": 3}}, "rollout.prompts_per_step", "use a multiple of 6"),
+    (
+        {"algorithm": {"minibatches": 3}},
+        "rollout.prompts_per_step",
+        "use a multiple of 3 prompts, or another",
+    ),
+    (
+        {"clusters": {"actor_train": {"gpus": 20}}},
+        "rollout.prompts_per_step",
+        "do not divide among 20 training devices; use a multiple of 5 prompts, or 16 training devices",
+    ),
     ({"rollout": {"max_new_tokens": 4}}, "rollout.max_new_tokens", "set it to 5 or more"),
     (
         {"rollout": {"max_new_tokens": 5, "samples_per_prompt": 1}},
@@ -354,6 +366,13 @@ class TestBad:
         assert line.startswith("job.yaml: clusters.actor_train: says neither")
         assert "plan: auto" in line
 
+    def test_a_pool_that_is_too_small_is_said_with_the_other_mistakes(self, tmp_path: Path) -> None:
+        path = write(tmp_path, with_keys(clusters={"actor_train": {"gpus": 20}}))
+        with pytest.raises(SpecError, match=r"^\S+: clusters\.actor_train\.gpus: needs 20 devices, and the pool has 8"):
+            load_job(path, range(8))
+        with pytest.raises(SpecError, match=r"^\S+: rollout.prompts_per_step: "):
+            load_job(path, range(20))
+
     def test_a_missing_cluster(self, tmp_path: Path) -> None:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_infer": {"devices": [0]}}))
         assert ": clusters.actor_train: says neither" in line
@@ -369,6 +388,7 @@ class TestBad:
             ("name: a\nsteps: 1\nname: b\n", "job.yaml:3: name: given twice, first on line 1; keep one"),
             ("a: !!python/object:os.system {}\n", "not valid YAML: could not determine a constructor"),
             ("name: &a [*a]\n", "not valid YAML: nested too deeply, or an alias is part of itself"),
+            (ALIASES, "holds 320,434,579 values with its aliases (*name) written out; write fewer"),
             ("name: a\nsteps: \x07\n", "job.yaml:2: not valid YAML: holds the character '\\x07'"),
         ],
     )

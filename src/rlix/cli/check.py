@@ -28,10 +28,11 @@ def check_specs(
     from rlix.pipeline.memory.job import job_memory, memory_problems
     from rlix.pipeline.memory.shape import shape_of
 
-    specs = [load_job(name) for name in names]
+    pool = None if devices is None else range(devices)
+    specs = [load_job(name, pool) for name in names]
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     virtual = memory is None if memory_gib is None else None  # else they are those of another machine
-    check_jobs(specs, None if devices is None else range(devices), virtual=virtual)
+    check_jobs(specs, pool, virtual=virtual)
     console, problems = make_console(), []
     known = memory if model_config is None else None
     for spec in [planned([s], range(devices or pool_size(s)), known, console)[0] for s in specs]:

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rlix.protocol.errors import SpecError
 
 _MOST_SHOWN = 80  # characters of a value that is wrong
+_MOST_VALUES = 100_000  # of a file, its aliases written out
 FieldPath = tuple[str | int, ...]
 
 
@@ -69,6 +70,10 @@ def read_yaml(
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if node and (values := _size(node, {})) > _MOST_VALUES:
+            raise SpecError(
+                f"{name}: holds {values:,} values with its aliases (*name) written out; write fewer of them"
+            )
         lines = dict(_lines(node, "", name)) if node else {}
         data = _with_text_keys(loader.construct_document(node)) if node else None
     except yaml.reader.ReaderError as error:
@@ -90,6 +95,22 @@ def read_yaml(
         found = "empty" if data is None else f"a {type(data).__name__}"
         raise SpecError(f"{name}: is {found}; {what}")
     return data, Origin(name, lines)
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many nodes there are with aliases written out; `known`: by the id of those that were counted.
+
+    Raises RecursionError for one that is part of itself.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if (size := known.get(id(node))) is None:
+        known[id(node)] = 0  # while it is being counted
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        size = known[id(node)] = 1 + sum(_size(part, known) for part in inner)
+    elif size == 0:
+        raise RecursionError
+    return size
 
 
 def _with_text_keys(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from math import gcd
 
 from pydantic import ValidationError
 
@@ -310,10 +311,14 @@ def _batches(spec: Sections) -> Iterator[Problem]:
     ranks = _ranks(spec.clusters.actor_train)
     parts = ranks * minibatches
     if total % parts:
+        step = parts // gcd(parts, spec.rollout.samples_per_prompt)
+        fitting = next((d for d in range(ranks - 1, 0, -1) if total % (d * minibatches) == 0), None)
+        fewer = f", or {fitting} training devices" if fitting else ", or another number of minibatches"
+        among = f"{minibatches} minibatches × {ranks}" if minibatches > 1 else str(ranks)
         yield Problem(
             "rollout.prompts_per_step",
-            f"{spec.rollout.prompts_per_step} prompts × {spec.rollout.samples_per_prompt} samples are {total} and "
-            f"do not divide into {minibatches} minibatches × {ranks} training devices; use a multiple of {parts}",
+            f"{spec.rollout.prompts_per_step} prompts × {spec.rollout.samples_per_prompt} samples are {total} and do "
+            f"not divide among {among} training devices; use a multiple of {step} prompts{fewer}",
         )
     if spec.warmup and spec.warmup.batch_size % ranks:
         yield Problem(

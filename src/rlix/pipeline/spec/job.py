@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError, field_validator, model_valida
 
 from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
-from rlix.pipeline.spec.clusters import ClusterSpec, node_problems, pool_problems
+from rlix.pipeline.spec.clusters import ClusterSpec, ClustersSpec, node_problems, pool_problems
 from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import device_problems, environment_problems
 from rlix.pipeline.spec.lora import RunSpec
@@ -106,28 +106,36 @@ def shipped_jobs() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in _examples().iterdir() if p.name.endswith(".yaml"))
 
 
-def load_job(path_or_name: str | Path) -> JobSpec:
+def load_job(path_or_name: str | Path, pool: Collection[int] | None = None) -> JobSpec:
     """Read and check a job: a YAML file by path, or the name of one that ships with the package.
 
     Paths inside the file are relative to it, and absolute in the result. Raises SpecError with one line per problem,
-    each naming file, line, field and fix.
+    each naming file, line, field and fix; if there are any, also what a `pool` of devices with these ids lacks.
     """
     path = _find(path_or_name)
     data, origin = read_yaml(path)
     with _paths_of(origin):
-        return _checked(_anchored(data, path.parent), origin)
+        return _checked(_anchored(data, path.parent), origin, pool)
 
 
-def _checked(data: dict[str, Any], origin: Origin) -> JobSpec:
+def _checked(data: dict[str, Any], origin: Origin, pool: Collection[int] | None) -> JobSpec:
     try:
         # JSON mode is strict about types, yet takes a list for a tuple as YAML must.
         spec = JobSpec.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise origin.error(problems_of(error.errors(), JobSpec, data, moved)) from None
+        lacking = [] if pool is None else _lacking(data, pool)
+        raise origin.error([*lacking, *problems_of(error.errors(), JobSpec, data, moved)]) from None
     spec._origin = origin
     if problems := list(environment_problems(spec)):
         raise origin.error(problems)
     return spec
+
+
+def _lacking(data: dict[str, Any], pool: Collection[int]) -> list[Problem]:
+    """What the pool lacks for a job with other mistakes, which may follow from this one."""
+    with suppress(ValidationError):
+        return list(pool_problems(ClustersSpec.model_validate_json(json.dumps(data.get("clusters") or {})), pool))
+    return []
 
 
 def load_run(path: Path) -> RunSpec:
