@@ -1,5 +1,6 @@
 """Fixtures that several test folders share."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import ray
 
 from rlix.control.init import init, shutdown
 from rlix.control.settings import Settings
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  hooks of every test
 
 VIRTUAL_GPUS = 8
 
@@ -18,6 +20,16 @@ VIRTUAL_GPUS = 8
 PHASES = tuple(phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain)
 hypothesis.settings.register_profile("rlix", deadline=None, phases=PHASES)
 hypothesis.settings.load_profile("rlix")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Here and in what tests start: a shell lets what it runs in the background ignore SIGINT."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

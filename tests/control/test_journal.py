@@ -229,11 +229,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False, capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
+        pytest.skip(f"needs root, to mount a tmpfs: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.root
 def test_a_full_disk_leaves_no_hole_and_writing_goes_on_by_itself(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"0" * 500_000)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
@@ -18,7 +19,6 @@ from tests.engine import models
 from tests.engine.models import qwen
 from tests.engine.training_models import LoraPolicy, batch
 
-peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
 
 

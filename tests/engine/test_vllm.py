@@ -1,7 +1,6 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.vllm,
     pytest.mark.timeout(400),  # vLLM starts slowly on a busy machine
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),  # to import it takes seconds
 ]
 
 WAIT_S = 120.0

@@ -6,7 +6,6 @@ import pytest
 
 from tests.control.test_lifecycle import LOCAL, run
 
-pytest.importorskip("vllm")
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(960)]
 
 TWO_NODES = """

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-
-pytest.importorskip("mujoco")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embodied.py"
 

@@ -23,8 +23,6 @@ from rlix.protocol.messages import Demand
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.rollout_world import Weights, World
 
-pytest.importorskip("uvicorn")
-
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role[0] + '>' }}{{ m.content or '' }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -378,7 +376,6 @@ def job(tmp_path: Path, rlix_home: Path) -> Iterator[InProcess]:
 
 
 def test_a_job_learns_from_what_an_openai_client_did(job: InProcess) -> None:
-    pytest.importorskip("openai")
     (metrics,) = job.run_steps()
     assert (metrics["trajectories"], metrics["turns"], metrics["agent_failed"]) == (4.0, 2.0, 1.0)
     assert metrics["reward"] > 0

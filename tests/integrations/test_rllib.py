@@ -1,6 +1,5 @@
 """Real RLlib, plain and as a job of the pool: the same learning to the bit, and elastic sampling with whole batches."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(find_spec("gymnasium") is None, reason="needs gymnasium"),
 ]
 
 BATCH = 400

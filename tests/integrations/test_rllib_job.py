@@ -20,8 +20,9 @@ Log = list[str]
 @pytest.fixture(scope="module")
 def algorithms() -> Any:
     """Takes seconds to import, which only who runs these tests should pay."""
-    pytest.importorskip("gymnasium")
-    return pytest.importorskip("rlix.integrations.rllib.algorithm")
+    from rlix.integrations.rllib import algorithm
+
+    return algorithm
 
 
 class Program:

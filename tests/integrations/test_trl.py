@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
+import peft
 import pytest
 import ray
 import torch
@@ -27,11 +29,9 @@ from rlix.protocol.errors import NotResidentError, SpecError
 from rlix.protocol.types import Phase
 from tests.integrations.test_run_record import record_in
 
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "vllm", None)  # which TRL would import, for seconds and for nothing
-    trl = pytest.importorskip("trl")
+    import trl
     from trl.experimental import online_dpo
 
     TRAINERS = {

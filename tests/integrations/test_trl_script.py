@@ -16,9 +16,6 @@ from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from tests.control.test_pipelines import ask
 
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
-
 SCRIPT = Path(__file__).parent / "trl_script.py"
 
 

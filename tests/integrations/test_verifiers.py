@@ -9,9 +9,6 @@ from rlix.protocol.errors import SpecError
 from tests.integrations.test_openai import TEMPLATE
 from tests.pipeline.in_process import InProcess
 
-pytest.importorskip("verifiers")
-pytest.importorskip("uvicorn")
-
 ENVIRONMENT = """
 import datasets
 import verifiers as vf

@@ -1,9 +1,8 @@
 """A tokenizer with one token per byte and Qwen's special tokens; chat templates and sizes as models ship them."""
 
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
@@ -26,8 +25,7 @@ def qwen_7b() -> Qwen2Config:
 
 def template(name: str) -> str:
     """One of the templates that TRL keeps, as their models ship them."""
-    trl = pytest.importorskip("trl")
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    return files("trl").joinpath("chat_templates", f"{name}.jinja").read_text()
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Any:

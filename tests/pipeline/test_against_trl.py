@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor
@@ -26,10 +27,10 @@ from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 
-datasets = pytest.importorskip("datasets")
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "vllm", None)  # which TRL would import, for seconds and for nothing
-    trl = pytest.importorskip("trl")
+    import trl
+
     TRAINERS = {"GRPO": (trl.GRPOConfig, trl.GRPOTrainer), "RLOO": (trl.RLOOConfig, trl.RLOOTrainer)}
 
 GROUP, ROWS = 4, 8

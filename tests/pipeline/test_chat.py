@@ -96,8 +96,9 @@ def test_a_call_that_cannot_be_read_is_something_to_tell() -> None:
 
 
 def test_the_tokenizers_own_response_template_is_used() -> None:
-    trl = pytest.importorskip("trl.chat_template_utils")
-    tokenizer = trl.add_response_schema(byte_tokenizer(template("qwen3")))
+    from trl.chat_template_utils import add_response_schema  # takes seconds, which only who runs this should pay
+
+    tokenizer = add_response_schema(byte_tokenizer(template("qwen3")))
     made = Chat(tokenizer, ChatSpec(), [tokenizer.eos_token_id], [ADD])
     before = made.start([{"role": "user", "content": "?"}])
     (call,) = made.action([*tokenizer.encode(CALL), tokenizer.eos_token_id], before).tool_calls

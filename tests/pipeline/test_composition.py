@@ -19,8 +19,6 @@ from rlix.pipeline.spec.schedule import SCHEDULES
 from tests.pipeline import sandboxes
 from tests.pipeline.in_process import InProcess
 
-pytest.importorskip("datasets")
-
 SOURCES: dict[str, dict[str, Any]] = {
     "task": {"task": {"name": "sort_digits", "options": {"digits": 2}}},
     "data": {"data": {"path": "rows.jsonl"}, "rewards": ["exact_match", {"name": "token_match", "weight": 0.5}]},

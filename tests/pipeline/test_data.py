@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
@@ -17,8 +18,6 @@ from rlix.pipeline.spec.columns import column_problems
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
-
-datasets = pytest.importorskip("datasets")
 
 TOKENIZER = character_tokenizer("0123456789>= +user:")
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10)]
@@ -314,7 +313,6 @@ class TestStream:
 
 
 def test_math_verify_judges_in_processes_of_its_own() -> None:
-    pytest.importorskip("math_verify")
     panel = Panel([RewardSpec(name="math_verify", timeout_s=60)], processes=1)
     prompt = Prompt("p", "?", (1,), "1/2", (1,))
     try:

@@ -120,7 +120,6 @@ def test_nothing_outlives_a_killed_parent() -> None:
 
 
 def test_gymnasium_environments_speak_text() -> None:
-    pytest.importorskip("gymnasium")
     options = {"id": "FrozenLake-v1", "is_slippery": False}
 
     async def main() -> None:
@@ -142,7 +141,6 @@ def test_gymnasium_environments_speak_text() -> None:
 
 
 def test_gymnasium_vectors_and_text_go_both_ways_in_process() -> None:
-    pytest.importorskip("gymnasium")
     from rlix.pipeline.sources.environments.gym import GymnasiumEnvironment, in_thread
 
     async def main() -> None:

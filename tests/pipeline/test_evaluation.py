@@ -15,8 +15,6 @@ from tests.pipeline.in_process import InProcess
 from tests.pipeline.test_composition import job
 from tests.pipeline.training_jobs import learnt_of, rows
 
-pytest.importorskip("datasets")
-
 HELD_OUT = {"every": 2, "prompts": 3, "samples_per_prompt": 2, "temperature": 0.0}
 
 

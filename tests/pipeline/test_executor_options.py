@@ -3,11 +3,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlix.engine.executors import vllm_options
 from rlix.pipeline.spec.executor import build_arguments, executor_problems, longest_trajectory
 from rlix.pipeline.spec.job import JobSpec
-
-vllm = pytest.mark.skipif(vllm_options.known() is None, reason="needs vLLM")
 
 
 @pytest.mark.parametrize(
@@ -23,8 +20,8 @@ vllm = pytest.mark.skipif(vllm_options.known() is None, reason="needs vLLM")
         ("vllm", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization", "must be less than or equal to 1, not 1.5"),
         ("vllm", {"enforce_eager": "yes"}, "enforce_eager", "must be a valid boolean, not 'yes'"),
         ("vllm", {"max_model_len": 100}, "max_model_len", "100 leaves no room for a prompt before the 100 tokens"),
-        pytest.param("vllm", {"enforce_eagr": True}, "enforce_eagr", "did you mean 'enforce_eager'?", marks=vllm),
-        pytest.param("vllm", {"maxseqs": 8}, "maxseqs", "has no such option", marks=vllm),
+        ("vllm", {"enforce_eagr": True}, "enforce_eagr", "did you mean 'enforce_eager'?"),
+        ("vllm", {"maxseqs": 8}, "maxseqs", "has no such option"),
     ],
 )
 def test_mistakes_are_found_before_the_start(executor: Any, options: dict[str, Any], field: str, message: str) -> None:

@@ -117,7 +117,6 @@ def test_who_hangs_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
     spec = WandbSpec(project="p", mode="offline", tags=("a",))
     loggers = Loggers(build_loggers(LoggingSpec(wandb=spec)), run_of(tmp_path), close_timeout_s=100)
     loggers.log(0, {"reward": 0.5})

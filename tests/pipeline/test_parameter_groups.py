@@ -17,8 +17,6 @@ from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.test_composition import job
 
-pytest.importorskip("datasets")
-
 SHAPES = {
     "embed.weight": torch.empty(4, 2),
     "layers.0.norm.weight": torch.empty(2),

@@ -14,8 +14,6 @@ from tests.pipeline.in_process import InProcess
 from tests.pipeline.test_composition import job
 from tests.pipeline.training_jobs import rows
 
-pytest.importorskip("datasets")
-
 
 @given(st.integers(0, 200), st.integers(0, 20))
 def test_as_far_apart_as_they_can_be(length: int, count: int) -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ def test_transformers_conforms() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(660)
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_conforms() -> None:
     conforms("vllm", SUITE.with_name("vllm_suite.py"), **backend("vllm").environment(DeviceKind.CPU, 1, True))
 
