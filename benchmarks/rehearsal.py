@@ -1,6 +1,6 @@
 """What sharing gives on declared GPUs: shared, split and one after another, in wall time, and as the simulator says.
 
-    python -m benchmarks.rehearsal [reasoning] [agentic] [--seconds 180] [--only MODE] [--json FILE]
+    python -m benchmarks.rehearsal [reasoning] [agentic] [--seconds 180] [--only MODE] [--json FILE] [--runs-dir DIR]
 
 Real jobs, real learning and the real control plane, on eight virtual GPUs with the speed declared below: every phase
 waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_speed`). Six jobs:
@@ -12,7 +12,7 @@ Modes: `shared`; `split`, where each job has an eighth of the pool to itself and
 many jobs as their training gangs fit beside each other have equal parts, and the others wait; `alone`, one job on the
 whole pool. Steps are counted for a while from when every job has taken one, so start-up is left out everywhere. `late`
 is what work took longer than declared, as a share of the time that all jobs stepped: above a few percent, it is this
-machine that was measured.
+machine that was measured. `--runs-dir` keeps the run folders and the report of each mode.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -95,11 +96,13 @@ def _declared(
 WORKLOADS = {"reasoning": reasoning, "agentic": agentic}
 
 
-def measured(mode: str, specs: Sequence[JobSpec], seconds: float) -> list[RunRecord]:
+def measured(mode: str, specs: Sequence[JobSpec], seconds: float, kept: Path | None) -> list[RunRecord]:
     """The steps that all jobs of a mode took in `seconds` from when each had taken one, by `rlix run` as a user would
-    type it."""
+    type it. `kept`: where its run folders and its report stay."""
     jobs = specs[: {"queued": GPUS // GANG, "alone": 1}.get(mode, len(specs))]
-    with tempfile.TemporaryDirectory() as folder:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() if kept is None else nullcontext(str(kept)) as folder:
         files = []
         for spec in jobs:
             files.append(Path(folder, f"{spec.name}.yaml"))
@@ -233,6 +236,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--only", choices=MODES, action="append")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs-dir", type=Path, help="keep run folders and reports in DIR", metavar="DIR")
     args = parser.parse_args()
     logging.getLogger("rlix.control").setLevel(logging.ERROR)  # simulated jobs end, too
     print(f"{platform.machine()}, {os.cpu_count()} cores; {args.jobs} jobs on {GPUS} virtual GPUs")
@@ -242,7 +246,8 @@ def main() -> None:
         specs = [WORKLOADS[name](number, STEPS) for number in range(args.jobs)]
         rows = results[name] = {}
         for mode in args.only or MODES:
-            records = measured(mode, specs, args.seconds)
+            kept = args.runs_dir and args.runs_dir / f"{name}_{mode}"
+            records = measured(mode, specs, args.seconds, kept)
             rows[mode] = {
                 "measured": sum(map(steps_per_h, records)),
                 "simulated": predicted(mode, specs, records),
