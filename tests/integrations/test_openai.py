@@ -19,6 +19,7 @@ from rlix.pipeline.samples import Answer
 from rlix.pipeline.spec.job import load_job
 from rlix.pipeline.spec.source import ChatSpec
 from rlix.pipeline.tokenizer import character_tokenizer
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Demand
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.rollout_world import Weights, World
@@ -169,7 +170,7 @@ def test_an_answer_that_is_given_up_is_an_error_and_no_short_answer(stream: bool
         episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
         task = await endpoint.ask(episode, stream=stream)
         endpoint.generated(3)
-        endpoint.world.manager.abandon()
+        endpoint.world.manager.abandon(RlixError("enough"))
         endpoint.world.settle()
         response = await task
         if stream:

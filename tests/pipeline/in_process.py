@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -46,13 +47,24 @@ class Generator:
         done.set_result(self._answered(trajectory))
         return done
 
-    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+    def wait(
+        self,
+        done: "Future[list[Trajectory]]",
+        timeout_s: float,
+        stop: threading.Event,
+        purpose: str = "",
+        adapter: str = "",
+    ) -> list[Trajectory]:
         return done.result(timeout=timeout_s)
 
-    def expect(self, demand: Demand) -> None:
+    @property
+    def devices_s(self) -> float:
+        return time.monotonic()
+
+    def expect(self, demand: Demand, purpose: str = "", adapter: str = "") -> None:
         self.expected = demand
 
-    def abandon(self) -> None: ...
+    def abandon(self, reason: Exception, purpose: str | None = "", adapter: str = "") -> None: ...
 
     late_s = 0.0
 

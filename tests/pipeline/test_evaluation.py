@@ -1,5 +1,7 @@
 """Evaluation on held-out prompts: it is asked when it is due, and training does not notice it."""
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -9,9 +11,11 @@ import pytest
 from rlix.pipeline import base
 from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs.status import JobConfig
+from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
-from rlix.protocol.errors import SpecError
-from tests.pipeline.in_process import InProcess
+from rlix.protocol.errors import SpecError, WaitTimeoutError
+from tests.pipeline.in_process import Generator, InProcess
 from tests.pipeline.test_composition import job
 from tests.pipeline.training_jobs import learnt_of, rows
 
@@ -102,6 +106,64 @@ evaluation: {every: 1, source: {data: {path: held.jsonl}, rewards: exact_match}}
     assert load_job(tmp_path / "again.yaml") == spec
 
 
+class Stuck(Generator):
+    """Answers nothing that is asked for an evaluation."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.open: list[Future[Any]] = []
+        self.given_up: list[str | None] = []
+
+    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+        return self._pending() if trajectories[0].purpose else super().submit_all(step, trajectories)
+
+    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
+        return self._pending() if trajectory.purpose else super().submit(step, trajectory)
+
+    def wait(self, done: Any, timeout_s: float, stop: Any, purpose: str = "", adapter: str = "") -> Any:
+        try:
+            return super().wait(done, timeout_s, stop)
+        except TimeoutError:
+            self.abandon(error := WaitTimeoutError("not finished"), purpose)
+            raise error from None
+
+    def abandon(self, reason: Exception, purpose: str | None = "", adapter: str = "") -> None:
+        self.given_up.append(purpose)
+        for future in self.open:
+            future.set_exception(reason)
+        self.open = []
+
+    def _pending(self) -> "Future[Any]":
+        self.open.append(Future())
+        return self.open[-1]
+
+
+class StuckInEvaluation(InProcess):
+    def _start_engines(self) -> None:
+        super()._start_engines()
+        config = self.actor.module.config
+        self.rollouts = Stuck(int(config.vocab_size), int(config.eos_token_id))
+
+
+@pytest.mark.parametrize(("source", "schedule"), [("task", "ahead"), ("environment", "one_version")])
+def test_one_that_takes_too_long_costs_training_nothing(
+    source: str, schedule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = job(source, schedule, "grpo", tmp_path, steps=4)
+    plain = InProcess(spec, tmp_path).run_steps()
+    late = spec.model_copy(update={"evaluation": EvaluationSpec(**HELD_OUT), "rollout": short(spec)})
+    pipeline = StuckInEvaluation(late, tmp_path)
+    rows = pipeline.run_steps()
+    assert [learnt_of(row) for row in rows] == [learnt_of(row) for row in plain]
+    assert not any("eval/reward" in row for row in rows)
+    assert pipeline.rollouts.given_up == ["evaluation"] * 2
+    assert caplog.text.count("the evaluation after") == 2
+
+
+def short(spec: JobSpec) -> Any:
+    return spec.rollout.model_copy(update={"timeout_s": 0.3})
+
+
 class Toy(Pipeline):
     """Its evaluations get better, then worse; the last one is interrupted."""
 
@@ -151,3 +213,37 @@ def test_a_pipeline_that_cannot_be_evaluated_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(base, "JobClient", MagicMock())
     with pytest.raises(SpecError, match="Unevaluated has no method 'evaluate'"):
         Unevaluated("ft_1", JobConfig(spec_of(), tmp_path / "job")).run()
+
+
+class Interrupted(Pipeline):
+    """A system call of its own breaks off, which is nobody's wish for an end."""
+
+    where = "step"
+
+    def setup(self) -> None: ...
+
+    def step(self, step: int) -> dict[str, float]:
+        if self.where == "step" and step == 1:
+            raise InterruptedError("Interrupted system call")
+        return {"reward": 0.0}
+
+    def evaluate(self, done: int) -> dict[str, float]:
+        raise InterruptedError("Interrupted system call")
+
+
+class InterruptedEvaluation(Interrupted):
+    where = "evaluation"
+
+
+def test_only_who_is_asked_to_stop_ends_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base, "JobClient", MagicMock())
+    pipeline = Interrupted("ft_1", JobConfig(spec_of(), tmp_path / "job"))
+    with pytest.raises(InterruptedError):
+        pipeline.run()
+    assert pipeline.status().state == "failed"
+    assert "Interrupted system call" in str(pipeline.status().error)
+    evaluated = InterruptedEvaluation("ft_2", JobConfig(spec_of(), tmp_path / "evaluated"))
+    assert evaluated.run().state == "finished"
+    assert "the evaluation after 2 steps failed: Interrupted system call" in caplog.text

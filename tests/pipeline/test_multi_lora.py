@@ -4,7 +4,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,18 +84,9 @@ class AdapterGenerator(Generator):
         self.bases.append((weights.publication, weights.buckets))
         self.versions = {adapter.name: adapter.weights.version for adapter in weights.adapters}
 
-    def wait(
-        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, owner: str = ""
-    ) -> list[Trajectory]:
-        return done.result(timeout=timeout_s)
-
-    def expect(self, demand: object, owner: str = "") -> None: ...
-
     def expect_gpu_s(self, left: float) -> None: ...
 
-    def abandon(self, owner: str = "") -> None: ...
-
-    def share(self, owner: str) -> Share:
+    def share(self, adapter: str) -> Share:
         return Share(4, 1)
 
     def _answered(self, trajectory: Trajectory) -> Trajectory:

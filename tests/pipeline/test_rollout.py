@@ -338,7 +338,7 @@ def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> 
 
 
 def test_what_one_adapter_expects_hides_nothing_of_the_others(world: World) -> None:
-    world.manager.expect(Demand(6, 60), owner="a")
+    world.manager.expect(Demand(6, 60), adapter="a")
     world.manager.submit_all(0, [replace(trajectory(f"a{i}", 5), adapter="a") for i in range(2)])
     world.manager.submit_all(0, [replace(trajectory(f"b{i}", 5), adapter="b") for i in range(3)])
     world.settle()
@@ -367,9 +367,9 @@ def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -
     ready(world, 0)
     done = world.manager.submit(0, trajectory("a", 5))
     world.manager.handle_posted()
-    world.manager.abandon()
+    world.manager.abandon(RolloutError("enough"))
     world.manager.handle_posted()
-    assert isinstance(done.exception(timeout=0), InterruptedError)
+    assert str(done.exception(timeout=0)) == "enough"
     assert world.running[0]["a"].aborted
     world.settle()
     world.ask_back(0)
@@ -381,8 +381,53 @@ def test_waiting_is_bounded_and_says_on_what(world: World) -> None:
     ready(world, 1)
     done = world.manager.submit_all(7, [trajectory("a", 5)])
     world.manager.handle_posted()
-    with pytest.raises(WaitTimeoutError, match=r"step 7: 1 trajectories .* within -1 s; replicas hold \{1: \(1,\)\}"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"step 7: 1 trajectories .* within -1 s with devices; replicas hold \{1: \(1,\)\}"
+    ):
         world.manager.wait(done, -1.0, threading.Event())
+
+
+def test_what_is_for_another_purpose_is_expected_and_given_up_apart(world: World) -> None:
+    ready(world, 0)
+    world.manager.expect(Demand(6, 60))
+    world.manager.expect(Demand(4, 40), "evaluation")
+    learnt = world.manager.submit_all(0, [trajectory("a", 5), trajectory("b", 5)])
+    asked = world.manager.submit_all(0, [replace(trajectory("e", 5), purpose="evaluation")])
+    world.settle(calls=False)
+    world.now = 2.0  # the next heartbeat is due, with whatever happens next
+    world.manager.expect_gpu_s(0.0)
+    world.settle(calls=False)
+    assert (world.demands[-1].trajectories, world.demands[-1].tokens) == (10, 100)
+    with pytest.raises(WaitTimeoutError) as late:
+        world.manager.wait(asked, -1.0, threading.Event(), "evaluation")
+    world.manager.handle_posted()
+    assert asked.exception(timeout=0) is late.value  # whoever else waits hears the same
+    assert not learnt.done()
+    assert {id: running.aborted for id, running in world.running[0].items()} == {"a": False, "b": False, "e": True}
+    world.settle()
+    assert [len(t.token_ids) for t in learnt.result(timeout=0)] == [5, 5]
+    world.now = 4.0
+    world.manager.expect_gpu_s(0.0)
+    world.settle()
+    assert world.demands[-1].trajectories == 6
+
+
+def test_time_without_devices_does_not_count(world: World) -> None:
+    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    world.manager.handle_posted()
+    world.now = 1000.0
+    assert world.manager.devices_s == 0
+    lease = world.grant(0)
+    world.settle(calls=False)
+    world.now = 1003.0
+    assert world.manager.devices_s == 3
+    world.take_by_force(lease.bundle or 0)
+    world.settle(calls=False)
+    world.now = 2000.0
+    assert world.manager.devices_s == 3
+    ready(world, 0)
+    world.settle()
+    assert len(done.result(timeout=0)[0].token_ids) == 5
 
 
 def test_once_closed_nobody_waits_for_a_shrink(world: World) -> None:

@@ -260,6 +260,8 @@ class Pipeline(ABC):
             try:
                 metrics = self._one_step(step)
             except InterruptedError:
+                if not self.stop_requested.is_set():  # nobody asked for an end: something broke
+                    raise
                 break
             done = self._done = step + 1
             self._changed = False
@@ -301,9 +303,9 @@ class Pipeline(ABC):
         start = time.time()
         try:
             metrics = as_numbers(self.evaluate(done), f"{type(self).__name__}.evaluate")
-        except InterruptedError:
-            return {}
-        except RlixError as error:  # it teaches nothing, so training goes on without it
+        except (InterruptedError, RlixError) as error:  # it teaches nothing, so training goes on without it
+            if isinstance(error, InterruptedError) and self.stop_requested.is_set():
+                return {}
             logger.warning("%s: the evaluation after %d steps failed: %s", self.spec.name, done, error)
             return {}
         self._update(evaluation=metrics.get(wanted.best or "eval/reward"))

@@ -17,6 +17,8 @@ from rlix.protocol.messages import Demand
 
 logger = logging.getLogger(__name__)
 
+PURPOSE = "evaluation"
+
 
 class Evaluation:
     """The same prompts every time, from random streams that nothing else draws from: whether, when and how often a job
@@ -77,27 +79,34 @@ def evaluation_metrics(samples: Samples) -> dict[str, float]:
 
 
 class _Aside:
-    """The job's generator under names of its own: the next step's trajectories may be in flight beside these."""
+    """The job's generator, for a purpose of its own: the next step's trajectories may be in flight beside these, and
+    nothing that becomes of these is to be felt there."""
 
     def __init__(self, generator: Callable[[], Generator]) -> None:
         self._generator = generator
         self.step = 0
 
     def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        return self._generator().submit(self.step, _renamed(trajectory))
+        return self._generator().submit(self.step, _own(trajectory))
 
     def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        return self._generator().submit_all(self.step, [_renamed(t) for t in trajectories])
+        return self._generator().submit_all(self.step, [_own(t) for t in trajectories])
 
-    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
-        return self._generator().wait(done, timeout_s, stop)
+    def wait(
+        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
+    ) -> list[Trajectory]:
+        return self._generator().wait(done, timeout_s, stop, PURPOSE)
 
-    def expect(self, demand: Demand) -> None:
-        self._generator().expect(demand)
+    @property
+    def devices_s(self) -> float:
+        return self._generator().devices_s
 
-    def abandon(self) -> None:
-        self._generator().abandon()
+    def expect(self, demand: Demand, purpose: str = "") -> None:
+        self._generator().expect(demand, PURPOSE)
+
+    def abandon(self, reason: Exception, purpose: str | None = "") -> None:
+        self._generator().abandon(reason, PURPOSE)
 
 
-def _renamed(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, id=f"evaluation/{trajectory.id}")
+def _own(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, id=f"{PURPOSE}/{trajectory.id}", purpose=PURPOSE)

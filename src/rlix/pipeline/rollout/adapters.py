@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
-from rlix.pipeline.rollout.rollout import RolloutManager
+from rlix.pipeline.rollout.rollout import RolloutError, RolloutManager
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.messages import Demand
@@ -76,11 +76,17 @@ class AdapterRollouts:
     def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
         return self._rollouts.submit(step, self._own(trajectory))
 
-    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
-        return self._rollouts.wait(done, timeout_s, stop, owner=self._name)
+    def wait(
+        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
+    ) -> list[Trajectory]:
+        return self._rollouts.wait(done, timeout_s, stop, purpose, self._name)
 
-    def expect(self, demand: Demand) -> None:
-        self._rollouts.expect(demand, owner=self._name)
+    @property
+    def devices_s(self) -> float:
+        return self._rollouts.devices_s
+
+    def expect(self, demand: Demand, purpose: str = "") -> None:
+        self._rollouts.expect(demand, purpose, self._name)
 
     def expect_gpu_s(self, left: float) -> None:
         self._rollouts.expect_gpu_s(left)
@@ -97,15 +103,15 @@ class AdapterRollouts:
     def late_s(self) -> float:
         return self._rollouts.late_s
 
-    def abandon(self) -> None:
-        self._rollouts.abandon(self._name)
+    def abandon(self, reason: Exception, purpose: str | None = "") -> None:
+        self._rollouts.abandon(reason, purpose, self._name)
 
     def close(self) -> None:
         self._rollouts.close()
 
     def leave(self) -> None:
         """Nothing of the adapter is generated any more, and no replica has it."""
-        self.abandon()
+        self.abandon(RolloutError(f"run {self._name!r} has ended"), purpose=None)
         self._served.drop(self._name)
 
     def _own(self, trajectory: Trajectory) -> Trajectory:

@@ -18,9 +18,10 @@ from functools import partial
 from rlix.engine.inference.requests import Collected
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.pipeline.rollout.device_time import DeviceTime
 from rlix.pipeline.rollout.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
-from rlix.pipeline.rollout.router import Router, Trajectory
-from rlix.pipeline.rollout.shares import Share
+from rlix.pipeline.rollout.router import Owner, Router, Trajectory
+from rlix.pipeline.rollout.shares import Share, shares
 from rlix.protocol.errors import PipelineGoneError, RlixError, WaitTimeoutError
 from rlix.protocol.messages import Cluster, Demand, Lease
 
@@ -75,7 +76,8 @@ class RolloutManager:
         self._posting = threading.Lock()
         self._closed = False
         self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
-        self._expected: dict[str, Demand] = {}  # by owner
+        self._expected: dict[Owner, Demand] = {}
+        self._device_time = DeviceTime(clock)
         self._left_gpu_s = 0.0
         self._slots_seen = (0, 0)
         self._reported = 0  # trajectories
@@ -112,7 +114,7 @@ class RolloutManager:
         """Finish every trajectory, in the order given.
 
         Raises:
-            WaitTimeoutError: not finished within `timeout_s`.
+            WaitTimeoutError: not finished within `timeout_s` seconds in which there were devices.
             RolloutError: replicas keep failing.
             InterruptedError: `stop` was set; open trajectories are dropped.
         """
@@ -127,31 +129,42 @@ class RolloutManager:
     def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
         """Finish one trajectory; what `generate` does for a batch, for callers that have more to submit meanwhile.
 
-        The future raises RolloutError when replicas keep failing, InterruptedError after `abandon`.
+        The future raises RolloutError when replicas keep failing, or the reason of an `abandon`.
         """
         done: Future[Trajectory] = Future()
         self.submit_all(step, [trajectory]).add_done_callback(partial(_hand_over_first, done))
         return done
 
     def wait(
-        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, owner: str = ""
+        self,
+        done: "Future[list[Trajectory]]",
+        timeout_s: float,
+        stop: threading.Event,
+        purpose: str = "",
+        adapter: str = "",
     ) -> list[Trajectory]:
-        """The trajectories of `submit_all`; raises what `generate` raises, after `owner`'s were abandoned."""
-        deadline = self._clock() + timeout_s
+        """The trajectories of `submit_all`; raises what `generate` raises, after their owner's were abandoned."""
+        deadline = self.devices_s + timeout_s
         while not futures.wait([done], timeout=_LOOK_S).done:
+            error: Exception | None = None
             if stop.is_set():
-                self.abandon(owner)
-                raise InterruptedError("the job was asked to stop")
-            if self._clock() > deadline:
-                message = self._describe(timeout_s)
-                self.abandon(owner)
-                raise WaitTimeoutError(message)
+                error = InterruptedError("the job was asked to stop")
+            elif self.devices_s > deadline:
+                error = WaitTimeoutError(self._describe(timeout_s))
+            if error is not None:
+                self.abandon(error, purpose, adapter)
+                raise error
         return done.result()
 
-    def expect(self, demand: Demand, owner: str = "") -> None:
+    @property
+    def devices_s(self) -> float:
+        """Seconds so far in which there was a device to generate on."""
+        return self._device_time.seconds
+
+    def expect(self, demand: Demand, purpose: str = "", adapter: str = "") -> None:
         """All that is open, submitted now or later (it waits for something else); heartbeats tell the larger of this,
-        of all adapters together, and what is submitted."""
-        self._post(partial(self._expected.__setitem__, owner, demand))
+        of all owners together, and what is submitted."""
+        self._post(partial(self._expected.__setitem__, (adapter, purpose), demand))
 
     def expect_gpu_s(self, left: float) -> None:
         """The GPU-seconds the job expects to use until its last step, for the next heartbeats."""
@@ -163,18 +176,19 @@ class RolloutManager:
         self._slots_seen = (tokens, room)
         return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
 
-    def share(self, owner: str) -> Share:
+    def share(self, adapter: str) -> Share:
         """Of an adapter, as of the last heartbeat."""
-        return self._shares.get(owner, Share())
+        return self._shares.get(adapter, Share())
 
     @property
     def late_s(self) -> float:
         """By how much the replicas' decoding took longer than declared, in all; one step more or less."""
         return self._router.late_s
 
-    def abandon(self, owner: str = "") -> None:
-        """Drop the open trajectories of an adapter ("": of all) and expect none."""
-        self._post(partial(self._abandon, owner))
+    def abandon(self, reason: Exception, purpose: str | None = "", adapter: str = "") -> None:
+        """Drop the open trajectories of an owner (purpose None: of an adapter for whatever purpose) and expect none;
+        whoever waits for one is told the reason."""
+        self._post(partial(self._abandon, reason, purpose, adapter))
 
     def close(self) -> None:
         """Stop; the replicas are left as they are. From now on shrinks fail at once, so that nobody waits for them."""
@@ -243,6 +257,7 @@ class RolloutManager:
     def _handle(self, action: Callable[[], None]) -> None:
         try:
             action()
+            self._device_time.note(bool(self._pool.held))
             self._dispatch()
             self._report()
         except Exception as error:  # must reach the waiting training loop, whatever it is
@@ -266,10 +281,13 @@ class RolloutManager:
         self._pool.step = step
         self._batches |= dict.fromkeys([t.id for t in batch.trajectories], batch)
 
-    def _abandon(self, owner: str) -> None:
-        self._expected = {name: demand for name, demand in self._expected.items() if owner not in ("", name)}
-        owned = {id for id, b in self._batches.items() if owner in ("", *(t.adapter for t in b.trajectories))}
-        for bundle, flying in self._drop(owned, InterruptedError("the rollout was abandoned")).items():
+    def _abandon(self, reason: Exception, purpose: str | None, adapter: str) -> None:
+        def is_meant(owner: Owner) -> bool:
+            return owner[0] == adapter and purpose in (None, owner[1])
+
+        self._expected = {owner: demand for owner, demand in self._expected.items() if not is_meant(owner)}
+        owned = {id for id, batch in self._batches.items() if any(is_meant(t.owner) for t in batch.trajectories)}
+        for bundle, flying in self._drop(owned, reason).items():
             self._pool.abort(bundle, flying)
 
     def _drop_all(self, reason: Exception) -> None:
@@ -316,11 +334,11 @@ class RolloutManager:
     # ---- reports ---------------------------------------------------------------------------------------------
 
     def _outstanding(self) -> int:
-        """How many trajectories are open or expected: of each adapter, whichever is more."""
+        """How many trajectories are open or expected: of each owner, whichever is more."""
         return sum(self._to_come().values()) if self._expected else self._router.outstanding
 
-    def _to_come(self) -> dict[str, int]:
-        here = self._router.open_by_adapter()
+    def _to_come(self) -> dict[Owner, int]:
+        here = self._router.open_by_owner()
         expected = {owner: demand.trajectories for owner, demand in self._expected.items()}
         return {owner: max(here[owner], expected.get(owner, 0)) for owner in {*here, *expected}}
 
@@ -329,7 +347,7 @@ class RolloutManager:
         if not any(expected.trajectories for expected in self._expected.values()):
             return demand
         # When they end depends on more than decoding.
-        here = self._router.tokens_by_adapter(now)
+        here = self._router.tokens_by_owner(now)
         wanted = {owner: expected.tokens for owner, expected in self._expected.items()}
         tokens = round(sum(max(here.get(owner, 0.0), wanted.get(owner, 0)) for owner in {*here, *wanted}))
         return replace(demand, trajectories=trajectories, tokens=tokens, work_s=0.0, floor_s=0.0)
@@ -342,8 +360,7 @@ class RolloutManager:
         edge = (trajectories == 0) != (self._reported == 0)
         if edge or now - self._reported_at >= _REPORT_INTERVAL_S:
             self._reporting, self._reported, self._reported_at = True, trajectories, now
-            flying = self._router.flying_by_adapter()
-            self._shares = {owner: Share(count, flying[owner]) for owner, count in self._to_come().items()}
+            self._shares = shares(self._to_come(), self._router.flying_by_adapter())
             report = partial(self._client.report_demand, self._cluster.name, self._demand(trajectories, now))
             self._in_background(report, self._report_ended)
 
@@ -365,7 +382,7 @@ class RolloutManager:
         held = self._pool.held
         return (
             f"step {self._pool.step}: {self._outstanding()} trajectories were not finished within "
-            f"{timeout_s:g} s; replicas hold {held or 'no devices'}"
+            f"{timeout_s:g} s with devices; replicas hold {held or 'none'}"
         )
 
 

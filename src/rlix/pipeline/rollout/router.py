@@ -15,6 +15,9 @@ from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, rol
 from rlix.pipeline.rollout.shares import FairQueue
 from rlix.protocol.messages import Demand
 
+Owner = tuple[str, str]
+"""Whose trajectories: which adapter's ("": the model's own), and for which purpose ("": to be learnt from)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -33,8 +36,9 @@ class Trajectory:
 
     `cached_on` names the replica, and which of its lives, that may still have these tokens in its prefix cache; a later
     turn of the same conversation is submitted with the earlier one's, so that it goes there when that is worth it.
-    `adapter` answers; "": the model itself. `recalled`: it was asked back from where it waited, which happens once:
-    where memory bounds what is decoded, replicas only seem to have slots free.
+    `adapter` answers; "": the model itself. `purpose`: what it is for, "": to be learnt from; what is for another is
+    expected and abandoned apart. `recalled`: it was asked back from where it waited, which happens once: where memory
+    bounds what is decoded, replicas only seem to have slots free.
     """
 
     id: str
@@ -47,7 +51,12 @@ class Trajectory:
     finish_reason: str | None = None
     cached_on: tuple[int, int] | None = None
     adapter: str = ""
+    purpose: str = ""
     recalled: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        return self.adapter, self.purpose
 
     @property
     def tokens_held(self) -> int:
@@ -181,20 +190,20 @@ class Router:
         work_s, floor_s = rollout_s(lefts, self._estimates)
         return Demand(len(lefts), round(sum(lefts)), knee=self._estimates.knee, work_s=work_s, floor_s=floor_s)
 
-    def open_by_adapter(self) -> Counter[str]:
-        """How many trajectories of each adapter are open."""
-        return Counter(trajectory.adapter for trajectory in self._open.values())
+    def open_by_owner(self) -> Counter[Owner]:
+        """How many trajectories of each owner are open."""
+        return Counter(trajectory.owner for trajectory in self._open.values())
 
     def flying_by_adapter(self) -> Counter[str]:
         """How many trajectories of each adapter replicas have."""
         return Counter(self._open[id].adapter for r in self._replicas for id in r.in_flight if id in self._open)
 
-    def tokens_by_adapter(self, now: float) -> dict[str, float]:
-        """How many tokens are expected of what is open, by adapter."""
-        tokens: dict[str, float] = {}
+    def tokens_by_owner(self, now: float) -> dict[Owner, float]:
+        """How many tokens are expected of what is open, by owner."""
+        tokens: dict[Owner, float] = {}
         for id, left in self._lefts(now).items():
-            adapter = self._open[id].adapter
-            tokens[adapter] = tokens.get(adapter, 0.0) + left
+            owner = self._open[id].owner
+            tokens[owner] = tokens.get(owner, 0.0) + left
         return tokens
 
     # ---- replicas --------------------------------------------------------------------------------------------

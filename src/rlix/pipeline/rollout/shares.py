@@ -13,6 +13,14 @@ class Share:
     in_flight: int = 0
 
 
+def shares(to_come: Mapping[tuple[str, str], int], in_flight: Mapping[str, int]) -> dict[str, Share]:
+    """Of each adapter, whatever its trajectories are for; `to_come` by adapter and purpose."""
+    counts: dict[str, int] = {}
+    for (adapter, _), count in to_come.items():
+        counts[adapter] = counts.get(adapter, 0) + count
+    return {adapter: Share(count, in_flight.get(adapter, 0)) for adapter, count in counts.items()}
+
+
 def next_owner(waiting: Mapping[str, int], in_flight: Mapping[str, int]) -> str:
     """Of those who have something waiting, the one with least in flight; of equals the one named first.
 

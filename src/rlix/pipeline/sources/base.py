@@ -29,17 +29,22 @@ class SourceFailedError(RlixError):
 
 
 class Generator(Protocol):
-    """What generates trajectories: a `RolloutManager`."""
+    """What generates trajectories: a `RolloutManager`. `purpose` is that of the trajectories that are meant."""
 
     def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]": ...
 
     def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]": ...
 
-    def wait(self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]: ...
+    def wait(
+        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
+    ) -> list[Trajectory]: ...
 
-    def expect(self, demand: Demand) -> None: ...
+    @property
+    def devices_s(self) -> float: ...
 
-    def abandon(self) -> None: ...
+    def expect(self, demand: Demand, purpose: str = "") -> None: ...
+
+    def abandon(self, reason: Exception, purpose: str | None = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Surroundings:
         groups: how many a step has, and `group_size` how many samples each.
         context: tokens that the model can see at once.
         ends: where answers end.
-        timeout_s: longest that a step's samples may take, once there are devices for them.
+        timeout_s: longest that a step's samples may take, in seconds in which there are devices (`devices_s`).
         stop: set when the job should end.
         generator: where trajectories go to be generated.
     """

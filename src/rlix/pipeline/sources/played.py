@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from rlix.pipeline.samples import Sample, Samples, mean, measured
 from rlix.pipeline.sources.base import Patience, Source, Surroundings
 from rlix.pipeline.sources.environments.loop import LoopThread
-from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Demand
 
 _POLL_S = 0.2
@@ -67,11 +67,13 @@ class PlayedSource(Source, Generic[S]):
 
     def finish(self, begun: Begun[S]) -> Samples:
         """It ends in time by itself, unless something blocks the thread of all."""
-        limit_s = self.around.timeout_s + _GRACE_S
-        if not wait([begun.done], timeout=limit_s).done:
-            raise WaitTimeoutError(
-                f"the thread of the {self._what}s did not answer within {limit_s:g} s{self.stuck_hint}"
-            )
+        generator, limit_s = self.around.generator(), self.around.timeout_s + _GRACE_S
+        deadline = generator.devices_s + limit_s
+        while not wait([begun.done], timeout=_POLL_S).done:
+            if generator.devices_s > deadline:
+                raise WaitTimeoutError(
+                    f"the thread of the {self._what}s did not answer within {limit_s:g} s{self.stuck_hint}"
+                )
         played = begun.done.result()
         self._patience.look_at(played)
         seconds, tokens = time.time() - begun.time, sum(sample.generated for sample in played)
@@ -92,26 +94,28 @@ class PlayedSource(Source, Generic[S]):
             try:
                 await self._until_done(step, open_)
                 return [sample.result() for sample in open_.values()]
-            except BaseException:  # raised again
-                self.around.generator().abandon()
+            except BaseException as error:  # raised again
+                reason = error if isinstance(error, Exception) else RlixError("the job is ending")
+                self.around.generator().abandon(reason)
                 raise
 
     async def _until_done(self, step: int, open_: "Mapping[str, asyncio.Future[S]]") -> None:
-        deadline = time.monotonic() + self.around.timeout_s
-        pending = set(open_.values())
+        generator, pending = self.around.generator(), set(open_.values())
+        deadline = generator.devices_s + self.around.timeout_s
         while pending:
             done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
             for sample in done:
                 sample.result()  # who plays does not raise here: what does is ours
             if self.around.stop.is_set():
                 raise InterruptedError("the job was asked to stop")
-            if time.monotonic() > deadline:
+            if generator.devices_s > deadline:
                 names = ", ".join([id for id, sample in open_.items() if sample in pending][:8])
                 raise WaitTimeoutError(
-                    f"step {step}: {len(pending)} episodes did not end within {self.around.timeout_s:g} s: {names}"
+                    f"step {step}: {len(pending)} episodes did not end within {self.around.timeout_s:g} s with "
+                    f"devices: {names}"
                 )
             self.expire()
-            self.around.generator().expect(self.demand())
+            generator.expect(self.demand())
 
     def close(self) -> None:
         self._loop.close()

@@ -46,8 +46,8 @@ class RolloutSpec(Section):
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 
     timeout_s: Seconds = 3600.0
-    """Longest that the samples of a step may take, waiting for devices included; then the job fails and says whom it
-    waited for."""
+    """Longest that the samples of a step, or an evaluation, may take, in seconds in which there are devices for them;
+    then the job fails, or goes on without the evaluation, and says what was not finished."""
 
     def longest(self, context: int) -> int:
         """Tokens of the longest trajectory that a model with this context can have in this job."""
