@@ -253,6 +253,12 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             names = [base.__name__ for base in type(self).__mro__ if base.__module__.startswith("transformers.models.")]
             self.loss_type = next((kind for kind in LOSS_MAPPING if any(kind in name for name in names)), None)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for its decorator in the file of a class: of a user's class, the model's own counts."""
+        models = (base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
+        return any(base._can_set_experts_implementation() for base in models)  # type: ignore[attr-defined]
+
     def non_split_modules(self) -> tuple[str, ...]:
         return tuple(getattr(self, "_no_split_modules", None) or ())
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import ray
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import rlix.nn
 from rlix import InferenceEngine
 from rlix.engine import lora
 from rlix.engine.inference.requests import GenerationRequest, continued
@@ -203,6 +205,52 @@ def test_one_replica_serves_many_adapters_in_place(ray_session: Any, tmp_path: P
         engine.meta()
         engine.cuda()  # the folder's own weights, in an engine that was started without them
         assert answers(engine) == expected(0)
+
+
+def test_experts_are_replaced_in_place(ray_session: Any, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **{name: getattr(CONFIG, name) for name in ("vocab_size", "hidden_size", "initializer_range", "pad_token_id")},
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )
+
+    def moe(seed: int) -> Qwen3MoeForCausalLM:
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(config).eval()
+
+    def check(engine: InferenceEngine, seed: int) -> None:
+        for prompt, output in zip(PROMPTS, engine.generate([list(p) for p in PROMPTS], GREEDY), strict=True):
+            (answer,) = output.outputs
+            wanted = logprobs(moe(seed), prompt, answer.token_ids)
+            assert torch.allclose(torch.tensor(answer.logprobs), wanted, atol=1e-4)
+
+    moe(0).save_pretrained(tmp_path)
+    with InferenceEngine(tmp_path, executor="vllm") as engine:
+        engine.build(max_model_len=64, max_num_seqs=4)
+        check(engine, 0)
+        for version in (1, 2):
+            engine.update_weights(publish(named_weights(moe(version)).items(), version))
+            check(engine, version)
+        engine.meta()
+        engine.cuda()
+        check(engine, 0)
+        with TrainEngine((MoePolicy, config)).build(seed=3) as trainer:
+            trainer.p2p_weight_sync(engine, transport="direct")
+            trained = moe(0)
+            trained.load_state_dict(trainer.state_dict())
+        answer = engine.generate([list(PROMPTS[0])], GREEDY)[0].outputs[0]
+        wanted = logprobs(trained, PROMPTS[0], answer.token_ids)
+        assert torch.allclose(torch.tensor(answer.logprobs), wanted, atol=1e-4)
+
+
+class MoePolicy(rlix.nn.HuggingFaceFsdp2TrainModule, Qwen3MoeForCausalLM):
+    pass
 
 
 def test_streams_and_turns(engine: InferenceEngine) -> None:

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from rlix.engine.executors.attention import ATTENTION
 from rlix.engine.tokenizer import saved_tokenizer
+from rlix.protocol.errors import WeightSyncError
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -63,6 +64,17 @@ class ModelSource:
                 raise FileNotFoundError(f"model {self.path}: no folder here, nor on the hub: {error}") from error
         values = dict(self.config or {})
         return AutoConfig.for_model(values.pop("model_type"), **values)
+
+    def check_takes_published(self) -> None:
+        """Raises WeightSyncError for a quantized model: a trainer's weights come without the scales that it has."""
+        quantization = getattr(self.load_config(), "quantization_config", None)
+        if quantization is not None:
+            said = quantization if isinstance(quantization, Mapping) else vars(quantization)
+            raise WeightSyncError(
+                f"{self.path or 'the model'} is quantized ({said.get('quant_method', 'in a way of its own')}), and a "
+                "trainer sends plain weights, without its scales; nothing was changed: build this engine of the "
+                "unquantized model"
+            )
 
     def build(self, dtype: torch.dtype, *, weights: bool) -> PreTrainedModel:
         """The model on the CPU in eval mode; without `weights` its parameters are undefined until published."""

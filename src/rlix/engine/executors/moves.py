@@ -39,6 +39,11 @@ class MovingExecutor(InferenceExecutor):
 
     # ---- what a backend does: bytes --------------------------------------------------------------------------
 
+    def _check_takes(self, published: PublishedWeights) -> None:
+        """Raise WeightSyncError when the model cannot have these weights."""
+        self._source.check_takes_published()
+        self._check_fit(published)
+
     @abstractmethod
     def _check_fit(self, published: PublishedWeights) -> None:
         """Raise WeightSyncError when these weights do not fit the model."""
@@ -105,7 +110,7 @@ class MovingExecutor(InferenceExecutor):
 
     def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
         """One worker, which takes every tensor as it is."""
-        self._check_fit(offered)
+        self._check_takes(offered)
         return [everything(offered.manifest)]
 
     def join_channel(self, tickets: Sequence[Ticket]) -> None:
@@ -118,7 +123,7 @@ class MovingExecutor(InferenceExecutor):
     def update(self, published: PublishedWeights) -> int:
         def action() -> int:
             self.life.check_part(Part.WEIGHTS)
-            self._check_fit(published)
+            self._check_takes(published)
             published.check_base(self.life.weights)
             return self._overwrite(published)
 
@@ -146,7 +151,7 @@ class MovingExecutor(InferenceExecutor):
                 "this model is a configuration without weights: publish weights and load those, or give a folder"
             )
         if published is not None:
-            self._check_fit(published)
+            self._check_takes(published)
         if self.life.weights is None:
             return self._load_from_nothing(published)
         moved = 0

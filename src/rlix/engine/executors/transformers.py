@@ -120,7 +120,7 @@ class TransformersExecutor(LoopExecutor):
         publication.check(self._expected, published)
 
     def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        self._check_fit(offered)
+        self._check_takes(offered)
         assert self._expected is not None
         return [whole_layout(publication.targets_of(self._model or self._expected, offered))]
 

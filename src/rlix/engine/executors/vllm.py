@@ -257,8 +257,8 @@ class VllmExecutor(LoopExecutor):
     def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
         def ask() -> list[Layout]:
             self.life.check_part(Part.WEIGHTS)
-            self._check_fit(offered)
-            layouts: list[Layout] = self._rpc("rlix_layout", offered.manifest)
+            self._check_takes(offered)
+            layouts: list[Layout] = self._rpc("rlix_layout", offered.manifest, self._source)
             return layouts
 
         return self._run("weight_layouts", ask)
@@ -309,7 +309,7 @@ class VllmExecutor(LoopExecutor):
                 raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
             self._lose_adapters()  # as vLLM does when it loads weights
             try:
-                ends: list[RlixError | None] = self._rpc("rlix_reload", ready)
+                ends: list[RlixError | None] = self._rpc("rlix_reload", ready, self._source)
             except Exception:  # of vLLM itself, which is not fit for another load then
                 self._end_engine()
                 raise

@@ -15,16 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlix.engine.weights.buckets import WeightEntry, dtype_name
 from rlix.engine.weights.layout import Box, Layout, Part, Piece, whole, without
+from rlix.engine.weights.naming import as_stored
 
 logger = logging.getLogger(__name__)
 
 
-def needed(model: torch.nn.Module, entries: Iterable[WeightEntry]) -> Layout:
-    """What `model.load_weights`, of a model on meta, reads of these tensors."""
+def needed(model: torch.nn.Module, entries: Iterable[WeightEntry], trained: torch.nn.Module) -> Layout:
+    """What `model.load_weights`, of a model on meta, reads of these tensors of `trained`, transformers' model."""
     reads = Reads(entries)
     try:
         with reads:
-            model.load_weights(reads.tensors())  # type: ignore[operator]
+            model.load_weights(as_stored(trained, reads.tensors()))  # type: ignore[operator]
     except (RuntimeError, NotImplementedError) as error:  # a loader that looks at values, which nothing on meta has
         logger.warning("this worker will receive whole tensors, because vLLM's loader does not run on meta: %s", error)
         reads.note_all()

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from itertools import chain, islice
 from typing import Any
@@ -17,10 +17,12 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from rlix.engine.executors import vllm_layout
+from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import channel, publication
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.channel import Ticket, TransferError
 from rlix.engine.weights.layout import Layout
+from rlix.engine.weights.naming import as_stored
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
@@ -66,9 +68,11 @@ class ReplicaWorker:
 
     model_runner: Any
     vllm_config: Any
+    reload_weights: Callable[..., None]
     rank: int
     device: torch.device
     _expected: torch.nn.Module | None = None
+    _trained: torch.nn.Module | None = None
 
     def rlix_lock(self, fence: Fence | None) -> None:
         """Lock the devices that this process was started with; None: let them go."""
@@ -78,11 +82,17 @@ class ReplicaWorker:
         else:
             _locks.acquire(fence, LOCK_TIMEOUT_S)
 
-    def rlix_layout(self, offered: Manifest) -> Layout:
+    def rlix_layout(self, offered: Manifest, source: ModelSource) -> Layout:
         """What this worker needs of a trainer's tensors."""
         if self._expected is None:
             self._expected = vllm_layout.meta_model(self.model_runner.vllm_config)
-        return vllm_layout.needed(self._expected, offered.entries)
+        return vllm_layout.needed(self._expected, offered.entries, self._trained_as(source))
+
+    def _trained_as(self, source: ModelSource) -> torch.nn.Module:
+        """The model as transformers has it, without bytes: whose tensors arrive."""
+        if self._trained is None:
+            self._trained = source.on_meta()
+        return self._trained
 
     def rlix_join(self, tickets: Sequence[Ticket]) -> RlixError | None:
         """Returns what went wrong, as `rlix_reload` does."""
@@ -95,7 +105,7 @@ class ReplicaWorker:
     def rlix_leave(self, name: str) -> None:
         channel.leave(name)
 
-    def rlix_reload(self, by_node: Sequence[PublishedWeights]) -> RlixError | None:
+    def rlix_reload(self, by_node: Sequence[PublishedWeights], source: ModelSource) -> RlixError | None:
         """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be on this node by now.
 
         vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So of what a trainer sends
@@ -112,7 +122,7 @@ class ReplicaWorker:
         except RlixError as error:
             return error
         try:
-            self.model_runner.reload_weights(weights_iterator=chain(first, named))
+            self._reload(weights_iterator=as_stored(self._trained_as(source), chain(first, named)))
         except RlixError as error:
             from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
@@ -124,7 +134,15 @@ class ReplicaWorker:
     def rlix_reload_folder(self, path: str, load_format: str) -> None:
         """Replace the weights in place by a folder's, also where the engine was started without any."""
         self.vllm_config.load_config.load_format = load_format
-        self.model_runner.reload_weights(weights_path=path)
+        self._reload(weights_path=path)
+
+    def _reload(self, **of: Any) -> None:
+        """As vLLM does it, also of experts on a CPU: those it lays out for its kernel only when it makes that."""
+        if current_platform.is_cpu():
+            for layer in self.model_runner.get_model().modules():
+                if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # type: ignore[union-attr]
+        self.reload_weights(**of)
 
     def rlix_put_adapter(self, number: int, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         """Have a LoRA adapter under this number, in place of what is there."""

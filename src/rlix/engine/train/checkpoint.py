@@ -29,11 +29,12 @@ from torch.optim import Optimizer
 
 from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import tensors_of
-from rlix.engine.train.materialize import INDEX_FILE, WEIGHTS_FILE
 from rlix.engine.train.optimizers import optimizers, schedulers
 from rlix.engine.train.parts import Parts
 from rlix.engine.train.random_state import random_state, set_random_state
+from rlix.engine.train.stored import INDEX_FILE, WEIGHTS_FILE
 from rlix.engine.weights.gather import whole_tensors
+from rlix.engine.weights.naming import as_stored
 from rlix.nn import BaseTrainModule
 from rlix.node.durable import sync, sync_folder
 from rlix.protocol.errors import RlixError
@@ -92,7 +93,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
         if module.rank == 0:
             _begin(folder)
             writer = ShardWriter(partial)
-    for name, tensor in whole_tensors(tensors_of(parts.exports(module)), GATHER_BYTES):
+    for name, tensor in as_stored(module, whole_tensors(tensors_of(parts.exports(module)), GATHER_BYTES)):
         if writer is not None and failed is None:
             try:
                 writer.add(name, tensor.cpu().contiguous())

@@ -5,28 +5,26 @@ checkpoint is read unit by unit: one transformer block is filled, cut and shrunk
 one is read, so memory in use peaks at the parts plus one block.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import base_names
+from rlix.engine.train.stored import InMemory, Stored, converted, in_folder
 from rlix.engine.weights.publication import named_weights, tied_names
 from rlix.nn import BaseTrainModule
 from rlix.protocol.errors import WeightSyncError
 
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+S = TypeVar("S", bound=Stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,41 +122,6 @@ class _Undefined:
                     owner._parameters[key] = self._filled[param]
 
 
-class Stored(Protocol):
-    """A whole tensor that is read when it is its turn."""
-
-    def shape(self) -> list[int]: ...
-
-    def read(self) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _InFile:
-    path: Path
-    name: str
-
-    def shape(self) -> list[int]:
-        with safe_open(self.path, framework="pt") as file:
-            shape: list[int] = file.get_slice(self.name).get_shape()
-        return shape
-
-    def read(self) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.name)
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    tensor: torch.Tensor
-
-    def shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def read(self) -> torch.Tensor:
-        return self.tensor
-
-
 class Checkpoint:
     """Whole tensors by name, read one by one into a module that lies on meta, or that was filled before.
 
@@ -176,12 +139,7 @@ class Checkpoint:
         self._module = module
         self._bases = base_names(module)
         adapted = {base: name for name, base in self._bases.items()}
-        self._stored: dict[str, Stored] = {}
-        for given, tensor in tensors.items():
-            if any(fnmatch(given, pattern) for pattern in module.allow_unknown):
-                continue
-            name = module.import_name(given)
-            self._stored[adapted.get(name, name)] = tensor
+        self._stored = {adapted.get(name, name): tensor for name, tensor in tensors.items()}
         named = named_weights(module) if named is None else named
         tied = tied_names(named)
         self._source = {
@@ -196,15 +154,23 @@ class Checkpoint:
     def in_folder(
         cls, folder: Path, module: BaseTrainModule, named: dict[str, torch.Tensor] | None = None
     ) -> "Checkpoint":
-        """A Hugging Face folder of safetensors."""
-        index = safetensors_index(folder)
-        return cls(f"weights in {folder}", {name: _InFile(path, name) for name, path in index.items()}, module, named)
+        """A Hugging Face folder of safetensors, whose names and shapes are a checkpoint's."""
+        where = f"weights in {folder}"
+        stored = _imported(module, in_folder(folder))
+        if scaled := [name for name, tensor in stored.items() if tensor.scaled]:
+            raise WeightSyncError(
+                f"{where} are quantized ({scaled[0]} and {len(scaled) - 1} more have 8 bits or fewer and scales beside "
+                "them), and cannot be trained: name a folder of bfloat16, float16 or float32"
+            )
+        return cls(where, converted(module, stored, base_names(module).values()), module, named)
 
     @classmethod
     def of_tensors(
         cls, tensors: Mapping[str, torch.Tensor], module: BaseTrainModule, named: dict[str, torch.Tensor] | None = None
     ) -> "Checkpoint":
-        return cls("weights given", {name: _InMemory(tensor) for name, tensor in tensors.items()}, module, named)
+        """Named and shaped as the module's own."""
+        stored = {name: InMemory(tensor) for name, tensor in tensors.items()}
+        return cls("weights given", _imported(module, stored), module, named)
 
     def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Give the unit's parameters that are still on meta their values, and its persistent buffers theirs."""
@@ -257,9 +223,9 @@ class Checkpoint:
         problems += [f"unknown here: {name}" for name in self._stored if name not in named]
         for owner, source in self._source.items():
             if source is not None:
-                shape = self._stored[source].shape()
-                if shape != list(named[owner].shape):
-                    problems.append(f"shape of {owner}: stored {shape}, here {list(named[owner].shape)}")
+                shape = self._stored[source].shape
+                if shape != tuple(named[owner].shape):
+                    problems.append(f"shape of {owner}: stored {list(shape)}, here {list(named[owner].shape)}")
         if problems:
             raise WeightSyncError(
                 f"{where} do not fit {type(self._module).__name__} "
@@ -267,17 +233,13 @@ class Checkpoint:
             )
 
 
-def safetensors_index(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, of a Hugging Face folder with one safetensors file or several."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / WEIGHTS_FILE
-    if not single.is_file():
-        raise FileNotFoundError(f"no {WEIGHTS_FILE} or {INDEX_FILE} in {folder}; give a Hugging Face model folder")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+def _imported(module: BaseTrainModule, tensors: Mapping[str, S]) -> dict[str, S]:
+    """Without what the module has no use for, by the names that it gives the rest."""
+    return {
+        module.import_name(given): tensor
+        for given, tensor in tensors.items()
+        if not any(fnmatch(given, pattern) for pattern in module.allow_unknown)
+    }
 
 
 def module_description(

@@ -13,8 +13,8 @@ from rlix.engine.base import plainly
 from rlix.engine.life_cycle import Residency
 from rlix.engine.train.checkpoint import STATE_FILE
 from rlix.engine.train.lifecycle import TrainWorkers
-from rlix.engine.train.materialize import safetensors_index
 from rlix.engine.train.saving import SaveHandle
+from rlix.engine.train.stored import safetensors_index
 from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES
 from rlix.engine.weights.publication import PublishedWeights, publish, stream, tied_names
 from rlix.engine.weights.sync import Channels, Trainer, Transport, WeightReceiver, WeightSyncReport, choose

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlix.engine.train.materialize import safetensors_index
+from rlix.engine.train.stored import safetensors_index
 
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 

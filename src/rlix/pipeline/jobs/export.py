@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlix.engine.lora import CONFIG_FILE, AdapterConfig
 from rlix.engine.train.saved_weights import saved_names, saved_weights, write_weights
+from rlix.engine.weights.naming import as_stored
 from rlix.pipeline.jobs.checkpoints import BEST
 from rlix.pipeline.jobs.manifest import damage
 from rlix.pipeline.jobs.run_folder import PARTIAL, list_checkpoints, newest_checkpoint
@@ -95,14 +96,14 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> None:
     config = AutoConfig.from_pretrained(source / DESCRIPTION)
     chosen = dtype or str(config.dtype).removeprefix("torch.")
     describe_model(source / DESCRIPTION, folder, chosen)
-    names = _names(config, source / STATE)
-    write_weights(saved_weights(source / STATE, names), folder, getattr(torch, chosen))
-
-
-def _names(config: Any, state: Path) -> list[str]:
-    """Of the model's weights, tied ones once. Raises ValueError when the state is of another kind of model."""
     with torch.device("meta"):
         model = AutoModelForCausalLM._model_mapping[type(config)](config)
+    weights = saved_weights(source / STATE, _names(model, source / STATE))
+    write_weights(as_stored(model, weights), folder, getattr(torch, chosen))
+
+
+def _names(model: torch.nn.Module, state: Path) -> list[str]:
+    """Of the model's weights, tied ones once. Raises ValueError when the state is of another kind of model."""
     wanted = [name for name, _ in model.named_parameters()]
     missing, unknown = set(wanted) - set(saved_names(state)), set(saved_names(state)) - set(model.state_dict())
     if missing or unknown:
