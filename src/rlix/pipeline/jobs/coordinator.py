@@ -7,20 +7,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
-from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
 from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import pipeline_namespace
+
+if TYPE_CHECKING:
+    from rlix.pipeline.base import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +168,14 @@ def check_importable(spec: JobSpec) -> None:
         raise SpecError(f"pipeline: {name!r} cannot be imported (no module {module!r}); {_PIPELINE_FORMS}")
 
 
-def resolve_pipeline(spec: JobSpec) -> type[Pipeline]:
+def resolve_pipeline(spec: JobSpec) -> "type[Pipeline]":
     """The pipeline class of a job.
 
     Raises:
         SpecError: it cannot be imported, or is no `Pipeline`.
     """
+    from rlix.pipeline.base import Pipeline  # imports torch, which neither the coordinator nor `rlix status` needs
+
     name = (_FULL if spec.lora is None else _LORA) if spec.pipeline is None else spec.pipeline.name
     found = import_object(_SHIPPED.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Pipeline)):
