@@ -63,7 +63,10 @@ def ray_session(settings: Settings) -> Iterator[Any]:
     """
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
-        yield init(virtual_gpus=VIRTUAL_GPUS, settings=settings, log_level="WARNING")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_memory_usage_threshold", "0.001")  # above which Ray would end our control plane first
+            orchestrator = init(virtual_gpus=VIRTUAL_GPUS, settings=settings, log_level="WARNING")
+        yield orchestrator
     finally:
         children = psutil.Process().children(recursive=True)
         started = [p for p in children if p.pid not in before and not _ends_with_this_process(p)]

@@ -51,6 +51,9 @@ def test_workers_are_forked_and_configured(group: WorkerGroup) -> None:
     assert len({worker["ppid"] for worker in workers}) == 1
     assert "server.py" in " ".join(psutil.Process(workers[0]["ppid"]).cmdline())
     assert {(worker["visible"], worker["env"], worker["threads"]) for worker in workers} == {("", "set", 1)}
+    pids = [workers[0]["ppid"], *(worker["pid"] for worker in workers)]
+    scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in pids]
+    assert scores == [0, 1000, 1000, 1000]  # without memory, the kernel ends what computes
     contexts = group.run("context", timeout_s=TIMEOUT_S)
     assert [(context.rank, context.world_size, context.devices) for context in contexts] == [
         (rank, 3, placement) for rank, placement in enumerate(devices(3))

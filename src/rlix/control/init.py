@@ -203,6 +203,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
                 "prestart_worker_first_driver": False,  # plain workers, more than anybody uses
                 "health_check_period_ms": _HEALTH_PERIOD_MS,
                 "health_check_failure_threshold": _HEALTH_FAILURES,
+                "memory_monitor_refresh_ms": 0,  # it ends first what Ray can start again: our control plane
             },
             **devices,
         )

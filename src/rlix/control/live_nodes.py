@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from rlix.control.rpc import call
 from rlix.node.devices import device_keys
+from rlix.node.memory import KEPT, set_oom_score
 from rlix.node.node import Node
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, Occupant, Process
@@ -30,6 +31,7 @@ class NodeAgent:
 
     def __init__(self, node_id: str) -> None:
         self._node = Node(node_id)
+        set_oom_score(KEPT)
 
     async def keys(self, virtual: bool) -> tuple[str, ...]:
         """The names of the node's GPUs, in the order of their numbers; none of virtual ones."""

@@ -8,6 +8,7 @@ import ray
 
 from rlix.control.rpc import Patient
 from rlix.control.watchdog import here, watch_over
+from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 
@@ -22,6 +23,7 @@ class Orchestrator:
 
     def __init__(self, log_level: int = logging.INFO) -> None:
         logging.getLogger("rlix").setLevel(log_level)
+        set_oom_score(KEPT)
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         self._manager = Patient(lambda: ray.get_actor(RESOURCE_MANAGER_ACTOR_NAME, NAMESPACE), "the resource manager")
         watch_over((RESOURCE_MANAGER_ACTOR_NAME,))

@@ -14,6 +14,7 @@ from rlix.control.live_nodes import NodeAgent
 from rlix.control.rpc import Patient, get
 from rlix.control.watchdog import here, watch_over
 from rlix.node.devices import device_keys, virtual_key
+from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Device, DeviceKind, Process
 from rlix.protocol.types import (
@@ -39,6 +40,7 @@ class ResourceManager:
 
     def __init__(self, log_level: int = logging.INFO) -> None:
         logging.getLogger("rlix").setLevel(log_level)
+        set_oom_score(KEPT)
         self._here = ray.get_runtime_context().get_node_id()
         self._keys: dict[str, tuple[str, ...]] = {}  # by node
         self._looking = threading.Lock()

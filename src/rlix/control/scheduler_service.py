@@ -25,6 +25,7 @@ from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
+from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
@@ -56,6 +57,7 @@ class Scheduler:
     def __init__(self, settings: Settings, pool: str, log_level: int = logging.INFO) -> None:
         """`pool`: an id that no other pool ever has."""
         logging.getLogger("rlix").setLevel(log_level)
+        set_oom_score(KEPT)
         self._settings = settings
         self._pool = pool
         self._starting = asyncio.Lock()

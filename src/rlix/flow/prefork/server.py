@@ -69,6 +69,7 @@ def main() -> None:
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
     with ending_with(raylet):
         preload()
+    set_oom_score(0)
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
     request = Server(listener, raylet).serve()
     if request is None:
@@ -248,6 +249,7 @@ def become(request: Request) -> None:
     sys.argv = request.argv
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(request.argv[0]).parent))
+    set_oom_score(1000)  # as Ray does with what it starts itself
     reseed()
     forget_what_was_found()
 
@@ -258,6 +260,12 @@ def forget_what_was_found() -> None:
         for value in vars(found).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
+
+
+def set_oom_score(score: int) -> None:
+    """How soon the kernel ends this process when memory is short; 1000 is first."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def reseed() -> None:

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
+from rlix.node.memory import KEPT, set_oom_score
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
@@ -43,6 +44,7 @@ class PipelineCoordinator:
     """
 
     def __init__(self, pipeline_id: str, pipeline_config: JobConfig | JobSpec) -> None:
+        set_oom_score(KEPT)
         self._pipeline_id = pipeline_id
         self._config = JobConfig.of(pipeline_config)
         self._pipeline: Any = None
