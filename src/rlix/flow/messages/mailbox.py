@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -24,15 +24,13 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rlix.flow.channels.codec import Parcel, pack, unpack
 from rlix.flow.memory import GpuMemory
 from rlix.flow.messages.gpus import landed, shared
-from rlix.flow.messages.peer import Peer
 from rlix.flow.messages.routes import Carrier, Place, Route, route
 from rlix.flow.scratch import Scratch, shared_memory
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
-from rlix.protocol.messages import DeviceKind
+from rlix.protocol.messages import Device, DeviceKind
 
 _LOOK_S = 1.0  # how often who waits for a message looks whether its sender is alive
 _ANSWER_S = 10.0  # for a sender to say that it is
-_making = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,23 @@ class _Peer:
     sending: threading.Lock = field(default_factory=threading.Lock)  # until it is there, or the order would be open
 
 
+class Member(Protocol):
+    """What a mailbox needs to know of a worker's place in its group (`rlix.flow.workers.worker.WorkerContext`)."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def namespace(self) -> str | None: ...
+    @property
+    def kind(self) -> DeviceKind: ...
+    @property
+    def devices(self) -> tuple[Device, ...]: ...
+
+
 class Mailbox:
     """`me`: the worker's name, `group:rank`, in this namespace of Ray's (None: the program's). Thread-safe.
 
@@ -67,6 +82,13 @@ class Mailbox:
         self._peers: dict[str, _Peer] = {}
         self._met: set[str] = set()
         self._changed = threading.Condition()
+
+    @classmethod
+    def of(cls, ctx: Member, *, cuda_ipc: bool) -> "Mailbox":
+        """This process's worker's own."""
+        gpus = tuple(device.key or str(device.index) for device in ctx.devices if device.kind is DeviceKind.CUDA)
+        place = Place(ray.get_runtime_context().get_node_id(), ctx.kind, gpus)
+        return cls(f"{ctx.group}:{ctx.rank}", place, ctx.namespace, cuda_ipc=cuda_ipc)
 
     def deliver(self, sender: str, tag: str, parcel: Parcel) -> None:
         if any(layout.shared for layout in parcel.layouts):
@@ -266,14 +288,3 @@ def _linked(packed: Any, path: Path) -> Any:
         return packed
     os.link(packed.path, path)
     return replace(packed, path=str(path))
-
-
-def mailbox_of(worker: Peer) -> Mailbox:
-    """A worker's own, made when it is first needed."""
-    with _making:
-        if worker._mailbox is None:
-            ctx, node = worker.ctx, ray.get_runtime_context().get_node_id()
-            gpus = tuple(device.key or str(device.index) for device in ctx.devices if device.kind is DeviceKind.CUDA)
-            place = Place(node, ctx.kind, gpus)
-            worker._mailbox = Mailbox(f"{ctx.group}:{ctx.rank}", place, ctx.namespace, cuda_ipc=worker.cuda_ipc)
-        return worker._mailbox

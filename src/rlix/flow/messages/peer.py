@@ -1,5 +1,6 @@
 """What workers can say to each other: the messages half of `Worker`."""
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,12 @@ from rlix.protocol.errors import WorkerError
 
 if TYPE_CHECKING:
     from rlix.flow.channels.codec import Parcel
-    from rlix.flow.messages.mailbox import Home, Mailbox
-    from rlix.flow.workers.worker import WorkerContext
+    from rlix.flow.messages.mailbox import Home, Mailbox, Member
 
 MAIL = "mail"
 """Concurrency group of what brings messages: it is answered whatever the worker does."""
 DEFAULT_TIMEOUT_S = 300.0
+_making = threading.Lock()
 
 
 class Peer:
@@ -25,7 +26,7 @@ class Peer:
     methods block: a coroutine calls them in a thread.
     """
 
-    ctx: "WorkerContext"
+    ctx: "Member"
     cuda_ipc: bool = False
     """Override with True to let tensors on a GPU go to workers on the same GPU without leaving it. Such a message is
     bytes on that GPU until it is read and dropped: both must hold the device so long. Not yet tried on a GPU."""
@@ -104,6 +105,9 @@ class Peer:
         return self._rlix_mail().home
 
     def _rlix_mail(self) -> "Mailbox":
-        from rlix.flow.messages.mailbox import mailbox_of
+        from rlix.flow.messages.mailbox import Mailbox
 
-        return mailbox_of(self)
+        with _making:  # when it is first needed, by whichever thread
+            if self._mailbox is None:
+                self._mailbox = Mailbox.of(self.ctx, cuda_ipc=self.cuda_ipc)
+            return self._mailbox
