@@ -31,6 +31,8 @@ from rlix.protocol.messages import Device, DeviceKind
 
 _LOOK_S = 1.0  # how often who waits for a message looks whether its sender is alive
 _ANSWER_S = 10.0  # for a sender to say that it is
+making = threading.Lock()
+"""Held while a process makes its mailbox. Not beside `Peer`, whose globals go to workers by value."""
 
 
 @dataclass(frozen=True, slots=True)

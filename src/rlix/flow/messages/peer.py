@@ -1,6 +1,5 @@
 """What workers can say to each other: the messages half of `Worker`."""
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 MAIL = "mail"
 """Concurrency group of what brings messages: it is answered whatever the worker does."""
 DEFAULT_TIMEOUT_S = 300.0
-_making = threading.Lock()
 
 
 class Peer:
@@ -105,9 +103,9 @@ class Peer:
         return self._rlix_mail().home
 
     def _rlix_mail(self) -> "Mailbox":
-        from rlix.flow.messages.mailbox import Mailbox
+        from rlix.flow.messages.mailbox import Mailbox, making
 
-        with _making:  # when it is first needed, by whichever thread
+        with making:  # when it is first needed, by whichever thread
             if self._mailbox is None:
                 self._mailbox = Mailbox.of(self.ctx, cuda_ipc=self.cuda_ipc)
             return self._mailbox
