@@ -138,6 +138,7 @@ class TestGood:
     def test_model_paths(self, tmp_path: Path) -> None:
         (tmp_path / "llm").mkdir()
         (tmp_path / "llm" / "config.json").write_text("{}")
+        (tmp_path / "llm" / "tokenizer.json").write_text("{}")
         local = load_job(write(tmp_path, with_keys(model={"path": "llm"}))).model
         assert local == PretrainedModel(path=str(tmp_path / "llm"))
         hub = load_job(write(tmp_path, with_keys(model={"path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16"}))).model

@@ -10,6 +10,7 @@ from rich.table import Table
 from rlix.cli.view import make_console
 from rlix.node.devices import machine_memory
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
+from rlix.pipeline.spec.rows import row_problems
 from rlix.pipeline.spec.runs import target_problems
 from rlix.protocol.errors import SpecError
 
@@ -33,6 +34,7 @@ def check_specs(
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     virtual = memory is None if memory_gib is None else None  # else they are those of another machine
     check_jobs(specs, pool, virtual=virtual)
+    check_rows(specs, None)
     console, problems = make_console(), []
     known = memory if model_config is None else None
     for spec in [planned([s], range(devices or pool_size(s)), known, console)[0] for s in specs]:
@@ -45,12 +47,28 @@ def check_specs(
             problems.append(f"{spec.name}: {error}")
             continue
         problems += [spec.described(problem) for problem in target_problems(spec, shape.linear)]
+        if spec.pipeline is None or spec.multi_lora:
+            problems += _looked_at(spec)
         found = job_memory(spec, shape, memory)
         print_memory(spec, found, memory, console)
         if memory is not None:
             problems += [spec.described(problem) for problem in memory_problems(spec, found, memory)]
     if problems:
         raise SpecError("\n".join(problems))
+
+
+def check_rows(specs: Sequence[JobSpec], most_bytes: int | None) -> None:
+    """Raises SpecError for rows of the jobs' files that cannot be used; files with more than `most_bytes` are left."""
+    if problems := [spec.described(problem) for spec in specs for problem in row_problems(spec, most_bytes)]:
+        raise SpecError("\n".join(problems))
+
+
+def _looked_at(spec: JobSpec) -> list[str]:
+    """What is wrong with the tokenizer and with rows for it."""
+    from rlix.pipeline.sources.look import look_at_rows
+
+    runs = [run for name, run in spec.run_specs.items() if "source" in spec.runs[name].model_fields_set]
+    return [f"{job.name}: {problem}" for job in [spec, *runs] for problem in look_at_rows(job)]
 
 
 def print_memory(spec: JobSpec, found: "JobMemory", memory: int | None, console: Console) -> None:

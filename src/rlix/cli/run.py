@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
+from rlix.cli.check import check_rows
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.plans import check_tables, planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
@@ -29,6 +30,8 @@ from rlix.protocol.messages import DeviceKind
 
 if TYPE_CHECKING:
     from rlix.pipeline.jobs.status import JobStatus
+
+_QUICKLY_READ = 64 * 2**20  # bytes of a file; larger ones are read at the start of the job only
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ def run_jobs(options: RunOptions) -> int:
     _check_output(options.runs_dir)
     check_jobs(specs, pool)
     check_tables(specs)
+    check_rows(specs, _QUICKLY_READ)
     console = make_console(stderr=options.as_json)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)

@@ -29,10 +29,16 @@ def check_reachable(name: str, *, data: bool = False) -> None:
             raise ConnectionError(what) from None
 
 
-def _has_model(name: str) -> bool:
+def cached_model(name: str) -> Path | None:
+    """The folder of the model in the hub's cache here; None where it is not."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _has_model(name: str) -> bool:
+    return cached_model(name) is not None
 
 
 def _has_data(name: str) -> bool:

@@ -73,6 +73,13 @@ def write_tiny_model(model: "TinyModel", folder: Path, seed: int) -> Path:
     return folder
 
 
+def describe_tiny(model: "TinyModel", folder: Path) -> Path:
+    """Write all of a tiny model but its weights to `folder`; return `folder`."""
+    character_tokenizer(model.alphabet).save_pretrained(folder)
+    tiny_config(model).save_pretrained(folder)
+    return folder
+
+
 def describe_model(model: Path, folder: Path, dtype: str) -> None:
     """Copy a model folder's configuration and tokenizer to `folder`: all but its weights, which will be of `dtype`."""
     folder.mkdir(parents=True, exist_ok=True)

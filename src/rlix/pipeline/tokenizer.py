@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlix.engine.tokenizer import saved_tokenizer
 from rlix.protocol.errors import SpecError
@@ -14,7 +15,11 @@ logger = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 _SHOWN = 8
+_TEXT = 60  # characters
+CONFIG = "config.json"
 _said: set[str] = set()  # characters
+_embedded: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
+"""How many tokens the models have whose tokenizers were loaded here."""
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -42,16 +47,42 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in a local model folder, with a padding token. Raises SpecError when it has no end token."""
+    """The tokenizer saved in a local model folder, with a padding token.
+
+    Raises:
+        SpecError: there is none, it has no end token, or its end is none of the tokens that the model has.
+    """
     try:
         tokenizer = saved_tokenizer(folder, local_only=True)
     except (OSError, ValueError) as error:
         raise SpecError(f"model folder {folder} has no tokenizer that transformers can load: {error}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):  # as transformers makes one of nothing
+        raise SpecError(
+            f"model folder {folder} has no tokenizer (no tokenizer.json, say); save it there: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
     if tokenizer.eos_token_id is None:
         raise SpecError(f"the tokenizer in {folder} has no end-of-sequence token; a rollout would never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if (folder / CONFIG).is_file():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _embedded[tokenizer] = int(getattr(config.get_text_config(), "vocab_size", len(tokenizer)))
+    check_embedded(tokenizer, [tokenizer.eos_token_id, tokenizer.pad_token_id], f"model folder {folder}")
     return tokenizer
+
+
+def check_embedded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], where: str) -> None:
+    """Raises SpecError when the model has no embedding of one of these tokens. A tokenizer may have some that nobody
+    uses."""
+    rows = _embedded.get(tokenizer)
+    if rows is not None and ids and max(ids) >= rows:
+        token = tokenizer.convert_ids_to_tokens([max(ids)])[0]
+        raise SpecError(
+            f"{where}: {token!r} is token {max(ids):,} of the tokenizer, and the model has {rows:,}, counted from 0 "
+            "(vocab_size in config.json): use the tokenizer that belongs to the model, or save the model after "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
 
 
 def knows(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
@@ -68,6 +99,7 @@ def read(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> tup
         special: whether the tokenizer puts its special tokens around it.
     """
     ids = tuple(tokenizer.encode(text, add_special_tokens=special))
+    check_embedded(tokenizer, ids, f"{text[:_TEXT]!r}")
     if len(_said) < _SHOWN and not knows(tokenizer, ids):
         unknown = {c for c in set(text) - _said if not knows(tokenizer, tokenizer.encode(c, add_special_tokens=False))}
         if new := "".join(sorted(unknown)):

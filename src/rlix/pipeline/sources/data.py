@@ -16,16 +16,15 @@ from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tables import Mixture, Row, Rows, Shuffled, Streamed, Table
 from rlix.pipeline.sources.tasks.base import Prompt, Task
+from rlix.pipeline.spec.rows import SHOWN, others, place
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec, TableSpec
-from rlix.pipeline.tokenizer import knows
+from rlix.pipeline.tokenizer import check_embedded, knows
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-_SHOWN = 5
 
 
 class DataTask(Task):
@@ -40,8 +39,8 @@ class DataTask(Task):
         stop: set when the job should end.
 
     Raises:
-        SpecError: rows that cannot be used, the first few of them by number, or none that can be; `chat` is for a
-            tokenizer with a template.
+        SpecError: rows that cannot be used, the first few of them by file and line, or none that can be; `chat` is for
+            a tokenizer with a template.
     """
 
     def __init__(
@@ -99,19 +98,18 @@ class DataTask(Task):
 
     def _usable(self, spec: TableSpec, rows: Rows) -> list[int]:
         """Numbers of the rows that are not too long; every row is looked at before anything starts."""
-        used, problems = [], []
+        used, unusable = [], []
         for row in range(len(rows)):
             try:
-                length = len(self._prompt("", spec, f"row {row}", rows[row]).prompt_ids)
-            except SpecError as error:
-                problems.append(str(error))
-                if len(problems) == _SHOWN:
-                    break
+                length = len(self._prompt("", spec, "", rows[row]).prompt_ids)
+            except SpecError:
+                unusable.append(row)
                 continue
             if self._longest is None or length <= self._longest:
                 used.append(row)
-        if problems:
-            raise SpecError("\n".join(problems))
+        if unusable:
+            named = [self._problem(spec, place(spec.path, row), rows[row]) or "" for row in unusable[:SHOWN]]
+            raise SpecError("\n".join([*named, *others(len(unusable) - len(named))]))
         if left_out := len(rows) - len(used):
             logger.warning(
                 "%s: %d rows of %d are left out: their prompts have more than %s tokens",
@@ -129,21 +127,21 @@ class DataTask(Task):
 
     def _can_use(self, spec: TableSpec, name: str, row: Row) -> bool:
         """Of a stream, whose rows are seen only when their turn has come."""
-        if (problem := self._problem(spec, name, row)) is None:
+        if (problem := self._problem(spec, f"{spec.path}: {name}", row)) is None:
             return True
         self._skipped += 1
-        if self._skipped <= _SHOWN:
+        if self._skipped <= SHOWN:
             logger.warning("left out: %s", problem)
         return False
 
-    def _problem(self, spec: TableSpec, name: str, row: Row) -> str | None:
+    def _problem(self, spec: TableSpec, where: str, row: Row) -> str | None:
         try:
-            length = len(self._prompt("", spec, name, row).prompt_ids)
+            length = len(self._prompt("", spec, where, row).prompt_ids)
         except SpecError as error:
             return str(error)
         if self._longest is None or length <= self._longest:
             return None
-        return f"{spec.path}: {name}: its prompt has {length} tokens, more than {self._longest}"
+        return f"{where}: its prompt has {length} tokens, more than {self._longest}"
 
     def _take(self, stream: str, seed: int, step: int, n: int) -> list[Prompt]:
         result = []
@@ -153,10 +151,9 @@ class DataTask(Task):
             result.append(self._prompt(f"{stream}/{step}/{i}", self._data.tables[number], name, row))
         return result
 
-    def _prompt(self, id: str, spec: TableSpec, name: str, values: Row) -> Prompt:
+    def _prompt(self, id: str, spec: TableSpec, where: str, values: Row) -> Prompt:
         given = values.get(spec.prompt)
         answer = "" if spec.answer is None else values.get(spec.answer)
-        where = f"{spec.path}: {name}"
         if not given:
             raise SpecError(f"{where}: column {spec.prompt!r} is empty")
         if answer is None:
@@ -193,6 +190,7 @@ class DataTask(Task):
 
     def _encode(self, text: str, where: str, special: bool) -> list[int]:
         ids = list(self._tokenizer.encode(text, add_special_tokens=special))
+        check_embedded(self._tokenizer, ids, where)
         if not knows(self._tokenizer, ids):
             raise SpecError(
                 f"{where}: the model's tokenizer does not know every character of {text!r}; "

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.sources.tasks.base import random_stream
 from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, kinds, missing_columns
+from rlix.pipeline.spec.rows import broken_lines
 from rlix.pipeline.spec.source import DataSpec, TableSpec
 from rlix.protocol.errors import SpecError
 
@@ -54,7 +55,7 @@ class Shuffled:
     def row(self, stream: str, seed: int, position: int) -> tuple[str, Row]:
         epoch, at = divmod(position, len(self._used))
         row = self._order(stream, seed, epoch)[at]
-        return f"row {row}", self._rows[row]
+        return f"row {row + 1}", self._rows[row]
 
     def _shuffle(self, stream: str, seed: int, epoch: int) -> list[int]:
         order = list(self._used)
@@ -108,7 +109,7 @@ class Streamed:
             shuffled.set_epoch(epoch)
             some = False
             for at, row in enumerate(self._read(shuffled)):
-                name = f"row {at} of epoch {epoch} of the stream"
+                name = f"row {at + 1} of epoch {epoch + 1} of the stream"
                 if self.usable(name, row):
                     some = True
                     yield name, row
@@ -170,7 +171,7 @@ def _load(where: str, table: TableSpec) -> Any:
     except StopIteration as error:
         raise SpecError(f"{where}.path: {table.path} cannot be read as a table: a file of it is empty") from error
     except _reading_errors() as error:
-        raise _unreadable(f"{where}.path: {table.path}", error) from error
+        raise _unreadable(table.path, error, f"{where}.path: ") from error
     columns = loaded.column_names
     if columns is not None and (problems := list(missing_columns(where, table, columns))):
         raise SpecError("\n".join(f"{p.field}: {p.message}" for p in problems))
@@ -186,9 +187,11 @@ def _reading_errors() -> tuple[type[Exception], ...]:
     return DatasetGenerationError, DatasetNotFoundError, OSError, ValueError
 
 
-def _unreadable(name: str, error: Exception) -> SpecError:
+def _unreadable(path: str, error: Exception, where: str = "") -> SpecError:
+    if broken := broken_lines(Path(path)):
+        return SpecError("\n".join(f"{where}{line}" for line in broken))
     reason = str(error.__cause__ or error).strip().splitlines()
-    return SpecError(f"{name} cannot be read as a table: {reason[0] if reason else type(error).__name__}")
+    return SpecError(f"{where}{path} cannot be read as a table: {reason[0] if reason else type(error).__name__}")
 
 
 def _read(table: TableSpec) -> Any:

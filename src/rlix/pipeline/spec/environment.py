@@ -32,6 +32,8 @@ _BASES = {
     "source": "rlix.pipeline.sources:Source",
     "source.task": "rlix.pipeline.sources.tasks:Task",
 }
+_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken", "*spiece*")
+"""One of these is in any folder with a tokenizer."""
 _GIVEN = {REWARD_GIVEN: "prompt, completion and answer", TASK_GIVEN: "one thing (a tokenizer, an Instance)"}
 
 
@@ -44,7 +46,7 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
         for problem in _source_problems(spec.evaluation.source):
             yield Problem(f"evaluation.{problem.field}", problem.message)
     if spec.model.kind == "pretrained":
-        yield from _model_path(spec.model.path)
+        yield from _model_path(spec.model.path, reads=spec.pipeline is None or spec.multi_lora)
     for field, named in (("pipeline", spec.pipeline), ("algorithm", spec.algorithm), ("schedule", spec.schedule)):
         if named is not None and is_own(named.name):
             yield from _own(field, named.name, named.options)
@@ -142,7 +144,8 @@ def _adapter(folder: Path) -> Iterator[Problem]:
             yield Problem("lora.path", f"{folder} is no PEFT adapter: {WEIGHTS_FILE} is missing")
 
 
-def _model_path(given: str) -> Iterator[Problem]:
+def _model_path(given: str, *, reads: bool) -> Iterator[Problem]:
+    """`reads`: whether the job makes tokens of text, for which it needs the folder's tokenizer."""
     path = Path(given)
     if path.is_absolute():
         if not path.is_dir():
@@ -151,6 +154,12 @@ def _model_path(given: str) -> Iterator[Problem]:
             )
         elif not (path / "config.json").is_file():
             yield Problem("model.path", f"{path} holds no config.json, so it is not a saved Hugging Face model")
+        elif reads and not any(True for pattern in _TOKENIZERS for _ in path.glob(pattern)):
+            yield Problem(
+                "model.path",
+                f"{path} holds no tokenizer (no tokenizer.json, say); save it there: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+            )
     elif not is_hub_name(given):
         yield Problem("model.path", f"{given!r} is neither a folder nor a hub name such as 'Qwen/Qwen2.5-0.5B'")
 

@@ -1,0 +1,60 @@
+"""What shows of a job's rows with its model's tokenizer, before anything starts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import AutoConfig
+
+from rlix.pipeline.ends import Ends
+from rlix.pipeline.hub import cached_model
+from rlix.pipeline.models import describe_tiny
+from rlix.pipeline.sources.data import DataTask
+from rlix.pipeline.sources.tables import load_tables
+from rlix.pipeline.spec.columns import data_fields
+from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.model import ModelSpec
+from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.protocol.errors import SpecError
+
+
+def look_at_rows(spec: JobSpec) -> Iterator[str]:
+    """Says what a start would find wrong with the tokenizer of the job's model, and with rows that it makes tokens of.
+
+    What is not on this machine (a model or a table on the hub) is not looked at.
+    """
+    with _described(spec.model) as folder:
+        if folder is None:
+            return
+        try:
+            tokenizer = load_tokenizer(folder)
+            Ends(tokenizer, folder, spec.rollout.stop, spec.rollout.stop_token_ids)
+        except SpecError as error:
+            yield f"model.path: {error}"
+            return
+        context = spec.rollout.longest(int(AutoConfig.from_pretrained(folder).max_position_embeddings))
+    new = spec.rollout.max_new_tokens
+    sources = [("", spec.source, new)]
+    if (own := spec.evaluation) is not None and own.source is not None:
+        sources.append(("evaluation.", own.source, own.max_new_tokens or new))
+    for where, source, most in sources:
+        data = source.data
+        if data is None or not all(Path(table.path).exists() for _, table in data_fields(data)):
+            continue
+        longest = min(context - most, data.max_prompt_tokens or context)
+        try:
+            DataTask(data, load_tables(data), source.rewards, tokenizer, longest, chat=source.chat).close()
+        except SpecError as error:
+            yield from (f"{where}source.data: {line}" for line in str(error).splitlines())
+
+
+@contextmanager
+def _described(model: ModelSpec) -> Iterator[Path | None]:
+    """A folder with a model's configuration and tokenizer; None where it is not on this machine."""
+    if model.kind == "tiny":
+        with TemporaryDirectory(prefix="rlix-look-") as folder:
+            yield describe_tiny(model, Path(folder))
+    else:
+        given = Path(model.path)
+        yield given if given.is_dir() else cached_model(model.path)
