@@ -1,6 +1,7 @@
 """What the pipelines put together from the algorithms, by hand."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,23 +93,30 @@ def sample(id: str, versions: tuple[int, ...] = (0,), counts: bool = True, **cha
     return Sample(id, (Turn((0,), answer),), counts=counts, **values)
 
 
+def ages_of(samples: Samples) -> tuple[float, ...]:
+    """At step 5."""
+    metrics = replace(samples, learner=5).metrics()
+    return metrics["staleness"], metrics["staleness_max"], metrics["mixed"]
+
+
 class TestStaleness:
     """Step 5; three answers: of version 4, of versions 3 and 4, and one that does not count."""
 
     samples = Samples([sample("a", (4, 4)), sample("b", (3, 4)), sample("c", (0, 0), counts=False)], 3)
 
     def test_within_the_bound_ages_are_told(self) -> None:
-        kept, metrics = checked(5, self.samples, AheadOptions(max_staleness=2))
-        assert metrics == {"staleness": 1.25, "staleness_max": 2, "mixed": 1, "dropped": 0}
-        assert (kept.samples, kept.stale) == (self.samples.samples, {})
+        kept, dropped = checked(5, self.samples, AheadOptions(max_staleness=2))
+        assert (kept.samples, kept.stale, dropped) == (self.samples.samples, {}, 0)
+        assert ages_of(kept) == (1.25, 2, 1)
 
     def test_what_is_too_old_is_an_error_dropped_or_scored_again(self) -> None:
         with pytest.raises(StalenessError, match="step 5: a token is 2 steps old, the bound is 1"):
             checked(5, self.samples, AheadOptions(max_staleness=1))
-        kept, metrics = checked(5, self.samples, AheadOptions(on_stale="drop"))
-        assert (kept.counts.tolist(), metrics["dropped"]) == ([True, False, False], 1)
-        kept, metrics = checked(5, self.samples, AheadOptions(on_stale="rescore"))
-        assert (kept.counts.tolist(), metrics["dropped"]) == ([True, True, False], 0)
+        kept, dropped = checked(5, self.samples, AheadOptions(on_stale="drop"))
+        assert (kept.counts.tolist(), dropped) == ([True, False, False], 1)
+        assert ages_of(kept) == (1, 1, 0)  # of what is learnt from
+        kept, dropped = checked(5, self.samples, AheadOptions(on_stale="rescore"))
+        assert (kept.counts.tolist(), dropped) == ([True, True, False], 0)
         mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
         assert stale_tokens(kept, mask).tolist() == [[False, False], [True, False], [False, False]]
         mask[1] = 0  # cut off for its length, say

@@ -15,7 +15,8 @@ from rlix.pipeline.schedules.choice import CLASSES as SCHEDULE_CLASSES
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.declared import DeclaredSpeedSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
-from rlix.pipeline.spec.schedule import SCHEDULES
+from rlix.pipeline.spec.schedule import SCHEDULES, ScheduleSpec
+from rlix.protocol.errors import SpecError
 from tests.pipeline import sandboxes
 from tests.pipeline.in_process import InProcess
 
@@ -68,14 +69,28 @@ def test_every_combination_takes_steps(source: str, schedule: str, algorithm: st
     assert any(row.get("grad_norm", 0.0) > 0 for row in rows)
     assert all(("value_loss" in row) == (algorithm == "ppo") for row in rows if "grad_norm" in row)
     assert all(("resampled" in row) == (algorithm == "dapo") for row in rows)
-    assert all(("importance" in row) == (schedule != "on_policy") for row in rows)
-    if schedule != "on_policy":
-        ahead = 2 if schedule == "ahead" else 1
-        bounds = [min(step, ahead) for step in range(4)]
-        ages = [row["staleness_max"] for row in rows]
-        # What replaces a group without spread may be younger.
-        assert all(map(le, ages, bounds)) if algorithm == "dapo" else ages == bounds
+    assert all(("importance" in row) == (row["staleness_max"] > 0) for row in rows)
+    ahead = {"on_policy": 0, "ahead": 2, "one_version": 1}[schedule]
+    bounds = [min(step, ahead) for step in range(4)]
+    ages = [row["staleness_max"] for row in rows]
+    # What replaces a group without spread may be younger.
+    assert all(map(le, ages, bounds)) if algorithm == "dapo" else ages == bounds
     assert pipeline.rollouts.published == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_schedule_of_the_users_that_works_ahead_is_found_out_by_the_tokens(minibatches: int, tmp_path: Path) -> None:
+    """It says nothing of itself, and every other step learns from what older weights made."""
+    spec = job("task", "on_policy", {"minibatches": minibatches}, tmp_path)
+    spec = spec.model_copy(update={"schedule": ScheduleSpec(name="tests.pipeline.own_parts:Twice")})
+    pipeline = InProcess(spec, tmp_path)
+    rows = pipeline.run_steps()
+    assert [row["staleness_max"] for row in rows] == [0, 1, 0, 1]
+    assert ["importance" in row for row in rows] == [False, True, False, True]
+    assert pipeline.phases.count("OLD_LOG_PROBS") == (2 if minibatches == 1 else 4)
+    cold = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"temperature": 0.5})})
+    with pytest.raises(SpecError, match="step 1 learns from older weights' tokens, and importance weights need"):
+        InProcess(cold, tmp_path).run_steps()
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "rescore"])
@@ -87,7 +102,7 @@ def test_what_is_too_old_is_left_out_or_counts_as_new(
     rule = {"max_staleness": 1, "ahead": 2, "on_stale": on_stale}
     schedule = spec.schedule.model_copy(update={"options": rule})
     rows = InProcess(spec.model_copy(update={"schedule": schedule}), tmp_path).run_steps()
-    assert [row["staleness_max"] for row in rows] == [0, 1, 2, 2]
+    assert [row["staleness_max"] for row in rows] == ([0, 1, 0, 0] if on_stale == "drop" else [0, 1, 2, 2])
     assert [row["dropped"] for row in rows] == ([0, 0, 8, 8] if on_stale == "drop" else [0] * 4)
     assert ["grad_norm" in row for row in rows] == [True, True, *[on_stale == "rescore"] * 2]  # whether there was any
     assert [row.get("importance") for row in rows[2:]] == ([None] * 2 if on_stale == "drop" else [1.0] * 2)

@@ -175,7 +175,8 @@ def test_a_profile_runs_the_job_itself_on_every_width() -> None:
     spec = job(declared_speed=None, plan="auto", schedule="ahead")
     narrow, wide = trials(spec, 4, [2, 3, 4], [1, 3, 8], 2)  # 32 samples do not divide among three
     assert (narrow.width, wide.width) == (2, 4)
-    assert narrow.spec.schedule.options == {"prompts": [8, 1, 3, 8, 1, 3, 8], "off_policy": True}
+    assert narrow.spec.schedule.options == {"prompts": [8, 1, 3, 8, 1, 3, 8]}
+    assert narrow.spec.algorithm.importance_cap == 2.0  # as the job weighs what is older
     assert narrow.spec.steps == 7
     assert {c.gpus for _, c in wide.spec.clusters.items()} == {4}
     assert narrow.spec.plan is None

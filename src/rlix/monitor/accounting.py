@@ -60,7 +60,7 @@ class AdapterUse:
     """One adapter of a job that trains many: how far it is and what it has had of what they share.
 
     `gang_s` and `gang_wait_s`: seconds in which it had the gang, to score, to train and to publish, and waited for
-    that. `staleness`: mean age of its tokens in steps, None where none can be old.
+    that. `staleness`: mean age of its tokens in steps, None where nothing says it.
     """
 
     name: str

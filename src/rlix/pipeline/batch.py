@@ -78,6 +78,11 @@ def over_ranks(batch: TokenBatch) -> NeedParallel:
     return NeedParallel(batch, costs=row_lengths(batch["mask"]))
 
 
-def rows_of(batch: PolicyBatch, rows: Tensor) -> PolicyBatch:
-    """The batch with these rows only, in their order."""
-    return cast(PolicyBatch, {key: cast(Tensor, value)[rows] for key, value in batch.items()})
+def shuffled_parts(batch: PolicyBatch, count: int, seed: int) -> list[PolicyBatch]:
+    """The rows in `count` parts as equal as they can be, in an order that the seed decides; one part as it is."""
+    if count == 1:
+        return [batch]
+    order = torch.randperm(len(batch["input_ids"]), generator=torch.Generator().manual_seed(seed))
+    return [
+        cast(PolicyBatch, {k: cast(Tensor, v)[rows] for k, v in batch.items()}) for rows in order.tensor_split(count)
+    ]

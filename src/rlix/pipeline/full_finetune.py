@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_im
 from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, align, collate, over_ranks, rows_of, stale_tokens, tokens_of
+from rlix.pipeline.batch import PolicyBatch, align, collate, over_ranks, shuffled_parts, stale_tokens, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -39,6 +40,7 @@ from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
 from rlix.pipeline.training.parameter_groups import check_patterns
+from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName, Phase
 
 
@@ -65,7 +67,7 @@ class FullFinetunePipeline(Pipeline):
     def sample(self, step: int) -> Samples:
         """What this step learns from, made on whatever devices the scheduler grants."""
         self.note_phase("rollout")
-        samples = self.schedule.samples(step)
+        samples = replace(self.schedule.samples(step), learner=step)
         self.texts.note(step, samples)
         return samples
 
@@ -76,14 +78,14 @@ class FullFinetunePipeline(Pipeline):
         rows = [(s.token_ids, s.from_policy if kept else ()) for s, kept in zip(samples.samples, learnt, strict=True)]
         tokens = collate(rows, self.pad_id)
         batch = PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"])
-        if self.importance_cap is not None:
+        if self.importance_cap(samples) is not None:
             sampled = [s.logprobs if kept else () for s, kept in zip(samples.samples, learnt, strict=True)]
             batch["behavior_log_probs"] = align(sampled, batch["mask"])
         return batch
 
     def score(self, batch: PolicyBatch) -> None:
         """Put in the batch what the algorithm compares with, as far as it asks for it."""
-        if self.needs_old_log_probs:
+        if self.needs_old_log_probs or "behavior_log_probs" in batch:
             batch["old_log_probs"] = self.old_log_probs(batch)
         if self.algorithm.needs_reference:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
@@ -102,10 +104,10 @@ class FullFinetunePipeline(Pipeline):
 
     def weigh(self, samples: Samples, batch: PolicyBatch) -> dict[str, float]:
         """Weight tokens for having been sampled by another policy than the one that trains."""
-        if self.importance_cap is None:
+        if (cap := self.importance_cap(samples)) is None:
             return {}
         mask, sampled_with = batch["mask"], batch.pop("behavior_log_probs")
-        weights = truncated_importance_weights(batch["old_log_probs"], sampled_with, mask, cap=self.importance_cap)
+        weights = truncated_importance_weights(batch["old_log_probs"], sampled_with, mask, cap=cap)
         batch["importance"] = torch.where(stale_tokens(samples, mask), 1.0, weights)
         return {"importance": float(masked_mean(batch["importance"], mask))} if mask.any() else {}
 
@@ -154,15 +156,19 @@ class FullFinetunePipeline(Pipeline):
 
     # ---- its parts -------------------------------------------------------------------------------------------
 
-    @property
-    def importance_cap(self) -> float | None:
-        return self.spec.algorithm.cap(self.schedule.off_policy)
+    def importance_cap(self, samples: Samples) -> float | None:
+        """What their weights are cut at; None: they are not weighed. Raises SpecError where sampling forbids weights."""
+        cap = self.spec.algorithm.cap(samples.off_policy)
+        if cap is not None and (problem := self.spec.rollout.not_as_the_policy_says):
+            raise SpecError(
+                f"rollout.temperature: step {samples.learner} learns from older weights' tokens, and {problem}"
+            )
+        return cap
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """They differ from the policy's as soon as it takes a step, and from the sampler's anyway."""
-        several = self.spec.algorithm.epochs * self.spec.algorithm.minibatches > 1
-        return several or self.importance_cap is not None or self.algorithm.needs_old_log_probs
+        """They differ from the policy's as soon as it takes a step."""
+        return self.spec.algorithm.epochs * self.spec.algorithm.minibatches > 1 or self.algorithm.needs_old_log_probs
 
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
@@ -198,13 +204,8 @@ class FullFinetunePipeline(Pipeline):
 
     def minibatches(self, batch: PolicyBatch, step: int, epoch: int) -> list[PolicyBatch]:
         """Equal parts of the batch in an order drawn from the job's seed; without those that teach nothing."""
-        count = self.spec.algorithm.minibatches
-        parts = [batch]
-        if count > 1:
-            source = torch.Generator().manual_seed(stream_seed(self.spec.seed, "minibatches", step, epoch))
-            order = torch.randperm(len(batch["input_ids"]), generator=source)
-            parts = [rows_of(batch, part) for part in order.tensor_split(count)]
-        return [part for part in parts if part["mask"].any()]
+        seed = stream_seed(self.spec.seed, "minibatches", step, epoch)
+        return [part for part in shuffled_parts(batch, self.spec.algorithm.minibatches, seed) if part["mask"].any()]
 
     def warm_up(self) -> None:
         """Supervised steps on right answers, so that reinforcement learning has something to reinforce."""

@@ -57,11 +57,12 @@ def _trial(spec: JobSpec, width: int, sizes: Sequence[int]) -> JobSpec:
         name: ClusterSpec(gpus=width * cluster.tensor_parallel, tensor_parallel=cluster.tensor_parallel)
         for name, cluster in spec.clusters_in_use.items()
     }
-    options = {"prompts": list(sizes), "off_policy": spec.schedule.works_ahead}
+    cap = spec.algorithm.cap(spec.schedule.works_ahead)  # as the job weighs its samples, though here none is older
     changed = {
         "name": f"profile-{spec.name[:_NAME_LENGTH]}-{width}",
         "steps": len(sizes),
-        "schedule": ScheduleSpec(name=SIZES, options=options),
+        "schedule": ScheduleSpec(name=SIZES, options={"prompts": list(sizes)}),
+        "algorithm": spec.algorithm.model_copy(update={"importance_cap": cap}),
         "evaluation": None,
         "checkpoint": spec.checkpoint.model_copy(update={"every": len(sizes) + 1}),
         "plan": None,

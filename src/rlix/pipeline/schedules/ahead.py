@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlix.engine.weights.publication import Published
-from rlix.pipeline.samples import Samples, mean
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.schedules.base import Schedule, Supply, with_spread
 from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import RlixError
@@ -27,7 +27,6 @@ class Ahead(Schedule):
     """
 
     Options = AheadOptions
-    off_policy = True
     options: AheadOptions
 
     def __init__(self, options: AheadOptions, supply: Supply) -> None:
@@ -43,8 +42,8 @@ class Ahead(Schedule):
             self._begin(step)
         samples = self._made.pop(step) if step in self._made else self._finished(step)
         self._begin_ahead(step)
-        samples, found = checked(step, samples, self.options)
-        if found["dropped"] == len(samples) and not self._said:
+        samples, dropped = checked(step, samples, self.options)
+        if dropped == len(samples) and not self._said:
             self._said = True
             logger.warning(
                 "step %d teaches nothing: each of its %d samples has a token older than max_staleness %d; lower "
@@ -53,7 +52,7 @@ class Ahead(Schedule):
                 len(samples),
                 self.options.max_staleness,
             )
-        return replace(samples, curves={**samples.curves, **found})
+        return replace(samples, curves={**samples.curves, "dropped": float(dropped)})
 
     def publish(self, weights: Published) -> None:
         """At once, or when what is in flight is finished."""
@@ -92,9 +91,9 @@ class Ahead(Schedule):
         self._begun[step] = self.supply.source.begin(step)
 
 
-def checked(step: int, samples: Samples, rule: AheadOptions) -> tuple[Samples, dict[str, float]]:
+def checked(step: int, samples: Samples, rule: AheadOptions) -> tuple[Samples, int]:
     """`samples` under the staleness bound: with `drop` those that are too old do not count, with `rescore` their old
-    tokens are marked; and what was found, as metrics.
+    tokens are marked; and how many were dropped.
 
     Raises:
         StalenessError: with `on_stale: wait`, a token is older than `max_staleness`.
@@ -105,15 +104,7 @@ def checked(step: int, samples: Samples, rule: AheadOptions) -> tuple[Samples, d
         raise StalenessError(f"step {step}: a token is {oldest} steps old, the bound is {rule.max_staleness}")
     stale = {id: [age > rule.max_staleness for age in of_one] for id, of_one in ages.items()}
     too_old = {id for id, of_one in stale.items() if any(of_one)}
-    metrics = {
-        "staleness": mean([float(age) for of_one in ages.values() for age in of_one]),
-        "staleness_max": float(oldest),
-        "mixed": float(sum(len(set(of_one)) > 1 for of_one in ages.values())),
-        "dropped": 0.0,
-    }
     if rule.on_stale == "drop":
-        metrics["dropped"] = float(len(too_old))
-        return replace(
-            samples, samples=[replace(s, counts=False) if s.id in too_old else s for s in samples.samples]
-        ), metrics
-    return replace(samples, stale={id: stale[id] for id in too_old}), metrics
+        kept = [replace(s, counts=False) if s.id in too_old else s for s in samples.samples]
+        return replace(samples, samples=kept), len(too_old)
+    return replace(samples, stale={id: stale[id] for id in too_old}), 0

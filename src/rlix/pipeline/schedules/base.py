@@ -28,11 +28,13 @@ class Supply:
 
 
 class Schedule(ABC):
-    """One object for the life of a job. `Options` (a pydantic model or a dataclass) checks `schedule.options`."""
+    """One object for the life of a job. `Options` (a pydantic model or a dataclass) checks `schedule.options`.
+
+    Whether samples come from an older policy than the one that they train, and how old they are, is read from their
+    tokens.
+    """
 
     Options: Any = None
-    off_policy = False
-    """Whether samples may come from an older policy than the one they train."""
 
     def __init__(self, options: Any, supply: Supply) -> None:
         self.options = options

@@ -3,16 +3,15 @@
 from pydantic import BaseModel, ConfigDict
 
 from rlix.pipeline.samples import Samples
-from rlix.pipeline.schedules.base import Schedule, Supply
+from rlix.pipeline.schedules.base import Schedule
 
 
 class SizesOptions(BaseModel):
-    """`prompts` of each step, from the first again after the last. `off_policy`: samples count as if they might be."""
+    """`prompts` of each step, from the first again after the last."""
 
     model_config = ConfigDict(extra="forbid")
 
     prompts: list[int]
-    off_policy: bool = False
 
 
 class Sizes(Schedule):
@@ -20,10 +19,6 @@ class Sizes(Schedule):
 
     Options = SizesOptions
     options: SizesOptions
-
-    def __init__(self, options: SizesOptions, supply: Supply) -> None:
-        super().__init__(options, supply)
-        self.off_policy = options.off_policy
 
     def samples(self, step: int) -> Samples:
         source, sizes = self.supply.source, self.options.prompts

@@ -164,8 +164,8 @@ class AlgorithmSpec(Named):
     """Whether samples that were cut off for their length are left out of the loss; their rewards still count for their
     groups."""
     importance_cap: Positive | None = None
-    """Weight each token by min(p_trainer / p_sampler, cap): truncated importance sampling. Left out: 2 where samples
-    may be older than the policy that trains, else no weights."""
+    """Weight each token by min(p_trainer / p_sampler, cap): truncated importance sampling. Left out: 2 in steps that
+    learn from tokens of older weights, whatever schedule made them, else no weights."""
 
     @property
     def rounds(self) -> int:

@@ -212,13 +212,8 @@ def _schedule(spec: Sections) -> Iterator[Problem]:
             )
         if ahead.in_flight == "finish" and ahead.steps_ahead > 1:
             yield Problem(f"{where}.in_flight", "finish generates one step at a time; set 'ahead: 1'")
-    sampling = (spec.rollout.temperature, spec.rollout.top_p, spec.rollout.top_k)
-    if spec.algorithm.cap(off_policy) is not None and sampling != (1.0, 1.0, 0):
-        yield Problem(
-            "rollout.temperature",
-            "importance weights need the probabilities that tokens were sampled with: use temperature 1, top_p 1, "
-            "top_k 0",
-        )
+    if spec.algorithm.cap(off_policy) is not None and (problem := spec.rollout.not_as_the_policy_says):
+        yield Problem("rollout.temperature", problem)
 
 
 class _Owner:

@@ -14,7 +14,8 @@ class AheadOptions(Section):
     """The next steps' samples are made while a step trains, under a bound on the age of their tokens."""
 
     max_staleness: Count = 1
-    """Oldest a token may be when it is trained on, in optimizer steps of the weights that produced it."""
+    """Oldest a token may be when it is trained on: steps that the policy has taken since the weights that produced
+    it."""
     ahead: Count | None = None
     """How many steps beyond the one that trains may be generated; null: `max_staleness`."""
     on_stale: Literal["wait", "drop", "rescore"] = "wait"

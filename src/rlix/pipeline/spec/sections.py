@@ -49,6 +49,16 @@ class RolloutSpec(Section):
     """Longest that the samples of a step, or an evaluation, may take, in seconds in which there are devices for them;
     then the job fails, or goes on without the evaluation, and says what was not finished."""
 
+    @property
+    def not_as_the_policy_says(self) -> str | None:
+        """Why tokens cannot be weighed: they are not drawn from the policy's own probabilities. None: they are."""
+        if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
+            return None
+        return (
+            "importance weights need the probabilities that tokens were sampled with: use temperature 1, top_p 1, "
+            "top_k 0"
+        )
+
     def longest(self, context: int) -> int:
         """Tokens of the longest trajectory that a model with this context can have in this job."""
         return longest_trajectory(self.executor, self.executor_options, context)
