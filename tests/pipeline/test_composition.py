@@ -93,6 +93,17 @@ def test_a_schedule_of_the_users_that_works_ahead_is_found_out_by_the_tokens(min
         InProcess(cold, tmp_path).run_steps()
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+def test_one_sample_of_a_prompt_is_enough_for_who_compares_none(algorithm: str, tmp_path: Path) -> None:
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 1, "max_new_tokens": 4}
+    rows = InProcess(job("environment", "on_policy", algorithm, tmp_path, rollout=rollout), tmp_path).run_steps()
+    assert all(row["trajectories"] == 4 and row["grad_norm"] > 0 for row in rows)
+    with pytest.raises(ValueError, match="samples_per_prompt: is 1, and dapo compares"):
+        job("task", "on_policy", "dapo", tmp_path, rollout=rollout)
+    with pytest.raises(ValueError, match="resample_rounds: replaces prompts whose samples have equal rewards"):
+        job("task", "on_policy", {"name": algorithm, "resample_rounds": 1}, tmp_path, rollout=rollout)
+
+
 @pytest.mark.parametrize("on_stale", ["drop", "rescore"])
 def test_what_is_too_old_is_left_out_or_counts_as_new(
     on_stale: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

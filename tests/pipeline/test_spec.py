@@ -258,7 +258,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"rollout": {"max_new_tokens": 5, "samples_per_prompt": 1}},
         "rollout.samples_per_prompt",
-        "greater than or equal to 2",
+        "is 1, and grpo compares the samples of a prompt",
     ),
     ({"rollout": {"max_new_tokens": 5, "temperature": 0}}, "rollout.temperature", "greater than 0"),
     ({"rollout": {"max_new_tokens": 5, "executor": "vllm"}}, "model.heads", "vLLM needs 32 or more"),

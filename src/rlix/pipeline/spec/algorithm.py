@@ -168,6 +168,11 @@ class AlgorithmSpec(Named):
     learn from tokens of older weights, whatever schedule made them, else no weights."""
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether it is known to compare the samples of a prompt with each other."""
+        return self.name in ALGORITHMS and not issubclass(ALGORITHMS[self.name], ReinforceOptions)
+
+    @property
     def rounds(self) -> int:
         return _ROUNDS.get(self.name, 0) if self.resample_rounds is None else self.resample_rounds
 

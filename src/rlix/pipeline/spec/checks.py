@@ -40,6 +40,7 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _model(spec)
     yield from _lengths(spec)
     yield from _overlong(spec)
+    yield from _groups(spec)
     yield from _batches(spec)
     yield from _evaluation(spec)
     yield from _lora(spec)
@@ -297,6 +298,23 @@ def _overlong(spec: Sections) -> Iterator[Problem]:
             "algorithm.overlong_buffer",
             f"{buffer} is more than the {longest} tokens of rollout.max_new_tokens, so every answer would be punished; "
             "lower it",
+        )
+
+
+def _groups(spec: Sections) -> Iterator[Problem]:
+    algorithm = spec.algorithm
+    if spec.rollout.samples_per_prompt > 1:
+        return
+    if algorithm.compares_groups:
+        yield Problem(
+            "rollout.samples_per_prompt",
+            f"is 1, and {algorithm.name} compares the samples of a prompt with each other; use 2 or more, or an "
+            "algorithm that does not (ppo, reinforce_pp)",
+        )
+    elif algorithm.rounds:
+        yield Problem(
+            "algorithm.resample_rounds",
+            "replaces prompts whose samples have equal rewards: those are all with samples_per_prompt 1; remove it",
         )
 
 

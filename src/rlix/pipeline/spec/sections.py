@@ -26,8 +26,9 @@ _Text = Annotated[str, Field(min_length=1)]
 
 class RolloutSpec(Section):
     prompts_per_step: Count = 32
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Completions compared with each other (the group); at least 2."""
+    samples_per_prompt: Count = 8
+    """Completions compared with each other (the group); at least 2, but with ppo, reinforce_pp or an algorithm of your
+    own, and without `algorithm.resample_rounds`."""
     max_new_tokens: Count
     """Longest completion in tokens, its end token included; with an environment, of one turn."""
     temperature: Positive = 1.0
