@@ -13,12 +13,13 @@ from rlix.pipeline.algorithms import (
     clipped_policy_loss,
     groups_with_spread,
     overlong_penalty,
-    rewards_at_end,
+    rewards_less_kl,
     truncated_importance_weights,
     whiten,
 )
-from rlix.pipeline.algorithms.base import Estimate, estimate_of
-from rlix.pipeline.batch import align, stale_tokens
+from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
+from rlix.pipeline.algorithms.choice import build_algorithm
+from rlix.pipeline.batch import align, stale_tokens, token_rewards
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, digest, measured
 from rlix.pipeline.schedules.ahead import StalenessError, checked
@@ -61,11 +62,35 @@ def test_overlong_penalty_by_hand() -> None:
     assert_close(overlong_penalty(lengths, 10, 0), torch.zeros(5))
 
 
-def test_rewards_arrive_at_the_last_token_and_kl_is_paid_at_each() -> None:
+def answer(tokens: int) -> Answer:
+    return Answer((1,) * tokens, (-0.5,) * tokens, (0,) * tokens)
+
+
+def test_rewards_are_paid_at_their_turns_and_the_rest_at_the_end() -> None:
+    given = ((2, 1.0), (0, 4.0), (2, -0.5), (1, 0.0))  # tokens of a turn, and its reward; one said nothing
+    turns = tuple(Turn((0,), answer(tokens), reward) for tokens, reward in given)
+    played = [replace(sample("a"), turns=turns), sample("b", (0, 0)), sample("c", counts=False)]
+    mask = torch.tensor([[1.0, 1, 0, 0, 1, 1, 0, 1], [1, 1, *[0] * 6], [0] * 8])
+    paid = token_rewards(Samples(played, 3), torch.tensor([7.0, 3.0, 9.0]), mask)
+    assert paid.tolist() == [[0, 1, 0, 0, 0, -0.5, 0, 6.5], [0, 3, *[0] * 6], [0] * 8]
+
+
+def test_ppos_lambda_sees_when_a_turn_was_paid() -> None:
+    """Two turns of one token, discount 1, lambda 0.5, values 0: half of what comes later is seen at the first."""
+    ppo = build_algorithm(AlgorithmSpec(name="ppo", options={"smoothing": 0.5}), Setting(group_size=1, longest=2))
+    paid = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    batch: Any = {"mask": torch.ones(2, 2), "values": torch.zeros(2, 2), "rewards": paid}
+    found = ppo.estimate(torch.ones(2), torch.ones(2), batch)
+    assert found.returns is not None
+    assert_close(found.returns, torch.tensor([[1.0, 0.0], [0.5, 1.0]]))
+
+
+def test_kl_is_paid_at_each_token() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]])
     kl = torch.tensor([[9.0, 1.0, 2.0, 9.0], [0.0, 1.0, 0.0, 9.0]])
     expected = torch.tensor([[0.0, -0.5, 2.0, 0.0], [0.0, -0.5, 5.0, 0.0]])
-    assert_close(rewards_at_end(torch.tensor([3.0, 5.0]), mask, kl, 0.5), expected)
+    rewards = torch.tensor([[9.0, 0.0, 3.0, 9.0], [0.0, 0.0, 5.0, 9.0]])
+    assert_close(rewards_less_kl(rewards, mask, kl, 0.5), expected)
 
 
 def test_whitening_by_hand() -> None:

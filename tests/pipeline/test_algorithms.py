@@ -89,9 +89,9 @@ def test_reinforce_plus_plus_by_hand() -> None:
     # costs 0.1 each; returns: (2 - 0.1 - 0.1, 2 - 0.1) and (1 - 0.1); mean 4.6 / 3
     returns = tensor(1.8, 1.9, 0.9)
     normal = (returns - returns.mean()) / returns.std(unbiased=False)
-    result = reinforce_plus_plus_advantages(tensor(2, 1), mask, kl, kl_coefficient=0.2)
+    result = reinforce_plus_plus_advantages(tensor([0, 2], [1, 99]), mask, kl, kl_coefficient=0.2)
     assert_close(result, tensor([normal[0], normal[1]], [normal[2], 0.0]))
-    discounted = reinforce_plus_plus_advantages(tensor(2, 0), torch.tensor([[1, 1], [1, 1]]), discount=0.5)
+    discounted = reinforce_plus_plus_advantages(tensor([0, 2], [0, 0]), torch.ones(2, 2), discount=0.5)
     returns = tensor(1, 2, 0, 0)
     assert_close(discounted.reshape(-1), (returns - returns.mean()) / returns.std(unbiased=False))
 

@@ -102,6 +102,7 @@ class Tiny:
             old_log_probs=log_probs.detach(),
             reference_log_probs=self.log_probs(self.reference, words),
             values=torch.zeros(SAMPLES, 2),
+            rewards=torch.zeros(SAMPLES, 2),
         )
         everyone = torch.ones(SAMPLES, dtype=torch.bool)
         batch["advantages"] = self.algorithm.estimate(torch.zeros(SAMPLES), everyone, batch).advantages

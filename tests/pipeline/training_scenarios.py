@@ -91,11 +91,12 @@ def scenario(name: str, batch: Batch, aggregation: Any = "token") -> Scenario:
         "old_log_probs": batch.old,
         "reference_log_probs": batch.reference,
         "values": batch.old_values,
+        "rewards": batch.paid,
         "importance": batch.importance,
     }
     everyone = torch.ones(len(batch.ids), dtype=torch.bool)
     tensors["advantages"] = algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, tensors)).advantages
-    del tensors["values"]
+    del tensors["values"], tensors["rewards"]
     return Scenario(algorithm, tensors, plain_loss(name, batch, aggregation))
 
 
@@ -134,6 +135,7 @@ def critic_tensors(batch: Batch) -> dict[str, Tensor]:
         "old_log_probs": batch.old,
         "reference_log_probs": batch.reference,
         "values": batch.old_values,
+        "rewards": batch.paid,
     }
     everyone = torch.ones(len(batch.ids), dtype=torch.bool)
     estimate = scenario("ppo", batch).algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, given))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlix.engine.parallel import NeedParallel
-from rlix.pipeline.samples import Samples
+from rlix.pipeline.samples import End, Samples
 from rlix.pipeline.training.micro_batches import row_lengths
 
 Row = tuple[Sequence[int], Sequence[bool]]
@@ -29,7 +29,8 @@ class PolicyBatch(TokenBatch):
     """Sequences with what algorithms need, each [batch, length - 1]; `advantages` may be [batch].
 
     `behavior_log_probs`: of the policy that sampled the tokens; `importance`: each token's weight in the loss;
-    `values`: the critic's estimate before each token, `returns`: what it should have been.
+    `rewards`: what each token was paid; `values`: the critic's estimate before each token, `returns`: what it should
+    have been.
     """
 
     advantages: NotRequired[Tensor]
@@ -38,6 +39,7 @@ class PolicyBatch(TokenBatch):
     old_log_probs: NotRequired[Tensor]
     reference_log_probs: NotRequired[Tensor]
     returns: NotRequired[Tensor]
+    rewards: NotRequired[Tensor]
     values: NotRequired[Tensor]
 
 
@@ -53,11 +55,44 @@ def collate(rows: Sequence[Row], pad_id: int) -> TokenBatch:
     return TokenBatch(input_ids=input_ids, mask=mask)
 
 
+def policy_batch(samples: Samples, pad_id: int, *, without_cut_off: bool = False) -> PolicyBatch:
+    """One row for each sample. Of those that are not learnt from the mask is empty: those that do not count, and
+    perhaps those that were cut off for their length."""
+    learnt = [s.counts and not (without_cut_off and s.end is End.LENGTH) for s in samples.samples]
+    rows = [(s.token_ids, s.from_policy if kept else ()) for s, kept in zip(samples.samples, learnt, strict=True)]
+    tokens = collate(rows, pad_id)
+    return PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"])
+
+
+def sampled_log_probs(samples: Samples, mask: Tensor) -> Tensor:
+    """Of the tokens under `mask` [samples, length - 1], as whoever generated them saw them; of the same shape."""
+    rows = zip(samples.samples, mask, strict=True)
+    return align([sample.logprobs if row.any() else () for sample, row in rows], mask)
+
+
 def stale_tokens(samples: Samples, mask: Tensor) -> Tensor:
     """Which tokens under `mask` [samples, length - 1] a schedule has marked as too old: bool, of the same shape."""
     marks = zip(samples.samples, mask, strict=True)
     learnt = [samples.stale.get(s.id, [False] * s.generated) if row.any() else () for s, row in marks]
     return align(learnt, mask).bool()
+
+
+def token_rewards(samples: Samples, rewards: Tensor, mask: Tensor) -> Tensor:
+    """What each token under `mask` [samples, length - 1] is paid: each turn's reward at the turn's last token, and what
+    is left of the sample's, in `rewards` [samples], at the sample's last. A row sums to its sample's reward."""
+    paid: list[Sequence[float]] = []
+    for sample, reward, row in zip(samples.samples, rewards.tolist(), mask, strict=True):
+        of_one = [0.0] * (sample.generated if row.any() else 0)
+        end, of_turns = 0, 0.0
+        for turn in sample.turns if of_one else ():
+            end += len(turn.answer.token_ids)
+            if turn.answer.token_ids:
+                of_one[end - 1] += turn.reward
+                of_turns += turn.reward
+        if of_one:
+            of_one[-1] += reward - of_turns
+        paid.append(of_one)
+    return align(paid, mask)
 
 
 def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:

@@ -18,7 +18,17 @@ from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_im
 from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, align, collate, over_ranks, shuffled_parts, stale_tokens, tokens_of
+from rlix.pipeline.batch import (
+    PolicyBatch,
+    collate,
+    over_ranks,
+    policy_batch,
+    sampled_log_probs,
+    shuffled_parts,
+    stale_tokens,
+    token_rewards,
+    tokens_of,
+)
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -28,7 +38,7 @@ from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling
 from rlix.pipeline.sample_texts import SampleTexts
-from rlix.pipeline.samples import End, Samples
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.schedules.base import Supply
 from rlix.pipeline.schedules.choice import build_schedule
 from rlix.pipeline.seeds import stream_seed
@@ -73,14 +83,9 @@ class FullFinetunePipeline(Pipeline):
 
     def collate(self, samples: Samples) -> PolicyBatch:
         """One row for each sample; of those that are not learnt from the mask is empty."""
-        cut = self.spec.algorithm.mask_truncated
-        learnt = [s.counts and not (cut and s.end is End.LENGTH) for s in samples.samples]
-        rows = [(s.token_ids, s.from_policy if kept else ()) for s, kept in zip(samples.samples, learnt, strict=True)]
-        tokens = collate(rows, self.pad_id)
-        batch = PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"])
+        batch = policy_batch(samples, self.pad_id, without_cut_off=self.spec.algorithm.mask_truncated)
         if self.importance_cap(samples) is not None:
-            sampled = [s.logprobs if kept else () for s, kept in zip(samples.samples, learnt, strict=True)]
-            batch["behavior_log_probs"] = align(sampled, batch["mask"])
+            batch["behavior_log_probs"] = sampled_log_probs(samples, batch["mask"])
         return batch
 
     def score(self, batch: PolicyBatch) -> None:
@@ -94,7 +99,11 @@ class FullFinetunePipeline(Pipeline):
 
     def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
         """How much better each sample, or each token, is than expected."""
-        return estimate_of(self.algorithm, self.shaped(samples), samples.counts, batch)
+        rewards = self.shaped(samples)
+        batch["rewards"] = token_rewards(samples, rewards, batch["mask"])
+        estimate = estimate_of(self.algorithm, rewards, samples.counts, batch)
+        del batch["rewards"]
+        return estimate
 
     def shaped(self, samples: Samples) -> torch.Tensor:
         """The rewards as the policy learns from them: [samples]."""
@@ -157,7 +166,7 @@ class FullFinetunePipeline(Pipeline):
     # ---- its parts -------------------------------------------------------------------------------------------
 
     def importance_cap(self, samples: Samples) -> float | None:
-        """What their weights are cut at; None: they are not weighed. Raises SpecError where sampling forbids weights."""
+        """What their weights are cut at; None: they need none. Raises SpecError where sampling forbids weights."""
         cap = self.spec.algorithm.cap(samples.off_policy)
         if cap is not None and (problem := self.spec.rollout.not_as_the_policy_says):
             raise SpecError(

@@ -21,10 +21,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy read and what it answered."""
+    """What the policy read and what it answered. `reward`: what it got there and then, a part of its sample's."""
 
     observation_ids: tuple[int, ...]
     answer: Answer
+    reward: float = 0.0
 
 
 class End(StrEnum):

@@ -6,7 +6,7 @@ from rlix.pipeline.algorithms.advantages import (
     groups_with_spread,
     overlong_penalty,
     reinforce_plus_plus_advantages,
-    rewards_at_end,
+    rewards_less_kl,
     rloo_advantages,
     whiten,
 )
@@ -38,7 +38,7 @@ __all__ = [
     "masked_mean",
     "overlong_penalty",
     "reinforce_plus_plus_advantages",
-    "rewards_at_end",
+    "rewards_less_kl",
     "rloo_advantages",
     "sequence_log_ratio",
     "token_log_probs",

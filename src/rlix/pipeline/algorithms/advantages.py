@@ -64,15 +64,14 @@ def reinforce_plus_plus_advantages(
 ) -> Tensor:
     """Discounted return at each token, with the per-token KL as a cost, normalised over the whole batch: [batch, time].
 
-    `rewards` [batch] arrive at each sequence's last token under `mask` [batch, time]; `kl` [batch, time] is the penalty
-    per token. Positions outside the mask are 0.
+    `rewards`, `mask` and `kl`, the penalty per token, are [batch, time]. Positions outside the mask are 0.
 
     Source: REINFORCE++, Hu et al. 2025, arXiv:2501.03262, section 3.
     """
     mask = mask.bool()
-    per_token = rewards_at_end(rewards, mask, kl, kl_coefficient)
+    per_token = rewards_less_kl(rewards, mask, kl, kl_coefficient)
     returns = torch.zeros_like(per_token)
-    running = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(mask.shape[1])):
         running = torch.where(mask[:, t], per_token[:, t] + discount * running, running)
         returns[:, t] = running
@@ -114,16 +113,13 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
-def rewards_at_end(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Reward per token: `rewards` [batch] at each sequence's last token, minus the KL penalty: [batch, time].
+def rewards_less_kl(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
+    """`rewards` per token minus the KL penalty, under `mask`; 0 outside; all [batch, time].
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4 (the KL penalty as part of the reward).
     """
-    mask = mask.bool()
-    per_token = torch.where(_last_position(mask), rewards.unsqueeze(1), rewards.new_zeros(mask.shape))
-    if kl is not None:
-        per_token = torch.where(mask, per_token - kl_coefficient * kl, per_token)
-    return per_token
+    paid = rewards if kl is None else rewards - kl_coefficient * kl
+    return torch.where(mask.bool(), paid, torch.zeros_like(paid))
 
 
 def gae(
@@ -155,9 +151,3 @@ def _in_groups(rewards: Tensor, group_size: int) -> Tensor:
     if rewards.dim() != 1 or rewards.numel() % group_size:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [groups * {group_size}]")
     return rewards.view(-1, group_size)
-
-
-def _last_position(mask: Tensor) -> Tensor:
-    """True at each row's last masked-in position: [batch, time]."""
-    after = mask.long().flip(1).cumsum(1).flip(1)
-    return mask & (after == 1)

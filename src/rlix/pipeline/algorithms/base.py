@@ -69,7 +69,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
-        """Of `rewards` [samples]; `counts` (bool) says which are compared at all. The mask of others is empty."""
+        """Of `rewards` [samples]; `counts` (bool) says which are compared at all. The mask of others is empty.
+
+        `batch["rewards"]` has the same token by token: where each turn of a sample was paid.
+        """
 
     def policy_loss(self, log_probs: Tensor, old: Tensor, batch: PolicyBatch, denominator: float) -> PolicyLoss:
         """The loss without its KL term, for a part of a minibatch, on whatever device it is."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rlix.pipeline.algorithms.advantages import gae, reinforce_plus_plus_advantages, rewards_at_end, whiten
+from rlix.pipeline.algorithms.advantages import gae, reinforce_plus_plus_advantages, rewards_less_kl, whiten
 from rlix.pipeline.algorithms.base import Algorithm, Estimate
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.spec.algorithm import PpoOptions, ReinforceOptions
@@ -17,7 +17,7 @@ class ReinforcePlusPlus(Algorithm):
     def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
         options = self.options
         advantages = reinforce_plus_plus_advantages(
-            rewards,
+            batch["rewards"],
             batch["mask"],
             self.kl(batch),
             kl_coefficient=options.kl_coefficient,
@@ -39,7 +39,7 @@ class Ppo(Algorithm):
 
     def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
         options, mask = self.options, batch["mask"]
-        per_token = rewards_at_end(rewards, mask, self.kl(batch), options.kl_coefficient)
+        per_token = rewards_less_kl(batch["rewards"], mask, self.kl(batch), options.kl_coefficient)
         advantages, returns = gae(
             per_token, batch["values"], mask, discount=options.discount, smoothing=options.smoothing
         )

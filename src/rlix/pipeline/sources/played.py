@@ -127,4 +127,5 @@ def judged(sample: S, failure_reward: float | None) -> S:
         return sample
     if failure_reward is None:
         return replace(sample, counts=False)
-    return replace(sample, reward=failure_reward, counts=True)
+    turns = tuple(replace(turn, reward=0.0) for turn in sample.turns)  # what it got before it failed is not paid
+    return replace(sample, turns=turns, reward=failure_reward, counts=True)

@@ -1,7 +1,7 @@
 """A trajectory of several turns: the policy's tokens and the environment's, and which are which."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rlix.pipeline.samples import Answer, End, Sample, Turn
@@ -96,6 +96,7 @@ async def play(
             tokens += answer.token_ids
             outstanding.update(id, room.outstanding(len(turns), len(tokens)))
             transition = await environment.step(action)
+            turns[-1] = replace(turns[-1], reward=transition.reward)
             reward += transition.reward
             exact = transition.exact
             if transition.done:
