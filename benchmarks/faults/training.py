@@ -16,7 +16,8 @@ import psutil
 from benchmarks.faults import injectors
 from benchmarks.faults.campaign import RECOVERY_S, STOP_NAMES, Campaign, until
 from benchmarks.faults.table import Fault
-from rlix.pipeline.jobs.launch import FINAL_STATES, JobHandle, launch
+from rlix.pipeline.jobs.handle import FINAL_STATES, JobHandle
+from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import PipelineUnregistered

@@ -5,12 +5,23 @@ import signal
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlix.control.announcement import await_end
 from tests.cli.commands import Command, write_jobs
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+CONTROL_PLANE = ("Scheduler", "Orchestrator", "ResourceManager")
+
+
+def named(command: Command, *names: str) -> list[psutil.Process]:
+    """Of what the command started, Ray's processes of these names."""
+    found = [process for process in command.marked() if any(f"ray::{n}" in process.cmdline()[0] for n in names)]
+    assert len(found) == len(names), found
+    return found
 
 
 class Terminals:
@@ -109,3 +120,31 @@ def test_a_signal_to_the_group_ends_its_own_jobs_and_the_control_plane_ends_idle
     await_end(terminals.folder / "home", 60.0)
     assert private.marked() == []
     assert terminals.left() == ["daemon.lock"]
+
+
+def test_whatever_is_dead_or_stopped_commands_say_it_in_a_sentence_and_down_ends_it(terminals: Terminals) -> None:
+    write_jobs(terminals.folder, steps=100_000)
+    left = terminals.start("run", "left.yaml", "--no-live", RLIX_IDLE_S="600")
+    right = terminals.start("run", "right.yaml", "--no-live")
+    for command, name in ((left, "left"), (right, "right")):
+        command.wait_for(rf"{name}: running, step [1-9]")
+
+    first, _ = sorted(named(left, "JobCoordinator", "JobCoordinator"), key=lambda process: process.create_time())
+    first.suspend()
+    assert re.search(r"(left|right) \(ft_1\): unknown", terminals.run("status"))  # by its name
+    ends, stays = (left, right) if "left (ft_1)" in terminals.run("status") else (right, left)
+    ends.wait()
+    assert "coordinator does not say how it ended: process" in ends.output()
+    assert "Traceback" not in ends.output() and stays.process.poll() is None
+
+    for process in named(left, *CONTROL_PLANE):
+        process.kill()
+    assert "(ft_2): running" in terminals.run("status")
+
+    (raylet,) = [process for process in left.marked() if process.name() == "raylet"]
+    raylet.suspend()
+    assert "was stopped; let it go on with" in terminals.run("status", code=1)
+    assert "ended the control plane of process" in terminals.run("down")
+    assert stays.wait() == 1
+    assert "Traceback" not in stays.output()
+    assert left.marked() == []

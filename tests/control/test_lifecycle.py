@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rlix.control.daemon import Idle
-from rlix.control.init import _is_ray
+from rlix.control.ray_processes import is_ray
 
 pytestmark = pytest.mark.ray
 
@@ -240,6 +240,6 @@ def test_a_child_of_the_program_is_none_of_rays_though_its_command_line_names_a_
     command = [sys.executable, "-c", "input()", "/data/ray/files"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         try:
-            assert not _is_ray(psutil.Process(child.pid))
+            assert not is_ray(psutil.Process(child.pid))
         finally:
             child.kill()

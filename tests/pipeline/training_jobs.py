@@ -9,7 +9,8 @@ from typing import Any
 
 import ray
 
-from rlix.pipeline.jobs.launch import JobHandle, launch, wait_all
+from rlix.pipeline.jobs.handle import JobHandle
+from rlix.pipeline.jobs.launch import launch, wait_all
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import LeaseStatus

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+from ray.exceptions import RayError
 from rich.console import Console
 
 from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
@@ -22,9 +24,11 @@ from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, 
 from rlix.control.announcement import Announcement, await_end, await_start, is_claimed, log_path, read_announcement
 from rlix.control.daemon import other_programs
 from rlix.control.init import shutdown
+from rlix.control.ray_processes import RayProcesses
+from rlix.control.rpc import in_words
 from rlix.control.settings import Settings
-from rlix.pipeline.jobs.launch import JobHandle, find_jobs
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.pipeline.jobs.handle import JobHandle, find_jobs
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 
 if TYPE_CHECKING:
     from rlix.pipeline.jobs.status import JobStatus
@@ -46,7 +50,7 @@ def show_status() -> int:
             _say_nothing_runs(console)
             return 0
         control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
-        statuses = tuple(job.status() for job in jobs)
+        statuses = tuple(job.known for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
         sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
         _say(console, pool.said)
@@ -98,46 +102,62 @@ def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
 
 
 def take_down() -> int:
-    """Stop every job, then end the control plane."""
-    console, settings, found = make_console(), Settings.from_env(), None
-    if not elsewhere(settings) and read_announcement(settings.home) is None and is_claimed(settings.home):
+    """Stop every job, then end the control plane, whatever of it is dead or stopped."""
+    console, settings = make_console(), Settings.from_env()
+    if elsewhere(settings):
+        return _leave_cluster(settings, console)
+    if read_announcement(settings.home) is None and is_claimed(settings.home):
         _say(console, "a control plane is starting here: waiting for it to be ready, to end it")
         await_start(settings.home)
-    try:
-        with running_pool(settings) as pool:
-            if pool is not None:
-                found = daemon = pool.daemon
-                _stop(find_jobs(pool.orchestrator), console, now=False)
-                if daemon is None:
-                    # Who followed a job removes its coordinator once it has reported.
-                    _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
-                    for job in find_jobs(pool.orchestrator):
-                        job.close()
-                    shutdown()
-                    _say(console, f"ended {pool.said}; its Ray goes on")
-                    return 0
-                # Ray ends the programs that are attached to it: they should have reported by then.
-                _wait(lambda: not set(other_programs()) - {daemon.pid}, LEAVE_TIMEOUT_S)
-    except RlixError as error:
-        found = read_announcement(settings.home)
-        if found is None:
-            raise
-        logger.warning("%s; ending it all the same", error)
+    found = read_announcement(settings.home)
     if found is None:
         _say_nothing_runs(console)
         return 0
+    try:
+        with running_pool(settings) as pool:
+            if pool is not None:
+                _stop(find_jobs(pool.orchestrator), console, now=False)
+                # Ray ends the programs that are attached to it: they should have reported by then.
+                _wait(lambda: not set(other_programs()) - {found.pid}, LEAVE_TIMEOUT_S)
+    except (RlixError, RayError) as error:
+        logger.warning("%s; ending it all the same", in_words(error) if isinstance(error, RayError) else error)
     _end(found, settings)
     _say(console, f"ended the control plane of process {found.pid}")
     return 0
 
 
+def _leave_cluster(settings: Settings, console: Console) -> int:
+    with running_pool(settings) as pool:
+        if pool is None:
+            _say_nothing_runs(console)
+            return 0
+        _stop(find_jobs(pool.orchestrator), console, now=False)
+        # Who followed a job removes its coordinator once it has reported.
+        _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
+        for job in find_jobs(pool.orchestrator):
+            job.close()
+        shutdown()
+        _say(console, f"ended {pool.said}; its Ray goes on")
+    return 0
+
+
 def _end(found: Announcement, settings: Settings) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(found.pid, signal.SIGTERM)
+    """Tells the daemon to end, and ends it and its Ray where that does not help, or cannot."""
     try:
+        daemon = psutil.Process(found.pid)
+        processes = RayProcesses(daemon)
+        stopped = any(p.status() == psutil.STATUS_STOPPED for p in (daemon, *daemon.children()))
+        daemon.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
+    except psutil.NoSuchProcess:
+        return
+    with contextlib.suppress(WaitTimeoutError):
         await_end(settings.home, DOWN_TIMEOUT_S)
-    except RlixError as error:
-        raise RlixError(f"{error}; see {log_path(settings.home)}, and kill process {found.pid}") from error
+    if is_claimed(settings.home):
+        logger.warning("process %d does not end by itself: killing it; see %s", found.pid, log_path(settings.home))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            daemon.kill()
+    processes.end(0.0 if stopped else LEAVE_TIMEOUT_S)
+    await_end(settings.home, LEAVE_TIMEOUT_S)
 
 
 def _stop(jobs: Sequence[LocalJob], console: Console, *, now: bool) -> bool:

@@ -71,7 +71,7 @@ def _change(
     from rlix.cli.jobs import select
     from rlix.cli.pool import running_pool
     from rlix.control.settings import Settings
-    from rlix.pipeline.jobs.launch import find_jobs
+    from rlix.pipeline.jobs.handle import find_jobs
 
     with running_pool(Settings.from_env()) as pool:
         if pool is None:

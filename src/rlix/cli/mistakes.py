@@ -1,7 +1,8 @@
-"""How the user's mistakes end a command: one message, no traceback."""
+"""How a command ends that cannot do what it should: one message, no traceback."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from types import TracebackType
+from typing import Self
 
 import typer
 from rich.markup import escape
@@ -13,11 +14,29 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
-@contextmanager
-def one_message_per_mistake() -> Iterator[None]:
-    """Turn RLix's own errors into one message on stderr and an exit code."""
-    try:
-        yield
-    except RlixError as error:
-        make_console(stderr=True).print(f"[bold red]rlix:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, SpecError) else EXIT_FAILED) from None
+class one_message_per_mistake:  # noqa: N801 - used as a function
+    """Turn RLix's own errors, and Ray's, into one message on stderr and an exit code."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        found = None if error is None else _known(error)
+        if found is None:
+            return
+        make_console(stderr=True).print(f"[bold red]rlix:[/] {escape(str(found))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_USAGE if isinstance(found, SpecError) else EXIT_FAILED) from None
+
+
+def _known(error: BaseException) -> RlixError | None:
+    """What to say of an error; None of one that is a defect of ours."""
+    if "ray" in sys.modules:  # who has not loaded it does so for seconds, and has none of its errors
+        from ray.exceptions import RayError, RayTaskError
+
+        from rlix.control.rpc import in_words, root_cause
+
+        if isinstance(error, RayTaskError):
+            error = root_cause(error)
+        if isinstance(error, RayError):
+            return RlixError(f"{in_words(error)}; try again in a moment, `rlix down` ends whatever is left")
+    return error if isinstance(error, RlixError) else None

@@ -1,25 +1,30 @@
 """The control plane that a command works with: one that runs already, one started for everybody, or a private one."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray._private import worker as ray_worker
+from ray.exceptions import RayActorError
 
 from rlix.cli.text import count
 from rlix.control.announcement import Announcement, find_or_start_daemon, is_claimed, pool_text, read_announcement
 from rlix.control.init import check_size, detach, init, shutdown
-from rlix.control.rpc import comes_back
+from rlix.control.rpc import comes_back, get, in_words
 from rlix.control.settings import Settings
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus, DeviceKind
 from rlix.protocol.types import ORCHESTRATOR_ACTOR_NAME
 
 STATUS_TIMEOUT_S = 5.0
+_FIRST_TIMEOUT_S = 20.0  # the control plane's actors may just be starting again
+_AGAIN_S = 0.2
 _LOG_LEVEL = "WARNING"
+_PRINT = ray_worker.print_worker_logs
 
 
 class ControlPlaneDiedError(RlixError):
@@ -57,22 +62,31 @@ class StatusSource:
 
     def __call__(self) -> ControlStatus:
         """Raises ControlPlaneDiedError, or RlixError when the first answer does not come."""
-        self._pool.check_alive()
-        try:
-            self._last = ray.get(self._pool.orchestrator.status.remote(), timeout=STATUS_TIMEOUT_S)
-        except GetTimeoutError:
-            if self._last is None:
-                raise RlixError(f"the control plane did not answer within {STATUS_TIMEOUT_S:.0f} s") from None
-        except RayActorError as error:
-            if self._last is None or not comes_back(ORCHESTRATOR_ACTOR_NAME):
-                raise ControlPlaneDiedError(f"the control plane died: {str(error).splitlines()[0]}") from error
-        assert self._last is not None
-        return self._last
+        deadline = time.monotonic() + _FIRST_TIMEOUT_S
+        while True:
+            self._pool.check_alive()
+            left_s = STATUS_TIMEOUT_S if self._last else max(0.0, deadline - time.monotonic())
+            try:
+                self._last = get(self._pool.orchestrator.status.remote(), what="its status", timeout_s=left_s)
+            except WaitTimeoutError:
+                if self._last is None:
+                    raise RlixError(f"the control plane did not answer within {_FIRST_TIMEOUT_S:.0f} s") from None
+            except RayActorError as error:
+                if not comes_back(ORCHESTRATOR_ACTOR_NAME):
+                    raise ControlPlaneDiedError(f"the control plane died: {in_words(error)}") from error
+                if self._last is None:
+                    if time.monotonic() > deadline:
+                        raise RlixError(f"the control plane does not come back: {in_words(error)}") from error
+                    time.sleep(_AGAIN_S)
+                    continue
+            assert self._last is not None
+            return self._last
 
 
 @contextlib.contextmanager
 def private_pool(settings: Settings, virtual_gpus: int) -> Iterator[Pool]:
     """A control plane that lives as long as the block, and that nobody else finds."""
+    _let_ray_print(workers=True)
     try:
         orchestrator = init(
             virtual_gpus=virtual_gpus, settings=replace(settings, ray_address="local"), log_level=_LOG_LEVEL
@@ -91,6 +105,7 @@ def shared_pool(settings: Settings, wanted: int | None, enough: int) -> Iterator
     Raises:
         SpecError: there is one already and it has another number of devices than the user wants.
     """
+    _let_ray_print(workers=True)
     try:
         if settings.ray_address:
             pool = _in_cluster(settings)
@@ -106,7 +121,8 @@ def shared_pool(settings: Settings, wanted: int | None, enough: int) -> Iterator
 
 @contextlib.contextmanager
 def running_pool(settings: Settings) -> Iterator[Pool | None]:
-    """The control plane that runs already; None where there is none."""
+    """The control plane that runs already; None where there is none. What its jobs print is not for who only asks."""
+    _let_ray_print(workers=False)
     try:
         if elsewhere(settings):
             try:
@@ -121,6 +137,16 @@ def running_pool(settings: Settings) -> Iterator[Pool | None]:
             yield _join(settings, read_announcement(settings.home))
     finally:
         detach()
+
+
+def _let_ray_print(*, workers: bool) -> None:
+    """What workers print, or nothing. Ray's own pages about processes name no job, and the job says it all."""
+
+    def print_logs(data: dict[str, Any], *rest: Any, **named: Any) -> None:
+        if workers and data.get("pid") != "raylet":
+            _PRINT(data, *rest, **named)
+
+    ray_worker.print_worker_logs = print_logs
 
 
 def elsewhere(settings: Settings) -> bool:

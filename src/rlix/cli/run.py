@@ -23,7 +23,8 @@ from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.monitor.report import Report
 from rlix.node.devices import smallest_memory
-from rlix.pipeline.jobs.launch import JobHandle, find_jobs, launch, split_devices
+from rlix.pipeline.jobs.handle import JobHandle, find_jobs
+from rlix.pipeline.jobs.launch import launch, split_devices
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import DeviceKind

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FINAL_STATES = frozenset({"finished", "failed", "stopped"})  # as in rlix.pipeline.jobs.launch, which is slow to import
+FINAL_STATES = frozenset({"finished", "failed", "stopped"})  # as in rlix.pipeline.jobs.handle, which is slow to import
 POLL_S = 0.5
 LOG_EVERY_S = 5.0
 STOP_TIMEOUT_S = 90.0

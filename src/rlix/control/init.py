@@ -18,10 +18,8 @@ from ray.exceptions import RayActorError, RayError
 from rlix.control import setup_worker
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
 from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
-from rlix.control.orchestrator import Orchestrator
-from rlix.control.resource_manager import ResourceManager
+from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import get
-from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
 from rlix.node.device_lock import remove_unheld
 from rlix.node.devices import VIRTUAL_KEYS, virtual_key
@@ -40,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
-_STOP_POLL_S = 0.1
 _STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more at a time than there are cores is fine
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
 _NICENESS = 0  # of the control plane's actors: at Ray's 15, busy cores silence it for longer than its callers wait
@@ -50,7 +47,6 @@ _HEALTH_PERIOD_MS, _HEALTH_FAILURES = 1000, 3
 _OLD_LOCK_S = 7 * 86_400.0  # a virtual device that nobody has used for so long is not there any more
 _VIRTUAL_OBJECT_STORE_BYTES = 300_000_000
 _SCHEDULER_CALLS = 10_000  # that wait inside the scheduler at the same time; they cost it no thread
-_RAY = f"{Path(ray.__file__).parent}/"
 _THREADS = 16  # of the orchestrator and of the resource manager: calls that they carry out at the same time
 
 
@@ -104,7 +100,7 @@ def shutdown() -> None:
     """Ends the control plane and, where `init` started it, Ray. Returns when their processes are gone."""
     if not ray.is_initialized():
         return
-    with contextlib.suppress(ValueError, RayError, WaitTimeoutError):
+    with contextlib.suppress(ValueError, RayError, RlixError):
         scheduler = ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE)
         me = this_process(ray.get_runtime_context().get_node_id())
         get(scheduler.close.remote(me), what="closing the scheduler", timeout_s=STOP_TIMEOUT_S)
@@ -245,6 +241,10 @@ def _bare() -> Iterator[None]:
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:
+    from rlix.control.orchestrator import Orchestrator  # what only joins need not load them
+    from rlix.control.resource_manager import ResourceManager
+    from rlix.control.scheduler_service import Scheduler
+
     def start(actor_class: type, name: str, calls: int, *args: object) -> Any:
         options = {
             "name": name,
@@ -259,7 +259,7 @@ def _start_control_plane(settings: Settings, log_level: int) -> Any:
 
     start(Scheduler, SCHEDULER_ACTOR_NAME, _SCHEDULER_CALLS, settings, _pool_id(), log_level)
     start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, _THREADS, log_level)
-    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, _THREADS, log_level)
+    orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, _THREADS, log_level, settings.stopped_s)
     get(orchestrator.ready.remote(), what="start of the control plane's actors", timeout_s=START_TIMEOUT_S)
     return orchestrator
 
@@ -271,56 +271,9 @@ def _pool_id() -> str:
 
 
 def _stop_ray() -> None:
-    daemons = [child for child in psutil.Process().children() if _is_ray(child)]
-    ours = {process for daemon in daemons for process in (daemon, *daemon.children(recursive=True))}
-    raylets = {str(daemon.pid) for daemon in daemons}
+    processes = RayProcesses(psutil.Process())
     ray.shutdown()
-    for process in _outlive(ours, raylets):
-        logger.warning("process %d outlived Ray by %.0f s: killing it", process.pid, STOP_TIMEOUT_S)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    _outlive(ours, raylets)
-
-
-def _outlive(processes: set[psutil.Process], raylets: set[str]) -> list[psutil.Process]:
-    """Waits for these processes and for whatever the raylets started; returns those that still live after a while.
-
-    Ray's children may have left children of their own to init, and a last one may be starting right now.
-    """
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while True:
-        alive = [process for process in {*processes, *_started_by(raylets)} if _lives(process)]
-        if not alive or time.monotonic() > deadline:
-            return alive
-        psutil.wait_procs(alive, timeout=_STOP_POLL_S)
-
-
-def _lives(process: psutil.Process) -> bool:
-    """An ended process that nobody has collected (in a container without init, nobody may) does not live."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _started_by(raylets: set[str]) -> list[psutil.Process]:
-    """Every living process that one of these raylets, given by process id, or a descendant of it has started."""
-    return [process for process in psutil.process_iter() if _raylet_of(process) in raylets]
-
-
-def _is_ray(process: psutil.Process) -> bool:
-    try:
-        return any(part.startswith(_RAY) for part in process.cmdline()[:3])  # an executable or a script
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _raylet_of(process: psutil.Process) -> str | None:
-    """The raylet that started a process, or one of its ancestors: its process id."""
-    try:
-        return process.environ().get("RAY_RAYLET_PID")
-    except psutil.Error:  # gone, or somebody else's
-        return None
+    processes.end(STOP_TIMEOUT_S)
 
 
 def _await_death(handle: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from rlix.control.rpc import Patient
-from rlix.control.watchdog import here, watch_over
+from rlix.control.watchdog import here, watch_over, watch_over_coordinators
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
@@ -21,12 +21,14 @@ class Orchestrator:
     Its calls wait for a scheduler that is being started again.
     """
 
-    def __init__(self, log_level: int = logging.INFO) -> None:
+    def __init__(self, log_level: int = logging.INFO, stopped_s: float = 10.0) -> None:
+        """`stopped_s`: see `Settings`."""
         logging.getLogger("rlix").setLevel(log_level)
         set_oom_score(KEPT)
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         self._manager = Patient(lambda: ray.get_actor(RESOURCE_MANAGER_ACTOR_NAME, NAMESPACE), "the resource manager")
         watch_over((RESOURCE_MANAGER_ACTOR_NAME,))
+        watch_over_coordinators(stopped_s)
 
     def process(self) -> Process:
         """The process this is."""

@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.types import NAMESPACE
@@ -23,6 +24,27 @@ def root_cause(error: RayTaskError) -> BaseException:
     while isinstance(cause, RayTaskError):
         cause = cause.cause
     return cause if isinstance(cause, BaseException) else error
+
+
+def in_words(error: RayError) -> str:
+    """In place of Ray's page: who did not answer, and why."""
+    text = str(error)
+    if isinstance(error, GetTimeoutError):
+        return "the control plane did not answer in time"
+    if not isinstance(error, RayActorError):
+        return f"Ray: {next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)}"
+    name, pid = (re.search(rf"^\s*{key}: (.+)$", text, re.MULTILINE) for key in ("name", "pid"))
+    who = f"process {pid[1]}" if pid else "a process"
+    who = f"{who} ({name[1]})" if name else who
+    if isinstance(error, ActorUnavailableError):
+        return f"{who} cannot be reached just now"
+    if "OUT_OF_MEMORY" in text:
+        return f"{who} was killed: its node ran out of memory"
+    if "node has died" in text or "NODE_DIED" in text:
+        return f"{who} died with its node"
+    if "ray.kill" in text:
+        return f"{who} was ended"
+    return f"{who} died: it was killed (by somebody, or by the kernel for want of memory), or crashed"
 
 
 def get(ref: Any, *, what: str, timeout_s: float) -> Any:
@@ -95,7 +117,9 @@ class Patient:
                 )
             except RayActorError as error:
                 if time.monotonic() > deadline:
-                    raise RlixError(f"{self._name} has been away for {self._patience_s:g} s: {error}") from None
+                    raise RlixError(
+                        f"{self._name} has been away for {self._patience_s:g} s: {in_words(error)}"
+                    ) from None
                 if pause_s == _FIRST_PAUSE_S:
                     logger.info("%s is away: waiting for it to come back", self._name)
             time.sleep(pause_s)

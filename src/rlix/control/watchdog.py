@@ -1,4 +1,5 @@
-"""The control plane's actors watch over each other: one that is stopped, not dead, is killed; Ray starts it again."""
+"""Actors of the head node that are stopped, not dead, are killed: the control plane's, which watch over each other and
+which Ray starts again, and jobs' coordinators."""
 
 import logging
 import os
@@ -11,13 +12,14 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rlix.node.process import describe, kill, state, this_process
 from rlix.protocol.messages import Process
-from rlix.protocol.types import NAMESPACE
+from rlix.protocol.types import COORDINATOR_ACTOR_NAME_PREFIX, NAMESPACE
 
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 0.5
 _ANSWER_S = 1.0
 _KILL_TIMEOUT_S = 5.0
+_COORDINATORS_EVERY_S = 1.0
 
 
 def here() -> Process:
@@ -51,3 +53,48 @@ def _look(name: str) -> None:
                 "%s (process %d) is stopped and does not answer: it is killed, to start again", name, process.pid
             )
             kill([process], _KILL_TIMEOUT_S)
+
+
+def watch_over_coordinators(stopped_s: float) -> None:
+    """From now on, in a thread: whoever has asked a coordinator that was stopped for so long learns that it is dead."""
+    watch = _Coordinators(stopped_s)
+    threading.Thread(target=watch.look_forever, name="coordinators", daemon=True).start()
+
+
+class _Coordinators:
+    def __init__(self, stopped_s: float) -> None:
+        self._stopped_s = stopped_s
+        self._processes: dict[tuple[str, str], Process] = {}  # by namespace and name
+        self._stopped_at: dict[Process, float] = {}
+
+    def look_forever(self) -> None:
+        while True:
+            time.sleep(_COORDINATORS_EVERY_S)
+            try:
+                self._find()
+            except (ValueError, RayError) as error:
+                logger.debug("cannot look for coordinators: %s", error)
+            self._look(time.monotonic())
+
+    def _find(self) -> None:
+        named = ray.util.list_named_actors(all_namespaces=True)
+        there = {(a["namespace"], a["name"]) for a in named if a["name"].startswith(COORDINATOR_ACTOR_NAME_PREFIX)}
+        self._processes = {where: process for where, process in self._processes.items() if where in there}
+        for namespace, name in there - self._processes.keys():
+            actor = ray_state.actors(ray.get_actor(name, namespace)._actor_id.hex())
+            if not actor or actor["State"] != "ALIVE" or actor["Address"]["NodeID"] != _node():
+                continue
+            if (process := describe(actor["Pid"])) is not None:
+                self._processes[namespace, name] = process
+
+    def _look(self, now: float) -> None:
+        stopped = {process for process in self._processes.values() if state(process) == "stopped"}
+        self._stopped_at = {process: self._stopped_at.get(process, now) for process in stopped}
+        for process, since in self._stopped_at.items():
+            if now - since >= self._stopped_s:
+                logger.error("%s (process %d) was stopped and did not go on: it is killed", process.name, process.pid)
+                kill([process], _KILL_TIMEOUT_S, "it was stopped (SIGSTOP) and did not go on")
+
+
+def _node() -> str:
+    return str(ray.get_runtime_context().get_node_id())

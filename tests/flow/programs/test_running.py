@@ -115,7 +115,8 @@ def test_a_part_whose_rank_was_killed_is_started_again(running: Running) -> None
     running.keep()
     (before,) = running.groups["ones"].on(0).count().wait()
     running.groups["ones"].workers.kill(0)
-    what = r"rank 0 died before it answered onload\(\): its process has ended; running.restart\('ones'\) starts them"
+    died = r"rank 0 died before it answered onload\(\): process \d+ \(\S+\) was ended"
+    what = rf"{died}; running.restart\('ones'\) starts them"
     with pytest.raises(WorkerError, match=rf"^sums/ones: {what} again, from what running.keep\(\) kept$") as caught:
         running.step([0] * ITEMS)
     assert caught.value.__cause__ is None  # a page of Ray's

@@ -8,14 +8,14 @@ from typing import Any
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from rlix.control.rpc import in_words
 from rlix.protocol.errors import RlixError, SpecError, WorkerError
 
 
 def failure(group: str, rank: int, method: str, error: BaseException) -> WorkerError:
     """The error of a rank's method, from what Ray raises for it."""
     if isinstance(error, ActorDiedError) and method != "__init__":  # of a start Ray knows more than this
-        why = " (the node ran out of memory)" if "OUT_OF_MEMORY" in str(error) else ""
-        return WorkerError(f"{group}: rank {rank} died before it answered {method}(): its process has ended{why}")
+        return WorkerError(f"{group}: rank {rank} died before it answered {method}(): {in_words(error)}")
     cause = error.cause if isinstance(error, RayTaskError) else error
     cause = error if cause is None else cause
     return worker_error(f"{group}: rank {rank} failed in {method}(): {type(cause).__name__}: {cause}", rank, cause)

@@ -5,12 +5,13 @@ import contextlib
 import logging
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlix.control.rpc import call, root_cause
+from rlix.control.rpc import call, in_words, root_cause
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _WHY_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 60.0
+_STATUS_TIMEOUT_S = 1.0  # less than who asks waits
 _LOOK_EVERY_S = 0.5
 NODE_LOSS_S = 30.0
 """How long it may take after a failure until Ray knows that a node has left."""
@@ -69,14 +71,14 @@ class JobCoordinator(PipelineCoordinator):
                 pipeline = await self.create_pipeline_actor()
                 self._supervisor = asyncio.create_task(self._see_to_the_end(pipeline))
 
-    async def config(self) -> JobConfig:
-        """What was launched."""
-        return self._config
+    async def about(self) -> tuple[JobStatus, Path]:
+        """Its status and its run folder."""
+        return await self.status(), self._config.run_dir
 
     async def status(self) -> JobStatus:
-        """What the job is doing, or how it ended."""
+        """What the job is doing, or how it ended; what was last known while its pipeline is busy or still starting."""
         if self._final is None:
-            await self._refresh()
+            await self._refresh(_STATUS_TIMEOUT_S)
         return self._final or self._last
 
     async def stop(self) -> None:
@@ -210,13 +212,13 @@ class JobCoordinator(PipelineCoordinator):
             why = await asyncio.wait_for(orchestrator.why_ended.remote(self._pipeline_id), _WHY_TIMEOUT_S)
             if why:
                 return f"the control plane ended it: {why}"
-        return f"the pipeline actor died: {error}"
+        return f"its program died: {in_words(error)}; see job.log in its run folder"
 
-    async def _refresh(self) -> JobStatus | None:
-        """What the pipeline says of itself. That it failed is kept for the end: it may be started again."""
+    async def _refresh(self, timeout_s: float = _CALL_TIMEOUT_S) -> JobStatus | None:
+        """What the pipeline says of itself, if it does. That it failed is kept for the end: it may be started again."""
         status = None
-        with contextlib.suppress(RayActorError):  # whoever watches over the run says so
-            status = await super().status()
+        with contextlib.suppress(RayActorError, TimeoutError):  # whoever watches over the run says so
+            status = await asyncio.wait_for(super().status(), timeout_s)
             if status is not None and status.state != "failed":
                 self._last = replace(status, resumes=self._resumes)
         return status

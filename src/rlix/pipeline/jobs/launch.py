@@ -5,18 +5,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from rlix.control.rpc import root_cause
 from rlix.control.settings import Settings
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.jobs.coordinator import check_importable
+from rlix.pipeline.jobs.handle import JobHandle
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import check_resumable
@@ -25,11 +23,9 @@ from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.choose import choose
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
-from rlix.pipeline.spec.lora import RunSpec
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import ControlStatus, DeviceKind
 from rlix.protocol.types import (
-    COORDINATOR_ACTOR_NAME_PREFIX,
     HEAD_RESOURCE,
     NAMESPACE,
     ORCHESTRATOR_ACTOR_NAME,
@@ -39,128 +35,7 @@ from rlix.protocol.types import (
 
 logger = logging.getLogger(__name__)
 
-FINAL_STATES = frozenset({"finished", "failed", "stopped"})
-STATUS_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 60.0
-
-
-class JobHandle:
-    """A job of this control plane, launched by this process or by another one. Losing the handle ends nothing."""
-
-    def __init__(self, first: JobStatus, run_dir: Path | None, orchestrator: Any, coordinator: Any) -> None:
-        """`first` is what is known of the job so far. A coordinator that a user wrote may know no run folder."""
-        self.name = first.name
-        self.run_dir = run_dir
-        self._last = first
-        self._orchestrator = orchestrator
-        self._coordinator = coordinator
-        self._end = self._ask_for_the_end()
-
-    @property
-    def pipeline_id(self) -> str:
-        """What it is registered as; another id once it was started again on other nodes."""
-        return self._last.pipeline_id
-
-    def start(self) -> None:
-        """Start the run. Calling it again changes nothing."""
-        ray.get(self._coordinator.start.remote(), timeout=_CALL_TIMEOUT_S)
-        logger.info("%s started as %s", self.name, self.pipeline_id)
-
-    def status(self) -> JobStatus:
-        """What the job is doing; the last known status when it does not answer within two seconds."""
-        if self._last.state in FINAL_STATES:
-            return self._last
-        ready, _ = ray.wait([self._end], timeout=0)
-        if ready:
-            self._last = self._final_status()
-        else:
-            with contextlib.suppress(GetTimeoutError, RayActorError):
-                self._last = ray.get(self._coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or self._last
-        return self._last
-
-    def stop(self) -> None:
-        """Ask for a clean stop: the job writes a checkpoint and ends."""
-        with contextlib.suppress(RayActorError):
-            self._coordinator.stop.remote()
-
-    def change_run(
-        self, verb: Literal["add", "pause", "resume", "remove"], name: str, run: RunSpec | None = None
-    ) -> None:
-        """Of a multi_lora job: add a run, or pause, resume or remove one.
-
-        Raises:
-            SpecError: there is no such run, or already one, or the job has none.
-        """
-        try:
-            ray.get(self._coordinator.change_run.remote(verb, name, run), timeout=_CALL_TIMEOUT_S)
-        except RayTaskError as error:
-            raise root_cause(error) from error
-
-    def wait(self, timeout_s: float) -> JobStatus:
-        """Wait for the end.
-
-        Raises:
-            WaitTimeoutError: the job had not ended after `timeout_s`.
-        """
-        ready, _ = ray.wait([self._end], timeout=timeout_s)
-        if not ready:
-            raise WaitTimeoutError(f"job {self.name!r} was still in {self._last.phase!r} after {timeout_s:g} s")
-        return self.status()
-
-    def close(self) -> None:
-        """Free everything the job holds, ended or not."""
-        self.status()
-        with contextlib.suppress(RayActorError, RayTaskError, GetTimeoutError):
-            ray.get(
-                self._orchestrator.unregister_pipeline.remote(pipeline_id=self.pipeline_id, reason="closed"),
-                timeout=_CALL_TIMEOUT_S,
-            )
-        with contextlib.suppress(ValueError):  # it has ended
-            ray.kill(ray.get_actor(f"pipeline:{self.pipeline_id}", pipeline_namespace(self.pipeline_id)))
-        ray.kill(self._coordinator)
-
-    def _ask_for_the_end(self) -> Any:
-        coordinator = self._coordinator
-        return (coordinator.ended if hasattr(coordinator, "ended") else coordinator.closed).remote()
-
-    def _final_status(self) -> JobStatus:
-        try:
-            final: JobStatus | None = ray.get(self._end)
-            final = final or ray.get(self._coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or self._last
-        except ActorUnavailableError:
-            self._end = self._ask_for_the_end()
-            return self._last
-        except (RayTaskError, RayActorError) as error:
-            return replace(self._last, state="failed", phase="failed", error=f"the job's coordinator died: {error}")
-        except GetTimeoutError:
-            final = self._last
-        return final if final.state in FINAL_STATES else replace(final, state="stopped", phase="stopped")
-
-
-def find_jobs(orchestrator: Any) -> list[JobHandle]:
-    """Every job of this control plane that has a coordinator, in order of launch. One that ended is found for a minute.
-
-    A job whose coordinator does not answer within a few seconds is there, with what is known without it.
-    """
-    found = []
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        pipeline_id = actor["name"].removeprefix(COORDINATOR_ACTOR_NAME_PREFIX)
-        if pipeline_id == actor["name"]:
-            continue
-        with contextlib.suppress(ValueError, RayActorError):  # it has ended since
-            found.append(_handle(pipeline_id, orchestrator, ray.get_actor(actor["name"], actor["namespace"])))
-    return sorted(found, key=lambda job: (len(job.pipeline_id), job.pipeline_id))
-
-
-def _handle(pipeline_id: str, orchestrator: Any, coordinator: Any) -> JobHandle:
-    first, run_dir = JobStatus(pipeline_id, pipeline_id, "unknown", 0, 0, "does not answer"), None
-    with contextlib.suppress(GetTimeoutError):
-        if hasattr(coordinator, "config"):
-            config: JobConfig = ray.get(coordinator.config.remote(), timeout=STATUS_TIMEOUT_S)
-            run_dir = config.run_dir
-            first = replace(first, name=config.spec.name, steps=config.spec.steps)
-        first = ray.get(coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or first
-    return JobHandle(first, run_dir, orchestrator, coordinator)
 
 
 def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) -> list[JobHandle]:

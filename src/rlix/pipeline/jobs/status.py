@@ -3,18 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlix.pipeline.rollout.shares import Share
 from rlix.pipeline.sources.rewards import number
-from rlix.pipeline.spec.job import JobSpec
+
+if TYPE_CHECKING:
+    from rlix.pipeline.spec.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
     """What a pipeline actor is created with: the job's spec and where and how to run it."""
 
-    spec: JobSpec
+    spec: "JobSpec"
     run_dir: Path
     resume: bool = False
     why: str = ""  # it is started again, for the job's log
@@ -68,7 +70,7 @@ class JobSummary:
     first_exact: float | None
     last_exact: float | None
     run_dir: str
-    goes_on: JobSpec | None = None  # by another plan, from its checkpoint
+    goes_on: "JobSpec | None" = None  # by another plan, from its checkpoint
 
 
 def as_metrics(found: object, whose: str) -> dict[str, float]:

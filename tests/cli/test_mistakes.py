@@ -1,0 +1,70 @@
+"""How commands end that cannot do what they should: one sentence, an exit code, no page of Ray's."""
+
+import pytest
+import typer
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    RpcError,
+)
+
+from rlix.cli.mistakes import one_message_per_mistake
+from rlix.control.rpc import in_words
+from rlix.protocol.errors import RlixError, SpecError
+
+PAGE = """The actor died unexpectedly before finishing this task.
+\tclass_name: PipelineActor
+\tactor_id: a1bb71dd45c71f8506dfb47e06000000
+\tpid: 15820
+\tname: pipeline:ft_1
+\tip: 127.0.0.1
+The actor is dead because its worker process has died. Worker exit type: {kind} Worker exit detail: {detail}"""
+
+
+def died(kind: str = "SYSTEM_ERROR", detail: str = "connection error code 2. End of file.") -> ActorDiedError:
+    error = ActorDiedError()
+    error.error_msg = PAGE.format(kind=kind, detail=detail)
+    return error
+
+
+def in_actor(cause: Exception) -> RayTaskError:
+    return RayTaskError("status", "Traceback (most recent call last):\n" + "  a page\n" * 100, cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (SpecError("no such job"), "rlix: no such job\n", 2),
+        (in_actor(RlixError("the scheduler is away")), "rlix: the scheduler is away\n", 1),
+        (in_actor(in_actor(SpecError("no such device"))).as_instanceof_cause(), "rlix: no such device\n", 2),
+        (died(), "process 15820 (pipeline:ft_1) died: it was killed (by somebody, or by the kernel", 1),
+        (died("NODE_OUT_OF_MEMORY"), "process 15820 (pipeline:ft_1) was killed: its node ran out of memory", 1),
+        (ActorUnavailableError("connection reset", b"x" * 16), "cannot be reached just now", 1),
+        (GetTimeoutError("Get timed out"), "the control plane did not answer in time", 1),
+        (RaySystemError("line one\nline two"), "line one", 1),
+        (RpcError("UNAVAILABLE: no route"), "no route", 1),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(
+    error: BaseException, said: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as exited, one_message_per_mistake():
+        raise error
+    assert exited.value.exit_code == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_defect_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError), one_message_per_mistake():
+        raise KeyError("oh")
+
+
+def test_a_death_without_a_process_is_said_too() -> None:
+    assert in_words(ActorDiedError()).startswith("a process died")
+    assert in_words(RayError()) == "Ray: RayError"
