@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from rlix.engine.executors import vllm_abi, vllm_options
 from rlix.protocol.errors import RlixError
@@ -14,7 +15,8 @@ def test_a_vllm_without_what_rlix_relies_on_is_refused(monkeypatch: pytest.Monke
     vllm_abi.check()
     monkeypatch.delattr(LLMEngine, "is_sleeping")
     monkeypatch.setattr(LLMEngine, "abort_request", lambda self, request_ids: None)
-    lacks = r"LLMEngine\.abort_request\(internal\); LLMEngine\.is_sleeping\(\)"
+    monkeypatch.delattr(GPUModelRunner, "get_model")
+    lacks = r"LLMEngine\.abort_request\(internal\); LLMEngine\.is_sleeping\(\); GPUModelRunner \(V2\)\.get_model\(\)"
     with pytest.raises(RlixError, match=f"does not have what RLix relies on: {lacks}"):
         vllm_abi.check()
 

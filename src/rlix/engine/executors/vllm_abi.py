@@ -16,7 +16,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2  # which CUDA takes
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from rlix.engine.executors import vllm_options
 from rlix.protocol.errors import RlixError
@@ -33,8 +35,12 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (LLMEngine, "sleep", ("level",)),
     (LLMEngine, "wake_up", ("tags",)),
     (LLMEngine, "is_sleeping", ()),
-    (GPUModelRunner, "reload_weights", ("weights_iterator", "weights_path")),
-    (GPUModelRunner, "get_model", ()),
+    (Worker, "reload_weights", ()),
+    *(
+        (runner, "reload_weights", ("weights_iterator", "weights_path"))
+        for runner in (GPUModelRunner, GPUModelRunnerV2)
+    ),
+    *((runner, "get_model", ()) for runner in (GPUModelRunner, GPUModelRunnerV2)),
     (LoRAModel, "from_lora_tensors", ("device", "dtype", "model_vocab_size")),
     (PEFTHelper, "from_dict", ()),
     (PEFTHelper, "validate_legal", ()),
@@ -47,6 +53,7 @@ _CALLS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (MultiprocExecutor, "register_failure_callback", ()),
     (platform, "set_assigned_physical_gpu_ids", ()),
 )
+_OF_RUNNERS = ("kv_caches", "lora_manager", "model_config", "vllm_config")
 _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (LLMEngine, "engine_core"),
     (LLMEngine, "output_processor"),
@@ -55,8 +62,9 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (RequestState, "logprobs_processor"),
     (IncrementalDetokenizer, "output_token_ids"),
     (LogprobsProcessor, "logprobs"),
-    (GPUModelRunner, "kv_caches"),
-    (GPUModelRunner, "model_config"),
+    *((runner, name) for runner in (GPUModelRunner, GPUModelRunnerV2) for name in _OF_RUNNERS),
+    (Worker, "model_runner"),
+    (Worker, "vllm_config"),
     (MultiprocExecutor, "shutting_down"),
     (ParallelConfig, "master_addr"),
     (ParallelConfig, "master_port"),
@@ -68,11 +76,11 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
 def check() -> None:
     """Raises RlixError naming everything that this vLLM lacks."""
     lacking = [
-        f"{owner.__name__}.{name}({', '.join(parameters)})"
+        f"{_called(owner)}.{name}({', '.join(parameters)})"
         for owner, name, parameters in _CALLS
         if not _takes(getattr(owner, name, None), parameters)
     ]
-    lacking += [f"{owner.__name__}.{name}" for owner, name in _ATTRIBUTES if not _mentions(owner, name)]
+    lacking += [f"{_called(owner)}.{name}" for owner, name in _ATTRIBUTES if not _mentions(owner, name)]
     if lacking:
         raise RlixError(
             f"vLLM {vllm_options.installed()} does not have what RLix relies on: {'; '.join(lacking)}. Install "
@@ -87,6 +95,11 @@ def check_options(more: Mapping[str, Any]) -> None:
             raise ValueError(f"executor_options: {name!r} is an argument of build(), or set by RLix")
     for name, problem in vllm_options.unknown(more).items():
         raise ValueError(f"executor_options: {name!r}: {problem}")
+
+
+def _called(owner: Any) -> str:
+    """The two model runners have the same name."""
+    return "GPUModelRunner (V2)" if owner is GPUModelRunnerV2 else str(owner.__name__)
 
 
 def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
