@@ -234,7 +234,7 @@ def test_a_wrong_name_costs_no_channel_and_a_new_one_knows_what_the_last_one_bro
         def leads_to(self, engine: Any) -> bool:
             return True
 
-        def transfer(self, version: int, only: Any, epoch: int | None) -> int:
+        def transfer(self, version: int, only: Any, epoch: int | None, known: object) -> int:
             self.synced = WeightsId(version)
             return 0
 

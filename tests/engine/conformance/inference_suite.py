@@ -20,8 +20,10 @@ from rlix.engine.executors.registry import backend
 from rlix.engine.inference.requests import GenerationChunk, GenerationRequest, GenerationResult, continued
 from rlix.engine.life_cycle import SOURCE, SOURCE_VERSION, Part, Phase, Residency
 from rlix.engine.model_source import ModelSource
+from rlix.engine.weights import known_answer
+from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.protocol.errors import NotResidentError, WeightSyncError
+from rlix.protocol.errors import NotResidentError, RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
 from tests.engine.channels import OneRank, OneReplica, to_executor
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
@@ -212,6 +214,33 @@ def test_a_load_replaces_what_is_another_publications_and_nothing_else(executor:
     assert executor.load(first, ALL_PARTS) == 0
     executor.load(other(5, version=1), ALL_PARTS)  # another trainer counts from 1 too
     assert answers(executor) == expected(5)
+
+
+def test_known_tokens_are_asked_for_when_weights_first_come_in_a_way(executor: InferenceExecutor) -> None:
+    tokens = known_answer.tokens(VOCABULARY)
+
+    def answering(seed: int, version: int, trainer: str) -> PublishedWeights:
+        said = logprobs(model(seed, CONFIG), tokens[:1], tokens[1:]).tolist()
+        return replace(other(4, version), known=KnownAnswer(tokens, tuple(said), "float32", trainer))
+
+    for trainer, bring in (
+        ("one that is loaded from", lambda weights: executor.load(weights, ALL_PARTS)),
+        ("one that updates", executor.update),
+    ):
+        if "loaded" in trainer:
+            executor.offload(keep_host=False)
+        else:
+            assert started(executor)  # which goes on, or fails with the rest
+        with pytest.raises(RlixError, match=r"known tokens log-probabilities that are .* from the trainer's"):
+            bring(answering(5, 1, trainer))
+        assert (executor.life.phase, executor.life.weights) == (Phase.FAILED, None)
+        executor.load(None, ALL_PARTS)
+        executor.abort(None)
+        executor.offload(keep_host=False)
+        if "updates" in trainer:
+            executor.load(None, ALL_PARTS)
+        bring(answering(4, 2, trainer))
+        assert (executor.life.version, answers(executor)) == (2, expected(4))
 
 
 def test_weights_that_do_not_fit_change_nothing(executor: InferenceExecutor) -> None:

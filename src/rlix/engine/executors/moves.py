@@ -9,11 +9,12 @@ from typing import TypeVar
 import torch
 
 from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
-from rlix.engine.life_cycle import SOURCE, Part, WeightsId
+from rlix.engine.life_cycle import SOURCE, Part, Phase, WeightsId
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import channel
 from rlix.engine.weights.channel import Ticket
+from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.engine.weights.shards import everything
@@ -33,6 +34,8 @@ class MovingExecutor(InferenceExecutor):
         self._adapters: dict[str, WeightsId] = {}  # on top of the weights, by name
         self._adapter_configs: dict[str, AdapterConfig] = {}
         self._refused: dict[str, str] = {}  # adapters that cannot be served here, and why
+        self._to_check: tuple[str, KnownAnswer] | None = None  # how the weights came, and what they answer
+        self._checked: set[tuple[str, str]] = set()  # ways that they came, and the trainer's processes
 
     def _adapter_versions(self) -> dict[str, int]:
         return {name: weights.version for name, weights in self._adapters.items()}
@@ -77,6 +80,13 @@ class MovingExecutor(InferenceExecutor):
     @abstractmethod
     def _drop(self) -> None:
         """Release everything, whatever state it is in."""
+
+    def _score(self, tokens: Sequence[int]) -> tuple[list[float], str] | None:
+        """Log-probabilities of all tokens but the first, without adapters, and the dtype that the model computes in.
+
+        None: not now, or never.
+        """
+        return None
 
     def _put_adapter(self, adapter: PublishedAdapter) -> int:
         """Bring an adapter, or another version of it in place, beside weights that are on the devices; the bytes.
@@ -125,7 +135,9 @@ class MovingExecutor(InferenceExecutor):
             self.life.check_part(Part.WEIGHTS)
             self._check_takes(published)
             published.check_base(self.life.weights)
-            return self._overwrite(published)
+            moved = self._overwrite(published)
+            self._check_answer()
+            return moved
 
         return self._run("update", action)
 
@@ -143,7 +155,29 @@ class MovingExecutor(InferenceExecutor):
             with self._failing("there is no KV cache", Part.KV_CACHE):
                 self._open_cache()
         self.change(lambda life: life.brought(*parts))
+        self._check_answer()
         return moved
+
+    def _expect(self, way: str, published: PublishedWeights | None) -> None:
+        """What the weights that are coming answer, unless some that came this way have been seen to be right."""
+        known = None if published is None else published.known
+        wanted = known is not None and (way, known.trainer) not in self._checked
+        self._to_check = (way, known) if known is not None and wanted else None
+
+    def _check_answer(self) -> None:
+        """As soon as it can answer. Raises RlixError when the weights are not laid out right, and drops them."""
+        if self._to_check is None or self.life.phase is not Phase.SERVING:
+            return
+        way, known = self._to_check
+        if (found := self._score(known.tokens)) is None:
+            return
+        self._to_check = None
+        try:
+            known.check(*found, self.life.version)
+        except RlixError as error:
+            self._break(error, f"the weights were laid out wrongly: {error}", *Part)
+            raise
+        self._checked.add((way, known.trainer))
 
     def _load_weights(self, published: PublishedWeights | None) -> int:
         if published is None and self.life.weights is None and not self._source.has_weights:
@@ -164,6 +198,7 @@ class MovingExecutor(InferenceExecutor):
         return moved
 
     def _load_from_nothing(self, published: PublishedWeights | None) -> int:
+        self._expect("loaded", published)
         try:
             moved = self._fill(published)
             moved += self._serve(() if published is None else published.adapters)
@@ -212,7 +247,10 @@ class MovingExecutor(InferenceExecutor):
         before = self.life.weights
         self.change(lambda life: life.overwriting())
         try:
-            moved = 0 if before is not None and before.publication == published.publication else self._write(published)
+            moved = 0
+            if before is None or before.publication != published.publication:
+                self._expect("written" if published.delivery is None else "received", published)
+                moved = self._write(published)
             moved += self._serve(published.adapters)
         except WeightSyncError:
             if before is not None:

@@ -19,6 +19,7 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.movers import mover_for
 from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
+from rlix.engine.weights.buckets import dtype_name
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
 from rlix.engine.weights.shards import whole_layout
@@ -144,6 +145,14 @@ class TransformersExecutor(LoopExecutor):
         if self._decoder is not None:
             self._decoder.forget_prompts()
         return report.bytes
+
+    @torch.no_grad()
+    def _score(self, tokens: Sequence[int]) -> tuple[list[float], str] | None:
+        if self._model is None or self._adapter_layers:
+            return None
+        ids = torch.tensor([tokens], device=self._device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist(), dtype_name(self._model.dtype)
 
     def _put_adapter(self, adapter: PublishedAdapter) -> int:
         assert self._model is not None

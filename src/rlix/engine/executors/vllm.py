@@ -25,6 +25,7 @@ from rlix.engine.inference.requests import GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
+from rlix.engine.weights.buckets import dtype_name
 from rlix.engine.weights.channel import Ticket, TransferError
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
@@ -32,6 +33,7 @@ from rlix.flow.scratch import Scratch
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
+_KNOWN = "known answer"  # vLLM's name for the request that asks for one
 _NONE = 1  # number of the adapter that changes nothing, for requests without one
 
 
@@ -82,6 +84,7 @@ class VllmExecutor(LoopExecutor):
         self._running: dict[int, _Progress] = {}
         self._numbers: dict[str, int] = {}  # of adapters, by name; one is used for one name only
         self._has_none = False
+        self._ended: dict[int, GenerationResult] = {}  # while something else was asked
         self._fence: Fence | None = None
         self._nodes = FurtherNodes(source, options, site)
         super().__init__(source, options, site)
@@ -126,17 +129,39 @@ class VllmExecutor(LoopExecutor):
         self._running[key] = _Progress(request, vllm_id)
 
     def _step(self) -> dict[int, GenerationResult]:
-        ended = {}
+        ended, self._ended = self._ended, {}
         for output in self._engine.step():
-            key = int(output.request_id)
-            progress = self._running.get(key)
-            if progress is None:
-                continue
-            (answer,) = output.outputs
-            progress.take(answer.token_ids, answer.logprobs, self._version_of(progress.request))
-            if output.finished:
-                ended[key] = self._end(key, "stop" if answer.finish_reason == "stop" else "length")
+            self._take(output, ended)
         return ended
+
+    def _take(self, output: Any, ended: dict[int, GenerationResult]) -> None:
+        key = int(output.request_id)
+        progress = self._running.get(key)
+        if progress is None:
+            return
+        (answer,) = output.outputs
+        progress.take(answer.token_ids, answer.logprobs, self._version_of(progress.request))
+        if output.finished:
+            ended[key] = self._end(key, "stop" if answer.finish_reason == "stop" else "length")
+
+    def _score(self, tokens: Sequence[int]) -> tuple[list[float], str] | None:
+        """What is in flight goes on beside it; where that leaves no room it is asked another time."""
+        if len(tokens) >= self._max_length or len(self._running) >= self._options.max_num_seqs:
+            return None
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        none = LoRARequest("", _NONE, "none") if self._options.adapters else None
+        self._engine.add_request(_KNOWN, {"prompt_token_ids": list(tokens)}, params, lora_request=none)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.request_id != _KNOWN:
+                    self._take(output, self._ended)
+                    continue
+                rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+                config = self._engine.vllm_config.model_config
+                return [row[token].logprob for row, token in rows], config.quantization or dtype_name(config.dtype)
+        raise RlixError("vLLM did not answer when it was asked for known tokens")
 
     def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
         progress = self._running[key]
@@ -355,6 +380,7 @@ class VllmExecutor(LoopExecutor):
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
         self._running.clear()
+        self._ended.clear()
         self._lose_adapters()
         self._nodes.close()
         if engine is not None:

@@ -1,11 +1,13 @@
 """What RLix adds to vLLM's workers; vLLM mixes the class into its own, in each tensor-parallel worker process."""
 
 import json
+import logging
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from itertools import chain, islice
 from typing import Any
@@ -28,6 +30,8 @@ from rlix.flow.workers.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import Fence
+
+logger = logging.getLogger(__name__)
 
 LOCK_VARIABLE = "RLIX_VLLM_DEVICE_LOCK"
 """Tells worker processes that are still to come which devices to lock, and under which fence."""
@@ -61,6 +65,25 @@ if (_parent := multiprocessing.parent_process()) is not None and LOCK_VARIABLE i
     if current_platform.is_cpu():  # of which vLLM counts one on a node, and by that tells its own workers from others
         set_assigned_physical_gpu_ids(list(range(len(_held_keys))))
     threading.Thread(target=_end_with, args=[_parent], name="parent", daemon=True).start()
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """What vLLM says of tensors that nobody loaded and the like, whatever it has been told to log."""
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logger.warning("vLLM, while it replaced weights: %s", record.getMessage())
+
+    theirs, shown = logging.getLogger("vllm.model_executor"), Shown(logging.WARNING)
+    before = theirs.level
+    theirs.setLevel(logging.WARNING)
+    theirs.addHandler(shown)
+    try:
+        yield
+    finally:
+        theirs.setLevel(before)
+        theirs.removeHandler(shown)
 
 
 class ReplicaWorker:
@@ -142,7 +165,8 @@ class ReplicaWorker:
             for layer in self.model_runner.get_model().modules():
                 if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
                     method.moe_kernel = None  # type: ignore[union-attr]
-        self.reload_weights(**of)
+        with _warnings_shown():
+            self.reload_weights(**of)
 
     def rlix_put_adapter(self, number: int, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         """Have a LoRA adapter under this number, in place of what is there."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from rlix.engine.weights.publication import named_weights, tied_names
 from rlix.nn import BaseTrainModule
@@ -54,6 +55,14 @@ def exported(module: BaseTrainModule) -> list[Exported]:
         if plain:
             result.append(Exported(plain[0], tuple(plain[1:]), named[name], partial(_itself, named[name])))
     return result
+
+
+def answers_plainly(module: BaseTrainModule) -> bool:
+    """Whether it is a causal LM as transformers calls it, without adapters, so that it computes what is published."""
+    if not isinstance(module, PreTrainedModel) or not type(module).forward.__module__.startswith("transformers."):
+        return False
+    plain: PreTrainedModel = module
+    return plain.get_output_embeddings() is not None and not any(_is_lora(part) for part in plain.modules())
 
 
 def to_publish(module: BaseTrainModule, weights: list[Exported]) -> list[Exported]:

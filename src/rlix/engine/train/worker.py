@@ -19,7 +19,7 @@ from rlix.engine.movers import mover_for
 from rlix.engine.parallel import like
 from rlix.engine.residency import MoveReport, ResidentSet
 from rlix.engine.train import checkpoint
-from rlix.engine.train.adapters import Exported, aliases_of, to_publish
+from rlix.engine.train.adapters import Exported, aliases_of, answers_plainly, to_publish
 from rlix.engine.train.evacuation import Begun, standing
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.handover import Handover, pack, unpack
@@ -29,7 +29,9 @@ from rlix.engine.train.materialize import Checkpoint, ModuleSpec
 from rlix.engine.train.optimizers import optimizers
 from rlix.engine.train.random_state import set_random_state
 from rlix.engine.train.saving import BackgroundSaver
-from rlix.engine.weights import channel, publication, streams
+from rlix.engine.weights import channel, known_answer, publication, streams
+from rlix.engine.weights.buckets import dtype_name
+from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.layout import Layout as WeightLayout
 from rlix.engine.weights.shards import Share, held, layout_of, sliced
 from rlix.flow.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
@@ -41,7 +43,18 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
 _LEAVES_BYTES = frozenset(  # as they are, or says otherwise
-    {"call", "read", "publish", "weight_layout", "join_channel", "send_weights", "save", "save_state", "start_save"}
+    {
+        "call",
+        "known_answer",
+        "read",
+        "publish",
+        "weight_layout",
+        "join_channel",
+        "send_weights",
+        "save",
+        "save_state",
+        "start_save",
+    }
 )
 
 
@@ -98,6 +111,7 @@ class TrainWorker(Worker):
         self._module, self._last = module, LastCall(module)
         self._weights_path, self._seed = spec.weights_path, spec.seed
         self._collective_timeout_s = collective_timeout_s
+        self._computes_in = spec.compute_dtype or spec.dtype
         self._resident = ResidentSet(
             f"rank {self.ctx.rank} of {self.ctx.group}",
             lambda: self._executor.resident(module),
@@ -156,6 +170,28 @@ class TrainWorker(Worker):
             weights = self._exports(as_trained=as_trained)
             mine = sliced(weights, share)
             return publication.publish(mine, version, bucket_bytes=bucket_bytes, aliases=aliases_of(weights))
+
+    def known_answer(self, epoch: int | None) -> KnownAnswer | None:
+        """What the weights answer; None from a module of which only itself knows how it is asked."""
+        self._guard(epoch)
+        module: Any = self._module
+        if not answers_plainly(module):
+            return None
+        modes = {part: part.training for part in module.modules()}
+        module.eval()
+        try:
+            with torch.no_grad():
+                ids = torch.tensor([known_answer.tokens(module.config.vocab_size)], device=module.device)
+                logits = self._executor.run(module, "forward", (), {"input_ids": ids, "use_cache": False}).logits
+                found = logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        finally:
+            for part, training in modes.items():
+                part.training = training
+            self._executor.settle(module)
+        coarsest = min(
+            (self._computes_in, dtype_name(module.publish_dtype or torch.float32)), key=known_answer.fineness
+        )
+        return KnownAnswer(tuple(ids[0].tolist()), tuple(found), coarsest, self.ctx.group)
 
     def weight_layout(self, as_trained: bool) -> tuple[WeightLayout, dict[str, tuple[str, ...]]]:
         """What this rank holds of the exported weights, and the further names of tied ones."""

@@ -41,6 +41,8 @@ from rlix.engine.weights.buckets import (
 )
 from rlix.engine.weights.channel import Delivery, TransferError
 from rlix.flow.memory import HostMemory, opened_host
+from rlix.engine.weights.known_answer import KnownAnswer
+from rlix.engine.weights.layout import Box, Layout, Part, common, elements, extent, slices, whole
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]
@@ -53,6 +55,8 @@ class PublishedWeights:
     With a `delivery` there are no buckets: the trainer is about to send the weights, once, to all who take part.
 
     `adapters` come on top of them. Weights that differ from those that are there in `version` and adapters alone, not
+    `known` is what they answer, where the trainer was asked.
+
     in `publication`, move only the adapters that are new.
     """
 
@@ -63,6 +67,7 @@ class PublishedWeights:
     publication: str = field(default_factory=lambda: uuid.uuid4().hex)
     adapters: tuple["PublishedAdapter", ...] = ()
 
+    known: KnownAnswer | None = None
     @property
     def id(self) -> WeightsId:
         """Which weights these are, also among those of other trainers, whose numbers begin at 1 as well."""

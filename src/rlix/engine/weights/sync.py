@@ -15,6 +15,7 @@ from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, reason
 from rlix.engine.weights.group import open_store
+from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.plan import plan
 from rlix.engine.weights.publication import PublishedWeights, joined
@@ -197,7 +198,9 @@ class Channel:
         """Whether these are still the processes that it was opened to."""
         return engine.processes == self._processes
 
-    def transfer(self, version: int, only: Collection[str] | None, epoch: int | None) -> int:
+    def transfer(
+        self, version: int, only: Collection[str] | None, epoch: int | None, known: KnownAnswer | None = None
+    ) -> int:
         """Have the trainer send, and the engine's update receive; returns the bytes that receivers got.
 
         With `only`, tensors of these names move. After an error the channel is of no use any more.
@@ -212,7 +215,7 @@ class Channel:
                 f"{self._engine.name} has no weights of {self._trainer.name} yet, or lost them: sync all names first"
             )
         delivery = Delivery(self.name, next(self._transfers), names, self._firsts, self.synced if names else None)
-        coming = PublishedWeights(version, self.manifest, delivery=delivery)
+        coming = PublishedWeights(version, self.manifest, delivery=delivery, known=known)
         self.synced = None
         self._both(
             delivery.number,
@@ -287,6 +290,7 @@ class Channels:
         only: Collection[str] | None,
         timeout_s: float,
         epoch: int | None,
+        known: KnownAnswer | None = None,
     ) -> tuple[Channel, int]:
         """Send through the engine's channel, which is opened where there is none; the bytes that receivers got.
 
@@ -294,8 +298,8 @@ class Channels:
             As `Channel` and `Channel.transfer`.
         """
         settings = transport, timeout_s
-        known, channel = self._open.get(engine.name, (None, None))
-        if channel is None or known != settings or not channel.leads_to(engine):
+        opened_as, channel = self._open.get(engine.name, (None, None))
+        if channel is None or opened_as != settings or not channel.leads_to(engine):
             synced = channel.synced if channel is not None and channel.leads_to(engine) else None
             self._drop(engine.name)
             channel = Channel(self._trainer, engine, way, timeout_s, CHANNEL_BUCKET_BYTES)
@@ -304,7 +308,7 @@ class Channels:
         if only is not None:
             channel.known(only)  # a wrong name costs no channel
         try:
-            return channel, channel.transfer(version, only, epoch)
+            return channel, channel.transfer(version, only, epoch, known)
         except BaseException:  # re-raised; members have left
             self._drop(engine.name)
             raise
