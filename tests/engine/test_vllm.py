@@ -15,7 +15,11 @@ from rlix.engine import lora
 from rlix.engine.inference.requests import GenerationRequest, continued
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.buckets import WeightSlice
+from rlix.engine.weights.layout import whole
+from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights, named_weights, publish
+from rlix.engine.weights.shards import whole_layout
 from rlix.node import process
 from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node
@@ -134,6 +138,7 @@ def test_worker_processes_hold_their_devices_themselves(ray_session: Any, tmp_pa
         parent, *workers = _by_start(node.holders(engine.devices))
         assert len(workers) == 2
         assert {worker.pid for worker in workers} <= {child.pid for child in process.descendants(parent)}
+        _updates_move_what_each_worker_holds(engine)
         engine.meta()
         assert node.holders(engine.devices) == {}
         engine.replicas.run("load", None, Fence(__name__, 1, "a job"), timeout_s=WAIT_S)
@@ -145,6 +150,24 @@ def test_worker_processes_hold_their_devices_themselves(ray_session: Any, tmp_pa
         engine.replicas.kill(0)  # which waits for its workers too
         assert not any(process.alive(worker) for worker in workers)
         assert node.holders(engine.devices) == {}
+
+
+def _updates_move_what_each_worker_holds(engine: InferenceEngine) -> None:
+    """Published by two ranks, each half of every tensor's rows; bytes are those that reach workers."""
+    new = named_weights(model(4, CONFIG))
+    halves = [
+        (WeightSlice(name, tuple(tensor.shape), ((first, last), *whole(tensor.shape[1:]))), tensor[first:last])
+        for name, tensor in new.items()
+        for first, last in ((0, len(tensor) // 2), (len(tensor) // 2, len(tensor)))
+    ]
+    (needed,) = engine.weight_layouts(stored(4, 1))
+    least = least_bytes([whole_layout(new)], needed)
+    both = 2 * sum(tensor.nbytes for tensor in new.values())
+    assert 0.5 * both < least < 0.75 * both  # only norms, and biases that are not cut, are on both
+    for published in (publish(halves, 1), stored(5, 2)):
+        (report,) = engine.update_weights(published)
+        assert report.bytes == least
+        assert answers(engine) == expected(3 + report.version)
 
 
 def _by_start(holders: dict[int, LockRecord]) -> list[Process]:

@@ -334,11 +334,11 @@ class VllmExecutor(LoopExecutor):
                 raise WeightSyncError(f"weights did not arrive, and nothing was changed: {error}") from error
             self._lose_adapters()  # as vLLM does when it loads weights
             try:
-                ends: list[RlixError | None] = self._rpc("rlix_reload", ready, self._source)
+                ends: list[RlixError | int] = self._rpc("rlix_reload", ready, self._source)
             except Exception:  # of vLLM itself, which is not fit for another load then
                 self._end_engine()
                 raise
-        errors = [error for error in ends if error is not None]
+        errors = [error for error in ends if isinstance(error, RlixError)]
         if errors:
             broken = [error for error in errors if not isinstance(error, WeightSyncError)]
             if broken or len(errors) < len(ends):
@@ -346,7 +346,7 @@ class VllmExecutor(LoopExecutor):
             raise errors[0]
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RlixError("vLLM kept a prefix cache computed with the old weights")
-        return published.manifest.nbytes
+        return sum(moved for moved in ends if isinstance(moved, int))
 
     def _open_cache(self) -> None:
         self._wake(Part.KV_CACHE)

@@ -192,21 +192,23 @@ class FurtherNodes:
 
     @contextmanager
     def fetched(self, published: PublishedWeights) -> Iterator[Sequence[PublishedWeights]]:
-        """The same for the workers of each node; each node fetches its own, once.
+        """The same for the workers of each node; each node fetches its own, once, to memory that its workers map.
 
         Raises:
             RlixError: they did not arrive on a node.
         """
-        group = self._group
-        if group is None:
+        if self._options.tensor_parallel_size == 1:  # vLLM's worker is in this process
             yield [publication.pulled(published)]
             return
-        called = group.call("fetch", published)
+        group = self._group
+        called = [] if group is None else group.call("fetch", published)
         try:
             with closing(publication.NodeWeights(published)) as own:
-                yield [own.published, *group.results("fetch", called, timeout_s=_CALL_TIMEOUT_S)]
+                further = [] if group is None else group.results("fetch", called, timeout_s=_CALL_TIMEOUT_S)
+                yield [own.published, *further]
         finally:
-            group.call("forget")
+            if group is not None:
+                group.call("forget")
 
     def close(self, *, graceful: bool = True) -> None:
         group, self._group = self._group, None

@@ -20,7 +20,7 @@ from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from rlix.engine.executors import vllm_layout
 from rlix.engine.model_source import ModelSource
-from rlix.engine.weights import channel, publication
+from rlix.engine.weights import channel, publication, streams
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.channel import Ticket, TransferError
 from rlix.engine.weights.layout import Layout
@@ -94,7 +94,7 @@ class ReplicaWorker:
     reload_weights: Callable[..., None]
     rank: int
     device: torch.device
-    _expected: torch.nn.Module | None = None
+    _layout: tuple[dict[str, Any], Layout] | None = None
     _trained: torch.nn.Module | None = None
 
     def rlix_lock(self, fence: Fence | None) -> None:
@@ -107,9 +107,11 @@ class ReplicaWorker:
 
     def rlix_layout(self, offered: Manifest, source: ModelSource) -> Layout:
         """What this worker needs of a trainer's tensors."""
-        if self._expected is None:
-            self._expected = vllm_layout.meta_model(self.model_runner.vllm_config)
-        return vllm_layout.needed(self._expected, offered.entries, self._trained_as(source))
+        tensors = {entry.name: (entry.shape, entry.dtype) for entry in offered.entries}
+        if self._layout is None or self._layout[0] != tensors:
+            expected = vllm_layout.meta_model(self.model_runner.vllm_config)
+            self._layout = tensors, vllm_layout.needed(expected, offered.entries, self._trained_as(source))
+        return self._layout[1]
 
     def _trained_as(self, source: ModelSource) -> torch.nn.Module:
         """The model as transformers has it, without bytes: whose tensors arrive."""
@@ -128,17 +130,28 @@ class ReplicaWorker:
     def rlix_leave(self, name: str) -> None:
         channel.leave(name)
 
-    def rlix_reload(self, by_node: Sequence[PublishedWeights], source: ModelSource) -> RlixError | None:
+    def rlix_reload(self, by_node: Sequence[PublishedWeights], source: ModelSource) -> RlixError | int:
         """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be on this node by now.
 
-        vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So of what a trainer sends
-        directly only that part arrives; it comes to lie in a tensor of the whole's shape that is otherwise undefined.
+        vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So only that part arrives,
+        or is read of what is published; it comes to lie in a tensor of the whole's shape that is otherwise undefined.
 
-        Returns what went wrong, because errors do not pass between vLLM's processes with their types: a WeightSyncError
-        when nothing was changed, else one that leaves the weights undefined, but vLLM fit for others.
+        Returns the bytes that were read, or what went wrong, because errors do not pass between vLLM's processes with
+        their types: a WeightSyncError when nothing was changed, else one that leaves the weights undefined, but vLLM
+        fit for others.
         """
         published = by_node[self.vllm_config.parallel_config.node_rank].received_by(worker=self.rank)
-        arriving = publication.stream(published, device=self.device)
+        wanted = None
+        if published.delivery is not None:
+            device, entries = self.device, streams.expected(published.delivery)
+        else:  # put together in host memory, where what is not written to takes no room
+            device, entries = torch.device("cpu"), published.manifest.entries
+            if self.vllm_config.parallel_config.world_size > 1:
+                wanted = self.rlix_layout(published.manifest, source)
+        moved = (
+            sum(entry.nbytes for entry in entries) if wanted is None else publication.needed_bytes(published, wanted)
+        )
+        arriving = publication.stream(published, device=device, wanted=wanted)
         named = ((entry.name, tensor) for entry, tensor in arriving)
         try:
             first = list(islice(named, 1))  # whoever refuses does so now, before vLLM takes its layers apart
@@ -152,7 +165,7 @@ class ReplicaWorker:
             # Or the next load would count this one's tensors too, and drop those that come after a layer looks full.
             finalize_layerwise_reload(self.model_runner.get_model(), self.model_runner.model_config)
             return error if not isinstance(error, WeightSyncError) else TransferError(str(error))
-        return None
+        return moved
 
     def rlix_reload_folder(self, path: str, load_format: str) -> None:
         """Replace the weights in place by a folder's, also where the engine was started without any."""

@@ -103,8 +103,7 @@ class StateCalls(TrainWorkers):
         try:
             if way is None:
                 published = self.publish()
-                inference_engine.update_weights(published)
-                nbytes = published.manifest.nbytes * len(inference_engine.receivers)
+                nbytes = sum(report.bytes for report in inference_engine.update_weights(published))
                 spent = time.perf_counter() - start
                 return WeightSyncReport(published.version, published.manifest, ("host",), nbytes, spent)
             self._check_resident()

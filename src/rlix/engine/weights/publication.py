@@ -33,16 +33,17 @@ from rlix.engine.weights.buckets import (
     Run,
     WeightEntry,
     as_array,
-    boxed,
     dtype_name,
+    itemsize,
     pack_stream,
+    part_of,
     runs_of,
     views,
 )
 from rlix.engine.weights.channel import Delivery, TransferError
-from rlix.flow.memory import HostMemory, opened_host
 from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.layout import Box, Layout, Part, common, elements, extent, slices, whole
+from rlix.flow.memory import HostMemory, opened_host
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]
@@ -54,9 +55,9 @@ class PublishedWeights:
 
     With a `delivery` there are no buckets: the trainer is about to send the weights, once, to all who take part.
 
-    `adapters` come on top of them. Weights that differ from those that are there in `version` and adapters alone, not
     `known` is what they answer, where the trainer was asked.
 
+    `adapters` come on top of them. Weights that differ from those that are there in `version` and adapters alone, not
     in `publication`, move only the adapters that are new.
     """
 
@@ -66,8 +67,8 @@ class PublishedWeights:
     delivery: Delivery | None = None
     publication: str = field(default_factory=lambda: uuid.uuid4().hex)
     adapters: tuple["PublishedAdapter", ...] = ()
-
     known: KnownAnswer | None = None
+
     @property
     def id(self) -> WeightsId:
         """Which weights these are, also among those of other trainers, whose numbers begin at 1 as well."""
@@ -169,13 +170,18 @@ def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[Weigh
 
 
 def stream(
-    published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None, device: torch.device = HOST
+    published: PublishedWeights,
+    *,
+    timeout_s: float = 60.0,
+    fetch: Fetch | None = None,
+    device: torch.device = HOST,
+    wanted: Layout | None = None,
 ) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """Pull bucket by bucket and yield each tensor whole and read-only; for executors with a loader of their own.
 
-    A tensor that lies whole in a published bucket is a view of it, others are put together. What a trainer sends
-    directly arrives on `device`, published buckets in host memory. Of a tensor that this receiver has asked for in
-    part only, the rest is undefined.
+    A tensor that lies whole in a published bucket is a view of it, others are put together on `device`. What a trainer
+    sends directly arrives there, published buckets in host memory. Of a tensor that this receiver has asked for in part
+    only, or of which no more is `wanted`, the rest is undefined, and was never written to.
     """
     arriving = published.manifest.entries if published.delivery is None else streams.expected(published.delivery)
     missing = Counter(entry.name for entry in arriving)
@@ -189,10 +195,25 @@ def stream(
                     continue
                 if entry.name not in begun:
                     begun[entry.name] = torch.empty(entry.shape, dtype=view.dtype, device=device)
-                boxed(begun[entry.name], entry).copy_(view)
+                for box in (entry.box,) if wanted is None else _in_both(entry.box, wanted.parts[entry.name]):
+                    start = [first - begin for (first, _), (begin, _) in zip(box, entry.box, strict=True)]
+                    begun[entry.name][slices(box)] = part_of(view, start, extent(box))
                 missing[entry.name] -= 1
                 if not missing[entry.name]:
                     yield replace(entry, box=None, aliases=aliases[entry.name]), begun.pop(entry.name)
+
+
+def needed_bytes(published: PublishedWeights, wanted: Layout) -> int:
+    """Of what is published: the bytes of the parts that are wanted."""
+    return sum(
+        elements(box) * itemsize(entry.dtype)
+        for entry in published.manifest.entries
+        for box in _in_both(whole(entry.shape) if entry.box is None else entry.box, wanted.parts[entry.name])
+    )
+
+
+def _in_both(box: Box, part: Part) -> list[Box]:
+    return [both for piece in part.pieces if (both := common(box, piece.box)) is not None]
 
 
 def apply(
