@@ -1,6 +1,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 import rlix.nn
 from rlix.engine.train import checkpoint
 from rlix.engine.train.materialize import ModuleSpec, build_module, parameters_on_meta
+from rlix.engine.train.stored import InFile
+from rlix.engine.weights.layout import Cut, shard
 from rlix.protocol.errors import WeightSyncError
 from tests.engine.models import qwen
+from tests.engine.test_architectures import made
+from tests.engine.test_architectures import policy as architecture
 from tests.engine.training_models import Policy, batch
 
 CPU = torch.device("cpu")
@@ -186,3 +191,31 @@ def test_a_save_replaces_saves_only(tmp_path: Path) -> None:
     checkpoint.save_weights(module, tmp_path / "empty", None)
     checkpoint.save_state(module, tmp_path / "empty")  # a save of the other kind
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "notes"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_a_rank_reads_just_what_it_holds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of each tensor, where experts of a layer are tensors of their own in the folder."""
+    made(kind).save_pretrained(tmp_path)
+    read: list[int] = []
+    plainly = InFile.read
+
+    def counted(stored: InFile, box: Any = None) -> torch.Tensor:
+        tensor = plainly(stored, box)
+        read.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(InFile, "read", counted)
+    module_class, config = architecture(kind)
+    spec = ModuleSpec(module_class, (config,), weights_path=str(tmp_path))
+    whole = build_module(spec, CPU).state_dict()
+    everything = sum(read)
+    read.clear()
+    of_both = [
+        build_module(spec, CPU, None, lambda shape, rank=rank: shard(shape, (2,), (Cut(0),), (rank,), "")).state_dict()
+        for rank in range(2)
+    ]
+    assert sum(read) == everything
+    for name, tensor in whole.items():
+        half = -(-len(tensor) // 2)
+        assert torch.equal(torch.cat([of_both[0][name][:half], of_both[1][name][half:]]), tensor)

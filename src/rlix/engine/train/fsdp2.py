@@ -1,6 +1,6 @@
 """The backend "fsdp2": PyTorch's fully sharded data parallelism, with copies of the shards if wanted (HSDP)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.engine.weights.layout import Cut, Piece
+from rlix.engine.weights.layout import shard as pieces
 from rlix.nn import BaseTrainModule, ProcessGroups
 
 
@@ -37,8 +39,15 @@ class Fsdp2Executor(TrainExecutor):
         return ProcessGroups(world, world)
 
     def materialize(self, spec: ModuleSpec, groups: ProcessGroups) -> BaseTrainModule:
-        mesh = None if groups.world is None else self._mesh()
-        return build_module(spec, self.device, None if mesh is None else lambda unit: shard(unit, mesh, spec))
+        if groups.world is None:
+            return build_module(spec, self.device)
+        mesh, width = self._mesh(), self.layout.shard
+
+        def held(shape: tuple[int, ...]) -> Sequence[Piece]:
+            """What `fully_shard` leaves here: rows, in chunks of equal size, the last shorter."""
+            return pieces(shape, (width,), (Cut(0),), (self.ctx.rank % width,), "")
+
+        return build_module(spec, self.device, lambda unit: shard(unit, mesh, spec), held)
 
     def settle(self, module: BaseTrainModule) -> None:
         """Free parameters that a forward pass gathered and kept for a backward pass that never came."""

@@ -1,12 +1,12 @@
 """Building a training module on its worker: weights from a seed or a checkpoint, cut to this rank's part as it goes.
 
 Every layout gets the same weights. A seeded init runs as plain PyTorch would, whole and on the CPU, on every rank. A
-checkpoint is read unit by unit: one transformer block is filled, cut and shrunk to this rank's part before the next
-one is read, so memory in use peaks at the parts plus one block.
+checkpoint is read unit by unit, and of each tensor what this rank will hold: one transformer block is filled, cut and
+shrunk to this rank's part before the next one is read. So memory in use peaks at the parts plus one block.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import base_names
 from rlix.engine.train.stored import InMemory, Stored, converted, in_folder
+from rlix.engine.weights.buckets import part_of
+from rlix.engine.weights.layout import Piece, extent, slices, whole
 from rlix.engine.weights.publication import named_weights, tied_names
+from rlix.engine.weights.shards import pieces_of
 from rlix.nn import BaseTrainModule
 from rlix.protocol.errors import WeightSyncError
 
@@ -49,12 +51,16 @@ class ModuleSpec:
 
 
 def build_module(
-    spec: ModuleSpec, device: torch.device, cut: Callable[[nn.Module], object] | None = None
+    spec: ModuleSpec,
+    device: torch.device,
+    cut: Callable[[nn.Module], object] | None = None,
+    held: Callable[[tuple[int, ...]], Sequence[Piece]] | None = None,
 ) -> BaseTrainModule:
     """The module with its weights on `device`.
 
     `cut` is given each unit as it is filled (the module's `non_split_modules`, then the module itself), brings it to
-    the device and leaves what this rank holds of it.
+    the device and leaves what this rank holds of it. `held` says what that will be of a tensor of some shape: no more
+    is read of a checkpoint, and the rest is undefined when `cut` is called. Default: all.
 
     Raises:
         WeightSyncError: the checkpoint misses parameters, or holds unknown or mis-shaped ones; all are listed.
@@ -71,7 +77,7 @@ def build_module(
         if spec.undefined or spec.weights_path is None:
             source = _Undefined()
         else:
-            source = Checkpoint.in_folder(Path(spec.weights_path), module)
+            source = Checkpoint.in_folder(Path(spec.weights_path), module, held=held)
     blocks = [m for m in module.modules() if type(m).__name__ in module.non_split_modules()]
     for unit in [*blocks, module]:
         if source is not None:
@@ -135,8 +141,9 @@ class Checkpoint:
         tensors: Mapping[str, Stored],
         module: BaseTrainModule,
         named: dict[str, torch.Tensor] | None = None,
+        held: Callable[[tuple[int, ...]], Sequence[Piece]] | None = None,
     ) -> None:
-        self._module = module
+        self._module, self._held = module, held
         self._bases = base_names(module)
         adapted = {base: name for name, base in self._bases.items()}
         self._stored = {adapted.get(name, name): tensor for name, tensor in tensors.items()}
@@ -152,9 +159,13 @@ class Checkpoint:
 
     @classmethod
     def in_folder(
-        cls, folder: Path, module: BaseTrainModule, named: dict[str, torch.Tensor] | None = None
+        cls,
+        folder: Path,
+        module: BaseTrainModule,
+        named: dict[str, torch.Tensor] | None = None,
+        held: Callable[[tuple[int, ...]], Sequence[Piece]] | None = None,
     ) -> "Checkpoint":
-        """A Hugging Face folder of safetensors, whose names and shapes are a checkpoint's."""
+        """A Hugging Face folder of safetensors, named and shaped as checkpoints are; `held` as for `build_module`."""
         where = f"weights in {folder}"
         stored = _imported(module, in_folder(folder))
         if scaled := [name for name, tensor in stored.items() if tensor.scaled]:
@@ -162,7 +173,7 @@ class Checkpoint:
                 f"{where} are quantized ({scaled[0]} and {len(scaled) - 1} more have 8 bits or fewer and scales beside "
                 "them), and cannot be trained: name a folder of bfloat16, float16 or float32"
             )
-        return cls(where, converted(module, stored, base_names(module).values()), module, named)
+        return cls(where, converted(module, stored, base_names(module).values()), module, named, held)
 
     @classmethod
     def of_tensors(
@@ -193,25 +204,25 @@ class Checkpoint:
             torch.manual_seed(seed)
             for owner, source in self._source.items():
                 target = self._named[owner]
-                if source is not None:
-                    whole = self._stored[source].read()
-                else:
-                    _init_new(whole := torch.empty(target.shape), owner)
-                whole = whole.to(device=target.device, dtype=target.dtype)
-                if isinstance(target, DTensor):  # every rank has read the whole and keeps its shard
-                    whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-                local_tensor(target).copy_(local_tensor(whole))
+                if source is None:
+                    _init_new(new := torch.empty(target.shape), owner)
+                stored = InMemory(new) if source is None else self._stored[source]
+                for piece in pieces_of(target, owner):
+                    part_of(local_tensor(target), piece.at, extent(piece.box)).copy_(stored.read(piece.box))
 
     def _load(self, param: nn.Parameter, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
         name = self._names[id(param)]
         source = self._source[name]
         if source is None:  # allowed to be missing: a new head or an adapter, initialised alike on every rank
-            value = torch.empty(param.shape, dtype=torch.float32)
-            _init_new(value, name)
-        else:
-            value = self._stored[source].read()
-        target = dtype if value.is_floating_point() else value.dtype
-        return nn.Parameter(value.to(device=device, dtype=target, copy=True), requires_grad=param.requires_grad)
+            _init_new(new := torch.empty(param.shape, dtype=torch.float32), name)
+        stored = InMemory(new) if source is None else self._stored[source]
+        target = dtype if param.is_floating_point() else param.dtype
+        # Of host memory that nobody writes to the system keeps no page.
+        value = torch.empty(param.shape, dtype=target, device=device)
+        shape = tuple(param.shape)
+        for box in (whole(shape),) if self._held is None else (piece.box for piece in self._held(shape)):
+            value[slices(box)] = stored.read(box)
+        return nn.Parameter(value, requires_grad=param.requires_grad)
 
     def _check(self, where: str, named: dict[str, torch.Tensor]) -> None:
         optional = self._module.allow_missing
