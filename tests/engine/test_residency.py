@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from rlix.engine.life_cycle import Phase, Residency
 from rlix.engine.movers import HostBuffer, Mover, SwapMover, VirtualMover, mover_for
 from rlix.engine.residency import ResidentSet, local_tensor, module_tensors
+from rlix.node.host_memory import PinnedMemory
 from rlix.protocol.errors import NotResidentError
 
 CPU = torch.device("cpu")
@@ -154,14 +155,14 @@ def test_a_move_that_fails_has_changed_nothing_and_the_next_one_works() -> None:
     assert [bits(tensor) for tensor in tensors] == before
 
 
-def test_host_memory_is_of_exact_size_kept_for_the_next_move_and_pinned_up_to_a_bound() -> None:
+def test_host_memory_is_of_exact_size_kept_for_the_next_move_and_pinned_up_to_a_bound(tmp_path: Path) -> None:
     pinned: dict[int, int] = {}
 
     def pin(address: int, size: int) -> bool:
         pinned[address] = size
         return True
 
-    buffer = HostBuffer(pin, lambda address: pinned.pop(address) and None, limit_bytes=3000)
+    buffer = HostBuffer(pin, lambda address: pinned.pop(address) and None, PinnedMemory(3000, tmp_path))
     first, second = buffer.lend([700, 9])
     assert (first.numel(), second.numel(), second.data_ptr() - first.data_ptr()) == (700, 9, 1024)
     assert (list(pinned.values()), buffer.pinned_bytes) == ([1536], 1536)  # not 2048, as torch would take
@@ -171,6 +172,15 @@ def test_host_memory_is_of_exact_size_kept_for_the_next_move_and_pinned_up_to_a_
     assert (pinned, buffer.pinned_bytes, buffer.nbytes) == ({}, 0, 4096)  # beyond the bound: ordinary memory
     buffer.lend([100])
     buffer.free()
+    buffer.lend([2000])
+    other = HostBuffer(pin, lambda address: pinned.pop(address) and None, PinnedMemory(3000, tmp_path))
+    other.lend([2000])
+    assert (buffer.pinned_bytes, other.pinned_bytes) == (2048, 0)  # one bound for all of a node
+    buffer.free()
+    other.free()
+    other.lend([2000])
+    assert (list(pinned.values()), other.pinned_bytes) == ([2048], 2048)
+    other.free()
     assert buffer.nbytes == 0
 
 

@@ -9,15 +9,13 @@ from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
-import psutil
 import torch
 
+from rlix.node.host_memory import PinnedMemory
 from rlix.protocol.errors import RlixError
 
 logger = logging.getLogger(__name__)
 
-PINNED_SHARE = 0.5
-"""Of the machine's memory: most that one process pins for its moves; what does not fit waits in ordinary memory."""
 _ALIGNMENT = 512  # bytes; where each storage begins in host memory, as on a device
 PART_BYTES = 256 * 2**20
 """About how much of a move that goes part by part travels at a time."""
@@ -71,20 +69,19 @@ class VirtualMover:
 
 
 class HostBuffer:
-    """Host memory of exactly the size that is asked for, pinned where it fits below the bound; kept for the next move.
+    """Host memory of exactly the size that is asked for, pinned where the node has room for it; kept for the next move.
 
     torch's own pinned memory comes in powers of two, which is up to twice as much.
 
     Args:
         pin: and undo it: make memory at an address page-locked (False: it cannot be), and let it go.
-        limit_bytes: most that may be pinned.
+        budget: of what may be pinned on this node.
     """
 
     def __init__(
-        self, pin: Callable[[int, int], bool], unpin: Callable[[int], None], limit_bytes: int | None = None
+        self, pin: Callable[[int, int], bool], unpin: Callable[[int], None], budget: PinnedMemory | None = None
     ) -> None:
-        self._pin, self._unpin = pin, unpin
-        self._limit = int(psutil.virtual_memory().total * PINNED_SHARE) if limit_bytes is None else limit_bytes
+        self._pin, self._unpin, self._budget = pin, unpin, budget
         self._memory = np.empty(0, dtype=np.uint8)
         self._pinned = False
 
@@ -105,7 +102,11 @@ class HostBuffer:
         if end > self._memory.nbytes:
             self.free()
             self._memory = np.empty(end, dtype=np.uint8)
-            self._pinned = 0 < end <= self._limit and self._pin(self._memory.ctypes.data, end)
+            self._pinned = (
+                self._budget is not None and self._budget.take(end) and self._pin(self._memory.ctypes.data, end)
+            )
+            if self._budget is not None and not self._pinned:
+                self._budget.give_back()
         # Each with a storage of its own: who stages a tensor for a checkpoint copies its whole storage.
         pieces = (self._memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
         return [torch.from_numpy(piece) for piece in pieces]
@@ -113,6 +114,8 @@ class HostBuffer:
     def free(self) -> None:
         if self._pinned:
             self._unpin(self._memory.ctypes.data)
+            if self._budget is not None:
+                self._budget.give_back()
         self._memory, self._pinned = np.empty(0, dtype=np.uint8), False
 
 
@@ -168,8 +171,7 @@ class SwapMover:
         self._device = device
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        pinning = (_cuda_pin, _cuda_unpin) if self._cuda else (lambda *_: False, lambda _: None)
-        self._host = host or HostBuffer(*pinning)
+        self._host = host or HostBuffer(_cuda_pin, _cuda_unpin, PinnedMemory() if self._cuda else None)
         self._room = room
 
     def evict(self, storages: list[torch.UntypedStorage]) -> list[torch.Tensor | None]:
