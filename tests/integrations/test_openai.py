@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from rlix.integrations.openai.conversation import ChatFormat, Conversation, RequestError
 from rlix.integrations.openai.episodes import Episode, Episodes, Policy
 from rlix.integrations.openai.server import make_app
+from rlix.integrations.openai.source import endpoint_of
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer
@@ -111,7 +114,8 @@ class Endpoint:
         self.world.manager.publish(Weights(0))  # type: ignore[arg-type]
         self.world.grant(0)
         self.world.settle()
-        self.episodes = Episodes(policy(length, self.generate), "key")
+        self.episodes = Episodes("key")
+        self.policy = policy(length, self.generate)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(make_app("job", self.episodes)), base_url="http://job/v1"
         )
@@ -147,7 +151,7 @@ def run(play: Callable[[Endpoint], Awaitable[None]]) -> None:
 
 def test_a_pool_that_shrinks_in_the_middle_of_an_answer_gives_the_whole_one() -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        episode = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False)
         task = await endpoint.ask(episode, logprobs=True)
         endpoint.generated(3)
         endpoint.world.ask_back(0)
@@ -167,7 +171,7 @@ def test_a_pool_that_shrinks_in_the_middle_of_an_answer_gives_the_whole_one() ->
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_is_given_up_is_an_error_and_no_short_answer(stream: bool) -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        episode = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False)
         task = await endpoint.ask(episode, stream=stream)
         endpoint.generated(3)
         endpoint.world.manager.abandon(RlixError("enough"))
@@ -186,7 +190,7 @@ def test_an_answer_that_is_given_up_is_an_error_and_no_short_answer(stream: bool
 def test_a_stream_carries_the_same_answer_piece_by_piece() -> None:
     async def play(endpoint: Endpoint) -> None:
         task = await endpoint.ask(
-            endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False),
+            endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False),
             stream=True,
             stream_options={"include_usage": True},
         )
@@ -204,7 +208,7 @@ def test_a_stream_carries_the_same_answer_piece_by_piece() -> None:
 
 def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
     async def play(endpoint: Endpoint) -> None:
-        opened = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=True)
+        opened = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=True)
         refused = await endpoint.client.post("/episodes", headers={"Authorization": "Bearer wrong"})
         assert refused.status_code == 401
         taken = (await endpoint.client.post("/episodes", headers={"Authorization": "Bearer key"})).json()
@@ -229,7 +233,7 @@ def test_who_gives_up_asking_for_an_episode_takes_none() -> None:
     async def sent(message: Any) -> None: ...
 
     async def play(endpoint: Endpoint) -> None:
-        opened = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=True)
+        opened = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=True)
         headers = [(b"authorization", b"Bearer key")]
         scope = {"type": "http", "method": "POST", "path": "/v1/episodes", "query_string": b"", "headers": headers}
         await make_app("job", endpoint.episodes)(scope, gone, sent)
@@ -240,7 +244,7 @@ def test_who_gives_up_asking_for_an_episode_takes_none() -> None:
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        episode = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False)
         slow = await endpoint.ask(episode, max_tokens=8)
         again = await endpoint.ask(episode, max_tokens=2)  # the client's second try: it has given up the first
         endpoint.world.settle()
@@ -270,7 +274,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_learnt_from() -> None:
 )
 def test_what_cannot_be_done_is_the_clients_error(wrong: dict[str, Any], said_why: str) -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        episode = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False)
         headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
         body = {"messages": [said("user", "hi")], **wrong}
         response = await endpoint.client.post("/chat/completions", json=body, headers=headers)
@@ -284,7 +288,7 @@ def test_what_cannot_be_done_is_the_clients_error(wrong: dict[str, Any], said_wh
 
 def test_prompts_that_would_be_a_replicas_fault_and_unknown_paths_are_refused() -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        episode = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False)
         headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
         for prompt in ("", [], ["hi"], [len(TOKENIZER)], [-1], [True]):
             response = await endpoint.client.post("/completions", json={"prompt": prompt}, headers=headers)
@@ -300,7 +304,7 @@ def test_prompts_that_would_be_a_replicas_fault_and_unknown_paths_are_refused() 
 
 def test_a_reward_that_is_no_number_is_refused_and_leaves_the_episode_open() -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode = endpoint.episodes.open(0, "e/0/0", "e/0", waiting=False)
+        episode = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=False)
         headers = {"Authorization": f"Bearer {endpoint.episodes.key_of(episode)}"}
         response = await endpoint.client.post("/reward", content='{"reward": NaN}', headers=headers)
         assert (response.status_code, episode.done.done()) == (400, False)
@@ -311,7 +315,7 @@ def test_a_reward_that_is_no_number_is_refused_and_leaves_the_episode_open() -> 
 
 def test_an_episodes_key_opens_that_episode_and_nothing_else() -> None:
     async def play(endpoint: Endpoint) -> None:
-        episode, other = (endpoint.episodes.open(0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
+        episode, other = (endpoint.episodes.open(endpoint.policy, 0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
         key = endpoint.episodes.key_of(episode)
         assert endpoint.episodes.of_key(key) is episode
         assert not endpoint.episodes.known(key.replace(episode.id, other.id))
@@ -325,8 +329,9 @@ def test_an_episodes_key_opens_that_episode_and_nothing_else() -> None:
 def test_an_episode_whose_player_died_ends_as_failed() -> None:
     async def play() -> None:
         now = 0.0
-        episodes = Episodes(policy(8, lambda *_: Future()), "key", clock=lambda: now)
-        taken, waiting = (episodes.open(0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
+        episodes = Episodes("key", clock=lambda: now)
+        asked = policy(8, lambda *_: Future())
+        taken, waiting = (episodes.open(asked, 0, f"e/0/{k}", "e/0", waiting=True) for k in (0, 1))
         now = 100.0
         episodes.expire(10.0)
         assert episodes.take() is taken  # to stand in the queue is no failure
@@ -366,6 +371,49 @@ def play(call):
         raise ValueError("this one broke")
     return float(len(text))
 """
+
+
+PLAYED = {"train": 0, "evaluation": 0}
+
+
+def play_from_outside(job: str, episodes: int) -> None:
+    """Whoever has the job's key: whatever is open, of either split; the first of an episode's two answers is left."""
+    base_url, key = endpoint_of(job)
+    with httpx.Client(base_url=base_url, timeout=60) as client:
+        for _ in range(episodes):
+            while (found := client.post("/episodes", headers={"Authorization": f"Bearer {key}"})).status_code == 503:
+                pass
+            episode = found.json()
+            own = {"Authorization": f"Bearer {episode['api_key']}"}
+            for text in ("one", "two"):
+                client.post(
+                    "/chat/completions", json={"messages": [said("user", text)]}, headers=own
+                ).raise_for_status()
+            client.post("/reward", json={"reward": 1.0}, headers=own).raise_for_status()
+            PLAYED[episode["split"]] += 1
+
+
+def test_an_evaluation_has_episodes_of_its_own_at_the_jobs_endpoint(tmp_path: Path, rlix_home: Path) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    text = JOB.format().replace('openai: "agent.py:play"', f"openai: {{name: external, port: {port}}}")
+    (tmp_path / "job.yaml").write_text(text + "evaluation: {every: 1, prompts: 3}\n")
+    job = InProcess(load_job(tmp_path / "job.yaml"), tmp_path / "run")
+    job.setup()
+    player = threading.Thread(target=play_from_outside, args=("agents", 2 * 2 + 3), daemon=True)
+    player.start()
+    try:
+        job.initialize()
+        metrics = {**job.step(0), **job._evaluated(1)}
+    finally:
+        job.teardown()
+    player.join(timeout=60)
+    assert PLAYED == {"train": 4, "evaluation": 3}
+    assert (metrics["trajectories"], metrics["eval/trajectories"], metrics["eval/reward"]) == (4, 3, 1)
+    assert (metrics["agent_abandoned"], metrics["turns"]) == (4, 1)  # what was said first is not learnt
+    assert not (rlix_home / "endpoints" / "agents.json").exists()
 
 
 @pytest.fixture

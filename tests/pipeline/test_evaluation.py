@@ -14,6 +14,7 @@ from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
+from rlix.pipeline.spec.source import ChatSpec, SourceSpec
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from tests.pipeline.in_process import Generator, InProcess
 from tests.pipeline.test_composition import job
@@ -70,6 +71,20 @@ def test_held_out_data_have_a_source_of_their_own(tmp_path: Path) -> None:
     assert not asked & trained
 
 
+def test_the_conversation_is_the_jobs_unless_the_evaluation_has_its_own() -> None:
+    chat = {"system": "Be brief.", "options": {"enable_thinking": False}, "history": "keep"}
+    data = SourceSpec.model_validate({"data": {"path": "a.jsonl"}, "rewards": ["exact_match"], "chat": chat})
+    rows = {"data": {"path": "b.jsonl"}, "rewards": ["exact_match"]}
+
+    def asked(source: dict[str, Any] | None, of: SourceSpec = data) -> ChatSpec:
+        return EvaluationSpec.model_validate({"every": 1, "source": source}).held_out(of).chat
+
+    assert asked(None) == data.chat
+    assert asked(rows) == ChatSpec(system="Be brief.", options={"enable_thinking": False})
+    assert asked({"environment": "digit_lookup"}) == data.chat.model_copy(update={"system": None})
+    assert asked({**rows, "chat": {}}) == ChatSpec()
+
+
 def test_what_is_wrong_with_the_section_is_said_by_field(tmp_path: Path) -> None:
     def problem(trained_on: str, **evaluation: Any) -> str:
         with pytest.raises(ValueError, match="evaluation") as caught:
@@ -77,6 +92,8 @@ def test_what_is_wrong_with_the_section_is_said_by_field(tmp_path: Path) -> None
         return str(caught.value)
 
     assert "evaluation.source: is missing: data that are trained on" in problem("data")
+    same = {"data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["exact_match"]}
+    assert "evaluation.source.data.path: is what is trained on" in problem("data", source=same)
     assert "evaluation.source: is empty" in problem("task", source={})
     assert "evaluation.source.task.name: must be sort_digits" in problem("task", source={"task": "sort_digit"})
     assert "evaluation.source.rewards" in problem("data", source={"data": {"path": "x.jsonl"}})

@@ -11,13 +11,12 @@ from rlix.pipeline.samples import Samples, mean
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Generator, Surroundings
 from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.sources.place import EVALUATION
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.protocol.messages import Demand
 
 logger = logging.getLogger(__name__)
-
-PURPOSE = "evaluation"
 
 
 class Evaluation:
@@ -48,8 +47,9 @@ class Evaluation:
             group_size=spec.samples_per_prompt,
             sampling=sampling,
             generator=lambda: self._generator,
+            split=EVALUATION,
         )
-        self._source = build_source(spec.source or source, held_out)
+        self._source = build_source(spec.held_out(source), held_out)
         self._groups = self._source.different
         if self._groups is not None and self._groups < spec.prompts:
             logger.info("evaluation: there are %d prompts, not %d; each is asked once", self._groups, spec.prompts)
@@ -95,18 +95,18 @@ class _Aside:
     def wait(
         self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
     ) -> list[Trajectory]:
-        return self._generator().wait(done, timeout_s, stop, PURPOSE)
+        return self._generator().wait(done, timeout_s, stop, EVALUATION)
 
     @property
     def devices_s(self) -> float:
         return self._generator().devices_s
 
     def expect(self, demand: Demand, purpose: str = "") -> None:
-        self._generator().expect(demand, PURPOSE)
+        self._generator().expect(demand, EVALUATION)
 
     def abandon(self, reason: Exception, purpose: str | None = "") -> None:
-        self._generator().abandon(reason, PURPOSE)
+        self._generator().abandon(reason, EVALUATION)
 
 
 def _own(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, id=f"{PURPOSE}/{trajectory.id}", purpose=PURPOSE)
+    return replace(trajectory, id=f"{EVALUATION}/{trajectory.id}", purpose=EVALUATION)

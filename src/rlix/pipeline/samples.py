@@ -37,7 +37,8 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory. `counts`: whether it is learnt from and compared with; `error`: why it may not be."""
+    """One trajectory. `counts`: whether it is learnt from and compared with; `error`: why it may not be; `abandoned`:
+    how many answers the policy gave for it that are no part of it."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -46,6 +47,7 @@ class Sample:
     end: End
     counts: bool = True
     error: str | None = None
+    abandoned: int = 0
 
     @property
     def failed(self) -> bool:

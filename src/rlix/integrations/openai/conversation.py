@@ -101,13 +101,15 @@ class Heard:
 class Conversation:
     """What was read and answered so far; one that is begun anew, or whose past is changed, starts again from nothing.
 
-    A request changes nothing until it is answered, so that it can be made again. An agent learns from its last branch.
+    A request changes nothing until it is answered, so that it can be made again. An agent learns from its last branch;
+    `abandoned` counts the answers that are on none.
     """
 
     chat: ChatFormat
     turns: tuple[Turn, ...] = ()
     _messages: tuple[Message, ...] = ()  # up to the last answer, without it
     _reply: Message | None = None
+    abandoned: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -132,6 +134,7 @@ class Conversation:
         return Heard((), given)
 
     def answered(self, heard: Heard, answer: Answer, reply: Message | None = None) -> None:
+        self.abandoned += len(self.turns) - len(heard.turns)
         self.turns = (*heard.turns, Turn(heard.read, answer))
         self._messages = heard.messages
         self._reply = None if reply is None else _plain(reply)

@@ -16,6 +16,7 @@ from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer, End, Sample
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import ended
+from rlix.pipeline.sources.place import TRAIN, Place
 from rlix.protocol.errors import RlixError
 
 Generate = Callable[[int, Trajectory], "Future[Trajectory]"]
@@ -24,22 +25,6 @@ Generate = Callable[[int, Trajectory], "Future[Trajectory]"]
 
 class AbortedError(RlixError):
     """What was generated is not whole: it must not be taken for an answer."""
-
-
-@dataclass(eq=False, slots=True)
-class Episode:
-    """One sample in the making. `task` and `seed` are the same for all samples of a group."""
-
-    id: str
-    step: int
-    task: str
-    seed: int
-    conversation: Conversation
-    done: "asyncio.Future[Sample]"
-    calls: int = 0
-    cached_on: tuple[int, int] | None = None
-    end: End = End.DONE
-    taken: float | None = None  # when somebody from outside began to play it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +39,36 @@ class Policy:
     generate: Generate
 
 
+@dataclass(eq=False, slots=True)
+class Episode:
+    """One sample in the making. `task`, `seed` and `place` are the same for all samples of a group."""
+
+    policy: Policy
+    id: str
+    step: int
+    task: str
+    place: Place
+    conversation: Conversation
+    done: "asyncio.Future[Sample]"
+    calls: int = 0
+    cached_on: tuple[int, int] | None = None
+    end: End = End.DONE
+    taken: float | None = None  # when somebody from outside began to play it
+
+    @property
+    def seed(self) -> int:
+        return stream_seed(self.policy.seed, self.task)
+
+    @property
+    def name(self) -> str:
+        """As agents know it: those of an evaluation have the same ids as others."""
+        return self.id if self.place.split == TRAIN else f"{self.place.split}/{self.id}"
+
+
 class Episodes:
     """Lives on one event loop."""
 
-    def __init__(self, policy: Policy, key: str | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.policy = policy
+    def __init__(self, key: str | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.key = key or secrets.token_urlsafe(24)
         self._open: dict[str, Episode] = {}
@@ -66,25 +76,27 @@ class Episodes:
 
     # ---- the job's side --------------------------------------------------------------------------------------
 
-    def open(self, step: int, id: str, task: str, *, waiting: bool) -> Episode:
+    def open(
+        self, policy: Policy, step: int, id: str, task: str, *, waiting: bool, place: Place | None = None
+    ) -> Episode:
         """`waiting`: it is there for whoever asks for one."""
-        seed = stream_seed(self.policy.seed, task)
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        self._open[id] = Episode(id, step, task, seed, Conversation(self.policy.chat), future)
+        episode = Episode(policy, id, step, task, place or Place(), Conversation(policy.chat), future)
+        self._open[episode.name] = episode
         if waiting:
-            self._waiting.append(id)
-        return self._open[id]
+            self._waiting.append(episode.name)
+        return episode
 
-    def __len__(self) -> int:
-        """How many are open."""
-        return len(self._open)
+    def of_split(self, split: str) -> list[Episode]:
+        """Those of it that are open."""
+        return [episode for episode in self._open.values() if episode.place.split == split]
 
     def close(self, episode: Episode) -> None:
-        self._open.pop(episode.id, None)
+        self._open.pop(episode.name, None)
 
     def key_of(self, episode: Episode) -> str:
         """What an agent authenticates with, and is known by."""
-        return f"{self._signed(episode.id)}/{episode.id}"
+        return f"{self._signed(episode.name)}/{episode.name}"
 
     # ---- the agents' side ------------------------------------------------------------------------------------
 
@@ -100,21 +112,24 @@ class Episodes:
         """The open episode of a key that is `known`."""
         return self._open.get(given.partition("/")[2])
 
-    def _signed(self, id: str) -> str:
+    def _signed(self, name: str) -> str:
         """So that who plays one episode has no key to another."""
-        return hmac.new(self.key.encode(), id.encode(), "sha256").hexdigest()
+        return hmac.new(self.key.encode(), name.encode(), "sha256").hexdigest()
 
-    def take(self) -> Episode | None:
-        """One that nobody plays yet."""
-        while self._waiting:
-            if (found := self._open.get(self._waiting.popleft())) is not None:
+    def take(self, split: str | None = None) -> Episode | None:
+        """One that nobody plays yet; of any split unless one is named."""
+        self._waiting = deque(name for name in self._waiting if name in self._open)
+        for name in self._waiting:
+            found = self._open[name]
+            if split in (None, found.place.split):
+                self._waiting.remove(name)
                 found.taken = self._clock()
                 return found
         return None
 
-    def expire(self, timeout_s: float) -> None:
+    def expire(self, timeout_s: float, split: str = TRAIN) -> None:
         """Ends, as failed, what was taken longer ago than that: its player may be dead."""
-        for episode in list(self._open.values()):
+        for episode in self.of_split(split):
             if episode.taken is not None and self._clock() - episode.taken > timeout_s:
                 error = f"whoever took the episode posted no reward within {timeout_s:g} s"
                 self.rewarded(episode, 0.0, error=error)
@@ -133,8 +148,9 @@ class Episodes:
             if error is None and not counts:
                 error = "the agent asked the policy nothing"
             end = End.FAILED if error else episode.end
-            turns = episode.conversation.turns
-            episode.done.set_result(Sample(episode.id, turns, reward, exact, end, counts=counts, error=error))
+            talk = episode.conversation
+            sample = Sample(episode.id, talk.turns, reward, exact, end, counts, error, abandoned=talk.abandoned)
+            episode.done.set_result(sample)
 
     def start(
         self, episode: Episode, prompt: tuple[int, ...], limit: int | None
@@ -144,20 +160,21 @@ class Episodes:
         Raises:
             ContextFullError: there is no room in the model's context.
         """
-        most = self.policy.sampling.max_new_tokens
-        room = min(most, limit or most, self.policy.context - len(prompt))
+        policy = episode.policy
+        most = policy.sampling.max_new_tokens
+        room = min(most, limit or most, policy.context - len(prompt))
         if room < 1:
             episode.end = End.LENGTH
             raise ContextFullError(  # in the words that clients look for
-                f"the model's maximum context length is {self.policy.context} tokens, and the conversation's "
+                f"the model's maximum context length is {policy.context} tokens, and the conversation's "
                 f"{len(prompt)} fill it"
             )
         id = f"{episode.id}/{episode.calls}"
         episode.calls += 1
-        sampling = replace(self.policy.sampling, max_new_tokens=room)
-        trajectory = Trajectory(id, prompt, stream_seed(self.policy.seed, id), sampling)
+        sampling = replace(policy.sampling, max_new_tokens=room)
+        trajectory = Trajectory(id, prompt, stream_seed(policy.seed, id), sampling)
         trajectory.cached_on = episode.cached_on
-        return trajectory, self.policy.generate(episode.step, trajectory)
+        return trajectory, policy.generate(episode.step, trajectory)
 
     async def finished(self, episode: Episode, done: "Future[Trajectory]") -> tuple[Trajectory, End]:
         """The whole answer.
@@ -172,13 +189,16 @@ class Episodes:
         if trajectory.finish_reason not in ("stop", "length"):
             raise AbortedError(f"the answer was cut off ({trajectory.finish_reason})")
         episode.cached_on = trajectory.cached_on
-        return trajectory, ended(trajectory, self.policy.ends)[1]
+        return trajectory, ended(trajectory, episode.policy.ends)[1]
 
     def answered(
         self, episode: Episode, trajectory: Trajectory, end: End, heard: Heard, answer: Answer, reply: Message | None
     ) -> None:
         """The client gets this answer. Only the latest request's goes on with the conversation: one before it was
         given up, or is a branch that is left."""
-        if trajectory.id == f"{episode.id}/{episode.calls - 1}":
+        latest = stream_seed(episode.policy.seed, f"{episode.id}/{episode.calls - 1}")
+        if trajectory.seed == latest:  # by its seed: who generates for an adapter or an evaluation renames it
             episode.end = end
             episode.conversation.answered(heard, answer, reply)
+        else:
+            episode.conversation.abandoned += 1

@@ -18,6 +18,7 @@ from rlix.integrations.openai.episodes import AbortedError, Episode, Episodes
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import End
 from rlix.pipeline.sources.base import ended
+from rlix.pipeline.sources.place import EVALUATION, TRAIN
 from rlix.protocol.errors import SpecError
 
 _WATCH_S = 0.05  # between looks at what was generated meanwhile, for streams
@@ -93,9 +94,12 @@ class _Endpoint:
     async def take(self, request: Request) -> Response:
         if not self._episodes.is_jobs(_key(request)):
             return _error(401, "invalid_api_key", "an episode's key gives no other episode; use the job's")
+        split = (await _body(request)).get("split") if request.headers.get("content-length", "0") != "0" else None
+        if split not in (None, TRAIN, EVALUATION):
+            raise RequestError(f"split must be {TRAIN!r} or {EVALUATION!r}, or be left out for any, not {split!r}")
         deadline = time.monotonic() + _TAKE_S
         # Who asked may be gone meanwhile: nobody would play the episode.
-        while (gone := await request.is_disconnected()) or (episode := self._episodes.take()) is None:
+        while (gone := await request.is_disconnected()) or (episode := self._episodes.take(split)) is None:
             if gone or time.monotonic() > deadline:
                 return _error(503, "no_episode", "no episode is open: the job is training; ask again")
             await asyncio.sleep(_WATCH_S)
@@ -104,6 +108,7 @@ class _Endpoint:
                 "id": episode.id,
                 "task": episode.task,
                 "seed": episode.seed,
+                "split": episode.place.split,
                 "api_key": self._episodes.key_of(episode),
             }
         )
@@ -130,7 +135,7 @@ class _Endpoint:
     async def complete(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
         self._check(body)
-        chat = self._episodes.policy.chat
+        chat = episode.policy.chat
         prompt = _needed(body, "prompt", "one text, or the ids of tokens of the model, and not empty", chat.readable)
         heard = episode.conversation.heard_tokens(chat.encode(prompt) if isinstance(prompt, str) else prompt)
         logprobs = body.get("logprobs") is not None
@@ -170,8 +175,8 @@ class _Endpoint:
     async def _choice(self, request: Request, episode: Episode, asked: _Asked, done: Any) -> dict[str, Any]:
         """The whole answer, which from now on is part of the conversation, if the client is still there."""
         trajectory, end = await self._episodes.finished(episode, done)
-        answer, _ = ended(trajectory, self._episodes.policy.ends)
-        chat = self._episodes.policy.chat
+        answer, _ = ended(trajectory, episode.policy.ends)
+        chat = episode.policy.chat
         text = chat.decode(answer.token_ids)
         reply = chat.reply(answer.token_ids, trajectory.prompt_ids, asked.tools, trajectory.id) if asked.chat else None
         if not await request.is_disconnected():  # a request that its client gave up goes on until here
@@ -201,8 +206,8 @@ class _Endpoint:
         head, sent = self._head(trajectory.id, asked, ".chunk" if asked.chat else ""), 0
         while not done.done():
             await asyncio.sleep(_WATCH_S)
-            if not asked.tools and not self._episodes.policy.ends.strings:
-                text = self._episodes.policy.chat.decode(list(trajectory.token_ids)).rstrip(_HALF_A_CHARACTER)
+            if not asked.tools and not episode.policy.ends.strings:
+                text = episode.policy.chat.decode(list(trajectory.token_ids)).rstrip(_HALF_A_CHARACTER)
                 if len(text) > sent:
                     yield _event({**head, "choices": [_delta(asked, text[sent:], None)]})
                     sent = len(text)

@@ -2,44 +2,37 @@
 
 import asyncio
 import inspect
-import json
-import logging
-import os
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import uvicorn
-
-from rlix.control.settings import Settings
 from rlix.integrations.openai.conversation import ChatFormat
-from rlix.integrations.openai.episodes import Episode, Episodes, Policy
-from rlix.integrations.openai.server import make_app
+from rlix.integrations.openai.endpoint import Endpoint, endpoint_of
+from rlix.integrations.openai.episodes import Episode, Policy
 from rlix.pipeline.batch import Row
 from rlix.pipeline.samples import Sample
 from rlix.pipeline.sources.base import Surroundings
-from rlix.pipeline.sources.played import PlayedSource
+from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.place import Place
+from rlix.pipeline.sources.played import PlayedSource, Seat
 from rlix.pipeline.spec.named import import_object, where_raised
 from rlix.pipeline.spec.source import EXTERNAL, AgentSpec, ChatSpec
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Demand
 
-logger = logging.getLogger(__name__)
-
-_START_TIMEOUT_S = 30.0
+__all__ = ["AgentSource", "Call", "endpoint_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """What an agent is called with: where its policy is, and which episode it plays.
 
-    `task` and `seed` are the same for all samples of a group, so what the agent draws from `seed` is too; `sample` is
-    different for each.
+    `task`, `seed` and `place` are the same for all samples of a group, so what the agent draws from them is too;
+    `sample` is different for each. Who has its tasks in rows takes row `place.row(rows)`, of rows that it holds out
+    where `place.split` is "evaluation".
     """
 
     base_url: str
@@ -48,6 +41,7 @@ class Call:
     task: str
     seed: int
     sample: str
+    place: Place
 
 
 Agent = Callable[..., Any]
@@ -58,10 +52,13 @@ class AgentSource(PlayedSource[Sample]):
     """Each sample is the last branch of one agent's conversation."""
 
     def __init__(self, spec: AgentSpec, around: Surroundings, chat: ChatSpec) -> None:
+        self._agent = _find_agent(spec)
+        rows = getattr(self._agent, "rows", None)
+        self._rows: int | None = None if rows is None else rows(around.split)
+        self._endpoint = Endpoint.join(around.shared, around.job, spec.port)
         super().__init__(spec, around, "agent", spec.failure_reward)
         self._spec = spec
-        self._agent = _find_agent(spec)
-        policy = Policy(
+        self._policy = Policy(
             seed=around.seed,
             sampling=around.sampling,
             context=around.context,
@@ -69,32 +66,31 @@ class AgentSource(PlayedSource[Sample]):
             chat=ChatFormat(around.tokenizer, chat, around.ends.token_ids),
             generate=lambda step, trajectory: around.generator().submit(step, trajectory),
         )
-        self._episodes = Episodes(policy)
+        self._episodes = self._endpoint.episodes
         self._threads = ThreadPoolExecutor(spec.concurrency, "agents")
-        config = uvicorn.Config(
-            make_app(around.job, self._episodes), host="127.0.0.1", port=spec.port, log_level="warning", lifespan="off"
-        )
-        self._server = uvicorn.Server(config)
-        self._serving = self._loop.submit(self._server.serve())
-        self.base_url = f"http://127.0.0.1:{self._port()}/v1"
-        self._address = _publish(around.job, self.base_url, self._episodes.key)
 
-    @property
-    def key(self) -> str:
-        return self._episodes.key
+    def make_loop(self) -> LoopThread:
+        """The endpoint's, on which the episodes of all live."""
+        return self._endpoint.loop
 
     @property
     def longest(self) -> int:
         return self.around.context - 1
 
+    @property
+    def different(self) -> int | None:
+        """Where the agent has its tasks in rows, and says how many."""
+        return self._rows
+
     # ---- episodes --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def opened(
-        self, step: int, ids: Sequence[tuple[str, str]]
-    ) -> "AsyncIterator[Mapping[str, asyncio.Future[Sample]]]":
+    async def opened(self, step: int, seats: Sequence[Seat]) -> "AsyncIterator[Mapping[str, asyncio.Future[Sample]]]":
         waiting = self._agent is None
-        episodes = [self._episodes.open(step, id, task, waiting=waiting) for task, id in ids]
+        episodes = [
+            self._episodes.open(self._policy, step, seat.id, seat.task, waiting=waiting, place=seat.place)
+            for seat in seats
+        ]
         played = [] if waiting else [asyncio.ensure_future(self._played(episode)) for episode in episodes]
         try:
             yield {episode.id: episode.done for episode in episodes}
@@ -105,19 +101,29 @@ class AgentSource(PlayedSource[Sample]):
                 self._episodes.close(episode)
 
     def demand(self) -> Demand:
-        return Demand(len(self._episodes), self.around.sampling.max_new_tokens * len(self._episodes))
+        open_ = len(self._episodes.of_split(self.around.split))
+        return Demand(open_, self.around.sampling.max_new_tokens * open_)
 
     def expire(self) -> None:
-        self._episodes.expire(self._spec.timeout_s)
+        self._episodes.expire(self._spec.timeout_s, self.around.split)
 
     def own_metrics(self, played: Sequence[Sample]) -> dict[str, float]:
-        return {"agent_failed": float(sum(sample.failed for sample in played))}
+        return {
+            "agent_failed": float(sum(sample.failed for sample in played)),
+            "agent_abandoned": float(sum(sample.abandoned for sample in played)),
+        }
 
     async def _played(self, episode: Episode) -> None:
         """Calls the job's own agent; what it raises is the end of its episode, and of nothing else."""
         assert self._agent is not None
         call = Call(
-            self.base_url, self._episodes.key_of(episode), self.around.job, episode.task, episode.seed, episode.id
+            self._endpoint.base_url,
+            self._episodes.key_of(episode),
+            self.around.job,
+            episode.task,
+            episode.seed,
+            episode.id,
+            episode.place,
         )
         try:
             reward = await self._called(call)
@@ -155,47 +161,9 @@ class AgentSource(PlayedSource[Sample]):
     # ---- its life --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        wait([self._serving], timeout=_START_TIMEOUT_S)
-        super().close()
+        """The endpoint, and the loop that everything is played on, stay for as long as another source needs them."""
+        self._endpoint.leave(self.around.shared)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._address.unlink(missing_ok=True)
-
-    def _port(self) -> int:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not self._server.started:
-            if self._serving.done() or time.monotonic() > deadline:
-                raise RlixError(f"the job's endpoint did not start on 127.0.0.1:{self._spec.port}: is the port free?")
-            time.sleep(0.01)
-        port: int = self._server.servers[0].sockets[0].getsockname()[1]
-        return port
-
-
-def endpoint_of(job: str) -> tuple[str, str]:
-    """The base URL and the key of a job's endpoint on this machine.
-
-    Raises:
-        RlixError: no job of that name has one.
-    """
-    path = _address_of(job)
-    if not path.is_file():
-        raise RlixError(f"no job {job!r} has an endpoint here: {path} is missing")
-    found = json.loads(path.read_text())
-    return found["base_url"], found["api_key"]
-
-
-def _publish(job: str, base_url: str, key: str) -> Path:
-    """Where agents of the same user find it."""
-    path = _address_of(job)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({"base_url": base_url, "api_key": key}, file)
-    return path
-
-
-def _address_of(job: str) -> Path:
-    return Settings.from_env().home / "endpoints" / f"{job}.json"
 
 
 def _find_agent(spec: AgentSpec) -> Agent | None:

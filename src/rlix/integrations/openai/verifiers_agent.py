@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 from rlix.integrations.openai.source import Call
 from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.place import EVALUATION, TRAIN
 from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import RlixError, SpecError
 
@@ -16,7 +17,8 @@ _THE_POLICYS_FAULT = "EmptyModelResponseError"  # an answer of nothing is an ans
 
 
 class VerifiersAgent:
-    """Plays rows of the environment's training set, drawn by the group's seed; its rubric gives the reward.
+    """Plays rows of the environment's training set, epoch after epoch, or those that it holds out for an evaluation;
+    its rubric gives the reward.
 
     Environments run on a loop of their own: one that blocks holds up the others, not the endpoint.
 
@@ -33,7 +35,7 @@ class VerifiersAgent:
             # It would take over the pipeline's signals, which works on the main thread only.
             with mock.patch.object(signal, "signal"):
                 self._environment: Any = load(environment, **options)
-            self._rows: Any = self._environment.get_dataset()
+            self._rows: dict[str, Any] = {TRAIN: self._environment.get_dataset()}
         except Exception as error:  # a user's environment may raise anything while it is loaded
             raise SpecError(
                 f"source.openai.options.environment: {environment!r} cannot be loaded ({error}); install it, or put "
@@ -42,6 +44,18 @@ class VerifiersAgent:
         self._loop = LoopThread()
         self._client: AsyncOpenAI | None = None
 
+    def rows(self, split: str) -> int:
+        """How many there are. Raises SpecError when none are held out: the package would give those to train on."""
+        if split == EVALUATION and split not in self._rows:
+            held_out = self._environment.build_eval_dataset()
+            if held_out is None:
+                raise SpecError(
+                    "evaluation.source: is missing: the environment holds no rows out (it has no eval_dataset); name "
+                    "another source"
+                )
+            self._rows[split] = held_out
+        return len(self._rows[split])
+
     async def __call__(self, call: Call) -> float:
         return await asyncio.wrap_future(self._loop.submit(self._played(call)))
 
@@ -49,7 +63,8 @@ class VerifiersAgent:
         if self._client is None:  # one for all: it takes 50 ms to make
             self._client = AsyncOpenAI(base_url=call.base_url, api_key=call.api_key, timeout=None)
         client = self._client.with_options(api_key=call.api_key)
-        row = self._rows[call.seed % len(self._rows)]
+        rows = self._rows[call.place.split]
+        row = rows[call.place.row(len(rows))]
         done = await self._environment.run_rollout(row, client, call.model, {})
         failed = done.get("error")
         if failed and failed["error"] != _THE_POLICYS_FAULT:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer, End, Sample, Samples
+from rlix.pipeline.sources.place import TRAIN, Place
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Demand
 
@@ -58,6 +59,8 @@ class Surroundings:
         timeout_s: longest that a step's samples may take, in seconds in which there are devices (`devices_s`).
         stop: set when the job should end.
         generator: where trajectories go to be generated.
+        split: what its samples are for: to be learnt from, or held out.
+        shared: what sources of one job have in common.
     """
 
     job: str
@@ -71,6 +74,12 @@ class Surroundings:
     timeout_s: float
     stop: threading.Event
     generator: Callable[[], Generator]
+    split: str = TRAIN
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def place(self, number: int) -> Place:
+        """Of a group, counted from the first of the split."""
+        return Place(self.split, number, self.seed)
 
 
 class Source(ABC):

@@ -25,7 +25,7 @@ from rlix.pipeline.sources.environments.base import (
 from rlix.pipeline.sources.environments.episode import Episode, Outstanding, Room, play
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
 from rlix.pipeline.sources.environments.process import SubprocessRunner
-from rlix.pipeline.sources.played import PlayedSource
+from rlix.pipeline.sources.played import PlayedSource, Seat
 from rlix.pipeline.spec.named import import_object
 from rlix.pipeline.spec.source import ChatSpec, EnvironmentSpec
 from rlix.pipeline.tokenizer import read
@@ -72,10 +72,8 @@ class EpisodeSource(PlayedSource[Episode]):
     # ---- episodes --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def opened(
-        self, step: int, ids: Sequence[tuple[str, str]]
-    ) -> "AsyncIterator[Mapping[str, asyncio.Future[Episode]]]":
-        open_ = {id: asyncio.ensure_future(self._episode(step, task, id)) for task, id in ids}
+    async def opened(self, step: int, seats: Sequence[Seat]) -> "AsyncIterator[Mapping[str, asyncio.Future[Episode]]]":
+        open_ = {seat.id: asyncio.ensure_future(self._episode(step, seat)) for seat in seats}
         try:
             yield open_
         finally:
@@ -89,12 +87,12 @@ class EpisodeSource(PlayedSource[Episode]):
     def own_metrics(self, played: Sequence[Episode]) -> dict[str, float]:
         return environment_metrics(played)
 
-    async def _episode(self, step: int, task: str, id: str) -> Episode:
-        instance = Instance(id, stream_seed(self.around.seed, id, "instance"))
+    async def _episode(self, step: int, seat: Seat) -> Episode:
+        instance = Instance(seat.id, stream_seed(self.around.seed, seat.id, "instance"), place=seat.place)
         environment = GuardedEnvironment(self._runner, instance, self._limits, time.monotonic)
-        seed = stream_seed(self.around.seed, task)
+        seed = stream_seed(self.around.seed, seat.task)
         policy = partial(self._answer, step, _Conversation())
-        return await play(id, seed, environment, policy, self, self._room, self._outstanding)
+        return await play(seat.id, seed, environment, policy, self, self._room, self._outstanding)
 
     async def _answer(
         self, step: int, conversation: _Conversation, id: str, tokens: tuple[int, ...], limit: int

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from rlix.pipeline.samples import Sample, Samples, mean, measured
 from rlix.pipeline.sources.base import Patience, Source, Surroundings
 from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.place import Place
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Demand
 
@@ -25,6 +26,15 @@ S = TypeVar("S", bound=Sample)
 class Begun(Generic[S]):
     done: "Future[list[S]]"
     time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A sample that is to be played; `task` and `place` are its group's."""
+
+    id: str
+    task: str
+    place: Place
 
 
 class PlayedSource(Source, Generic[S]):
@@ -42,14 +52,18 @@ class PlayedSource(Source, Generic[S]):
         super().__init__(options, around)
         self._what = what
         self._failure_reward = failure_reward
-        self._loop = LoopThread()
+        self._loop = self.make_loop()
         self._patience = Patience(around.job, what)
+
+    def make_loop(self) -> LoopThread:
+        """What they are played on."""
+        return LoopThread()
 
     @abstractmethod
     def opened(
-        self, step: int, ids: Sequence[tuple[str, str]]
+        self, step: int, seats: Sequence[Seat]
     ) -> "AbstractAsyncContextManager[Mapping[str, asyncio.Future[S]]]":
-        """The samples in the making, by id; `ids`: each one's task and id. Leaving it ends those that are not done."""
+        """The samples in the making, by id. Leaving it ends those that are not done."""
 
     @abstractmethod
     def demand(self) -> Demand:
@@ -88,9 +102,10 @@ class PlayedSource(Source, Generic[S]):
         return Samples(samples, self.around.group_size, measured(samples, metrics))
 
     async def _play(self, step: int, groups: int) -> list[S]:
-        tasks = [f"episodes/{step}/{i}" for i in range(groups)]
-        ids = [(task, f"{task}/{k}") for task in tasks for k in range(self.around.group_size)]
-        async with self.opened(step, ids) as open_:
+        places = [self.around.place(step * self.around.groups + i) for i in range(groups)]
+        tasks = [(f"episodes/{step}/{i}", place) for i, place in enumerate(places)]
+        seats = [Seat(f"{task}/{k}", task, place) for task, place in tasks for k in range(self.around.group_size)]
+        async with self.opened(step, seats) as open_:
             try:
                 await self._until_done(step, open_)
                 return [sample.result() for sample in open_.values()]

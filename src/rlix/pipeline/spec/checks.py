@@ -351,6 +351,18 @@ def _batches(spec: Sections) -> Iterator[Problem]:
         )
 
 
+def _not_held_out(trained: SourceSpec, evaluated: SourceSpec) -> Iterator[Problem]:
+    """Tables that are trained on. That two of them share rows is not looked for."""
+    if trained.data is None or evaluated.data is None:
+        return
+    seen = {(table.path, table.config, table.split) for table in trained.data.tables}
+    for where, table in data_fields(evaluated.data):
+        if (table.path, table.config, table.split) in seen:
+            yield Problem(
+                f"evaluation.{where}.path", "is what is trained on, so not held out; name another, or a split"
+            )
+
+
 def _evaluation(spec: Sections) -> Iterator[Problem]:
     """Checked as the job is that learns from what this one is evaluated on."""
     own = spec.evaluation
@@ -363,10 +375,11 @@ def _evaluation(spec: Sections) -> Iterator[Problem]:
     elif own.source is None and spec.source.name is not None:
         yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
     else:
+        yield from _not_held_out(spec.source, own.source or spec.source)
         rollout = {"max_new_tokens": own.max_new_tokens or spec.rollout.max_new_tokens}
         held_out = spec.model_copy(
             update={
-                "source": own.source or spec.source,
+                "source": own.held_out(spec.source),
                 "rollout": spec.rollout.model_copy(update=rollout),
                 "warmup": None,
             }

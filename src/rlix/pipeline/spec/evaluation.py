@@ -14,8 +14,8 @@ class EvaluationSpec(Section):
     every: Count
     """Steps between evaluations; there is one after the last step, too."""
     source: SourceSpec | None = None
-    """Where its prompts come from, written as the job's own source; left out: that one with other prompts or episodes,
-    which data do not have."""
+    """Where its prompts come from, written as the job's own source, whose `chat` holds for it, too, unless it has one;
+    left out: that one with other prompts or episodes, which data do not have."""
     prompts: Count = 64
     """How many, the same every time: of data the first of an order that the job's seed decides, and of one table no
     more than it has."""
@@ -29,3 +29,13 @@ class EvaluationSpec(Section):
     best: Annotated[str, Field(pattern=r"^eval/.+")] | None = "eval/reward"
     """The metric whose best checkpoint is kept as `checkpoints/best`; null keeps none."""
     best_is: Literal["highest", "lowest"] = "highest"
+
+    def held_out(self, trained_on: SourceSpec) -> SourceSpec:
+        """Where its prompts come from; in the conversation's format that the job trains in, unless it has its own."""
+        own = self.source
+        if own is None:
+            return trained_on
+        if "chat" in own.model_fields_set or own.task is not None or own.name is not None:
+            return own
+        inapplicable = {"history": "refuse"} if own.data is not None else {"system": None}
+        return own.model_copy(update={"chat": trained_on.chat.model_copy(update=inapplicable)})

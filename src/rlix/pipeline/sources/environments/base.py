@@ -1,9 +1,10 @@
 """What an environment is: reset it with a seed, then answer actions with observations and rewards until it is done."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlix.pipeline.sources.place import Place
 from rlix.pipeline.sources.rewards import finite
 from rlix.protocol.errors import RlixError
 
@@ -81,12 +82,14 @@ class Instance:
     """Which environment this is: one of those started for `trajectory`, the first being attempt 0.
 
     `seed` differs between the trajectories of a group, which share the seed given to `reset`. It is for what is not
-    part of the task, such as simulated latency.
+    part of the task, such as simulated latency. Who has its tasks in rows takes row `place.row(rows)`, of rows that it
+    holds out where `place.split` is "evaluation".
     """
 
     trajectory: str
     seed: int
     attempt: int = 0
+    place: Place = field(default_factory=Place)
 
 
 class Environment(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from rlix.pipeline.sources.environments.base import Action, Environment, Instance, ToolCall, checked, observed
+from rlix.pipeline.sources.place import Place
 from rlix.pipeline.spec.named import import_object, own_traceback, where_raised
 
 
@@ -17,7 +18,9 @@ async def answer(request: dict[str, Any], environment: Environment | None) -> tu
         if environment is not None:
             await environment.close()
         factory: Any = import_object(request["factory"])
-        return {}, factory(Instance(**request["instance"]), **request["options"])
+        given = request["instance"]
+        instance = Instance(**{**given, "place": Place(**given["place"])})
+        return {}, factory(instance, **request["options"])
     assert environment is not None, "the first request must be 'make'"
     if method == "reset":
         return {"observation": observed("reset", await environment.reset(request["seed"]))}, environment
