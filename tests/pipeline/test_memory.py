@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.cli.check import check_specs
@@ -193,6 +195,33 @@ class TestJob:
         assert about
         assert "GiB on each device, and " in about[0]
         assert advice in about[0]
+
+
+def test_what_adapters_copy_into_float32() -> None:
+    """What a model in bfloat16 keeps in float32 for adapters in float32, beyond those in bfloat16."""
+    tokens = 64
+    config = LoraConfig(r=1, target_modules="all-linear")
+
+    def kept(wide: bool) -> int:
+        torch.manual_seed(0)
+        model: Any = get_peft_model(Qwen2ForCausalLM(SMALL).bfloat16(), config, autocast_adapter_dtype=wide)
+        seen: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == torch.float32 and tensor.numel() >= tokens * SMALL.hidden_size:
+                seen[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other gets its place
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model.base_model.model.model(input_ids=torch.ones(1, tokens, dtype=torch.long)).last_hidden_state
+        assert hidden.requires_grad
+        return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+
+    shape = counted(SMALL)
+    how = Training(1, 1, 2, tokens, stored=2)
+    adapted = replace(how, trained=1)
+    counts = [estimate.training(shape, one).parts["activations"] for one in (how, adapted)]
+    assert counts[1] - counts[0] == pytest.approx(kept(True) - kept(False), rel=0.02)
 
 
 @pytest.mark.slow

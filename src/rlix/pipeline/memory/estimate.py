@@ -168,6 +168,8 @@ def _room(how: Generation, memory: int) -> int:
 def activations(model: ModelShape, how: Training) -> int:
     """What the forward pass keeps for the backward pass, and the gradients of one block beside it."""
     block, entering = _block_bytes(model, how.compute), how.compute * model.hidden
+    if how.trained is not None and how.compute < _WIDE:
+        block += _WIDE * _linear_inputs(model)  # adapters compute in float32, each from a copy of its own
     kept = model.layers * (entering if how.checkpointing else block) + (block if how.checkpointing else 0)
     passing = how.compute * 4 * (model.intermediate + model.hidden)  # gradients of a feed-forward part
     ends = (2 * _WIDE + 3 * how.compute) * model.hidden  # the last norm, and hidden states before and after it
@@ -184,6 +186,12 @@ def _block_bytes(model: ModelShape, compute: int) -> int:
     hidden = 6 * model.hidden
     kept = compute * (hidden + 3 * model.query + 2 * model.keys + 4 * model.intermediate)
     return kept + (2 * _WIDE * model.hidden if compute < _WIDE else 0)
+
+
+def _linear_inputs(model: ModelShape) -> int:
+    """Numbers that enter the linear layers of a Llama-like block, per token: three of attention, its output, and the
+    feed-forward part's two and one."""
+    return 5 * model.hidden + model.query + model.intermediate
 
 
 def _gathered(model: ModelShape, how: Training, *, backward: bool) -> int:
