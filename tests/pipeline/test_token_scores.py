@@ -52,6 +52,25 @@ def test_half_precision_is_widened_before_the_softmax() -> None:
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
 
 
+def test_the_heads_gradient_adds_up_in_float32() -> None:
+    """Every token pulls at the same weights: in bfloat16 the sum of 4,096 chunks stays at 256 of them."""
+    source = torch.Generator().manual_seed(0)
+    count, width, words = 4096, 4, 3
+    exact = torch.ones(count, width, dtype=torch.float64) + 0.1 * torch.rand(count, width, generator=source)
+    tokens = torch.zeros(count, dtype=torch.long)
+
+    def gradients(dtype: torch.dtype, at_once: int) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = exact.bfloat16().to(dtype)
+        weight, bias = torch.zeros(words, width, dtype=dtype), torch.zeros(words, dtype=dtype)
+        given = weight.requires_grad_(), bias.requires_grad_()
+        chosen_scores(hidden, *given, tokens, logits_at_once=at_once)[0].sum().backward()
+        assert weight.grad is not None and bias.grad is not None
+        return weight.grad.double(), bias.grad.double()
+
+    for expected, found in zip(gradients(torch.float64, 10**9), gradients(torch.bfloat16, words), strict=True):
+        assert_close(found, expected, rtol=0.01, atol=0.0)
+
+
 def test_no_tokens_give_gradients_of_zero() -> None:
     hidden, weight, _, tokens = inputs()
     log_probs, _ = chosen_scores(hidden[:0], weight, None, tokens[:0])

@@ -55,8 +55,10 @@ class _ChosenScores(torch.autograd.Function):
         hidden, weight, bias, tokens, normalizers, entropies = ctx.saved_tensors
         needed = ctx.needs_input_grad
         to_hidden = torch.empty_like(hidden) if needed[0] else None
-        to_weight = torch.zeros_like(weight) if needed[1] else None
-        to_bias = torch.zeros_like(bias) if needed[2] else None
+        # Thousands of chunks added up in bfloat16 would end where one more no longer changes the sum.
+        wide = weight.dtype if len(tokens) <= ctx.chunk else normalizers.dtype
+        to_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        to_bias = torch.zeros_like(bias, dtype=wide) if needed[2] else None
         for start in range(0, len(tokens), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p = _logits(hidden[part], weight, bias, ctx.temperature, normalizers.dtype)
@@ -71,10 +73,11 @@ class _ChosenScores(torch.autograd.Function):
             if to_hidden is not None:
                 to_hidden[part] = to_logits @ weight
             if to_weight is not None:
-                to_weight.addmm_(to_logits.T, hidden[part])
+                to_weight += to_logits.T @ hidden[part]
             if to_bias is not None:
                 to_bias += to_logits.sum(0)
-        return to_hidden, to_weight, to_bias, None, None, None
+        narrow = [None if wide is None else wide.to(weight.dtype) for wide in (to_weight, to_bias)]
+        return to_hidden, *narrow, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
