@@ -101,4 +101,5 @@ def _as_seen(rollout: RolloutState, job: Job, now: float) -> RolloutState:
         age_s=job.usage.age_s(now),
         gang_devices=rollout.gang_devices,
         gang_expected=expected,
+        gained_s=rollout.gained_s,
     )

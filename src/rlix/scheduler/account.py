@@ -1,5 +1,6 @@
 """What the state keeps about one rollout cluster: its demand, its bundles, and what it has been given."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Account:
     leases: set[int] = field(default_factory=set)
     _waits_since: float | None = None  # has had demand but no bundle since then
     _holds_since: float | None = None  # has had demand and a bundle since then
+    _gained_at: float = -math.inf  # was granted a bundle
     _served_gpu_s: float = 0.0  # up to `_served_at`
     _served_at: float = 0.0
 
@@ -38,6 +40,7 @@ class Account:
             0.0 if self._holds_since is None else now - self._holds_since,
             self.served(now),
             gang_devices=self.gang_devices,
+            gained_s=now - self._gained_at,
         )
 
     def served(self, now: float) -> float:
@@ -67,6 +70,7 @@ class Account:
     def grant(self, epoch: int, now: float) -> None:
         self._settle(now)
         self.leases.add(epoch)
+        self._gained_at = now
         self._note(now)
 
     def leave(self, epoch: int, now: float) -> None:

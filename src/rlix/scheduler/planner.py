@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
+from rlix.scheduler.exchanges import circles
 from rlix.scheduler.gang_choice import GangChoice
 from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
 from rlix.scheduler.policies.base import Holding, Policy, Pool
@@ -125,9 +126,11 @@ def _pool(
 
 
 def _divided(pool: Pool, policy: Policy) -> list[tuple[Expand, tuple[int, ...]]]:
-    """The policy's expands with their devices, without those that name a bundle which is held already."""
+    """The policy's expands with their devices, without those that name a bundle which is held already, and without
+    those that only pass equal bundles round."""
     bundles = {(r.pipeline_id, r.cluster): (i, r.bundles) for i, r in enumerate(pool.rollouts)}
     changes = []
+    takes: dict[int, tuple[int, int]] = {}  # holding that passes on whole -> (who has it, who is to have it)
     for expand in policy.divide(pool):
         rollout, choices = bundles[(expand.pipeline_id, expand.cluster)]
         devices = choices[expand.bundle]
@@ -136,5 +139,8 @@ def _divided(pool: Pool, policy: Policy) -> list[tuple[Expand, tuple[int, ...]]]
             holding = pool.holdings[at]
             if holding.rollout == rollout and holding.bundle == expand.bundle:
                 continue
+            if holding.devices == devices:
+                takes[at] = holding.rollout, rollout
         changes.append((expand, devices))
-    return changes
+    left_out = {pool.holdings[at].devices for at in circles(takes)}
+    return [change for change in changes if change[1] not in left_out] if left_out else changes

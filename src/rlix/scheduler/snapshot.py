@@ -1,5 +1,6 @@
 """What the planner sees: one frozen picture of the pool. Only admitted pipelines appear in it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,8 +52,9 @@ class RolloutState:
 
     `bundles[k]` are the device ids of replica k; bundles of one rollout are disjoint and equally large.
     `waited_s`: seconds since the rollout has demand and no bundle; 0 while it holds one or needs none. `held_s`:
-    seconds since it has demand and a bundle, else 0. `served_gpu_s`: GPU-seconds of bundles granted to it while it had
-    demand, from a start that makes it comparable to other rollouts with demand (see `Account`).
+    seconds since it has demand and a bundle, else 0. `gained_s`: seconds since it was last granted one, infinite where
+    it never was. `served_gpu_s`: GPU-seconds of bundles granted to it while it had demand, from a start that makes it
+    comparable to other rollouts with demand (see `Account`).
     `used_gpu_s` are the GPU-seconds its pipeline has had under leases, `age_s` the seconds since it was admitted: what
     the control plane measures, while `demand` is what the job says.
     `gang_devices` are those the pipeline's other clusters will ask for once the rollout is over; `gang_expected`: any
@@ -70,6 +72,7 @@ class RolloutState:
     age_s: float = 0.0
     gang_devices: tuple[int, ...] = ()
     gang_expected: bool = False
+    gained_s: float = math.inf
 
 
 def bundle_at(bundles: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:

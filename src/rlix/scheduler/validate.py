@@ -17,7 +17,7 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     a gang gets exactly its devices, or one of its alternatives, all at once, in strict priority and then arrival order,
     with no overtaking on the devices a request waits for and no waiting once they fit; an expand is an unheld bundle of
     a rollout with demand; nobody gets a device that is not in the pool, is taken, drains or is promised, and no device
-    is given twice.
+    is given twice; no bundles of one size only go round in a circle.
     """
     statuses = {status.lease.epoch: status for status in snapshot.leases}
     if len(statuses) != len(snapshot.leases):
@@ -29,7 +29,28 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     for epoch in shrunk:
         if given.isdisjoint(statuses[epoch].lease.devices):
             raise PlanError(f"lease {epoch} is shrunk for nothing: no grant or expand of this plan uses its devices")
+    _check_nothing_goes_round(statuses, snapshot, plan, shrunk)
     _check_gang_order(snapshot, plan)
+
+
+def _check_nothing_goes_round(
+    statuses: dict[int, LeaseStatus], snapshot: Snapshot, plan: Plan, shrunk: set[int]
+) -> None:
+    """Strike off, again and again, whoever only gives or only takes a bundle: who is left passes them round."""
+    bundles = {(rollout.pipeline_id, rollout.cluster): rollout.bundles for rollout in snapshot.rollouts}
+    takers = {bundles[e.pipeline_id, e.cluster][e.bundle]: (e.pipeline_id, e.cluster) for e in plan.expands}
+    passes = {
+        ((lease.pipeline_id, lease.cluster), takers[lease.devices])
+        for lease in (statuses[epoch].lease for epoch in shrunk)
+        if lease.devices in takers
+    }
+    while passes:
+        both = {giver for giver, _ in passes} & {taker for _, taker in passes}
+        left = {(giver, taker) for giver, taker in passes if giver in both and taker in both}
+        if left == passes:
+            names = ", ".join(sorted({giver[0] for giver, _ in passes}))
+            raise PlanError(f"bundles are passed round and leave everybody with as many as before: {names}")
+        passes = left
 
 
 def _check_shrinks(statuses: dict[int, LeaseStatus], plan: Plan) -> set[int]:

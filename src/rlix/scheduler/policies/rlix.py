@@ -22,6 +22,9 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
    may then claim what it can use well, up to an equal share, from whoever had more than the mean; and of who owes,
    everybody who had less may. Nobody with demand waits long: after
    `patience_s` it may take anybody's second bundle, after `starving_s` the only one of who has had a turn.
+   What is due to a rollout (a bundle of its equal share that it uses well) is taken only for what is due to another
+   that had no more, and who was given a bundle keeps what it has until that has paid for its load. So at any one moment
+   each exchange raises what is due to those who had less, or else what all bundles are worth: none is ever undone.
 5. A rollout sits where its own gang will come, if it can: the gang then ends no other job's rollout. Devices that a
    gang will take are used last, soonest last of all.
 6. No bundle is loaded where a job is between two gangs, or where a gang waits for nothing but rollouts to drain. Where
@@ -37,13 +40,14 @@ from dataclasses import dataclass
 from rlix.scheduler.plan import Expand
 from rlix.scheduler.policies.base import Pool
 from rlix.scheduler.policies.queueing import Order, Queueing
-from rlix.scheduler.snapshot import bundle_at
+from rlix.scheduler.snapshot import RolloutState, bundle_at
 
 _SOME_KNEE, _SOME_LOAD_S = 64.0, 6.0  # for a job that has not learnt its own yet
 _ANYTHING = 1e-9  # GPUs: above the nothing that an unused bundle is worth
 _A_GPU_WELL_USED = 0.5  # GPUs: what a bundle must be worth to be claimed for fairness alone
 _FIRST = 2.0  # GPUs: a first bundle, to who holds it: more than any other is worth to anybody
 _BUT_A_FIRST = 1.5  # GPUs: any bundle that is not somebody's first
+_LEAST_PAID_S, _MOST_PAID_S = 5.0, 60.0  # whatever a job says of its loads
 
 Offer = tuple[float, float, int, int]
 
@@ -120,6 +124,7 @@ class _Division:
         self.spare = any(c > m and s for c, m, s in zip(self.count, self.most, self.seats, strict=True))
         self.width = [len(r.bundles[0]) if r.bundles else 1 for r in self.rollouts]
         self.batch = [r.demand.trajectories / (r.demand.knee or _SOME_KNEE) for r in self.rollouts]
+        self.gained = [r.gained_s < self._paid_s(r) for r in self.rollouts]
         self.queueing = Queueing(
             pool,
             starving_s=policy.starving_s,
@@ -213,7 +218,19 @@ class _Division:
         self._sit(_Seat(i, bundle, devices, new=True))
         return True
 
+    def _paid_s(self, rollout: RolloutState) -> float:
+        """How long who was given a bundle keeps what it has, for all but somebody's first."""
+        load_s = rollout.demand.load_s or _SOME_LOAD_S
+        return min(max(self.policy.payback * load_s, _LEAST_PAID_S), _MOST_PAID_S)
+
+    def _standing(self, i: int, count: int) -> int:
+        """Of bundle number `count + 1` of rollout i: 0 where it is not due to it, else the more the more it is owed."""
+        if self.gain(i, count) < _A_GPU_WELL_USED or count * self.width[i] >= self.queueing.equal_share:
+            return 0
+        return 3 if self.queueing.owed[i] else 1 if self.queueing.owing[i] else 2
+
     def _sit(self, seat: _Seat) -> None:
+        self.gained[seat.rollout] = True
         self.seats[seat.rollout][seat.bundle] = seat
         self.count[seat.rollout] += 1
         self.free.difference_update(seat.devices)
@@ -366,7 +383,10 @@ class _Division:
             return math.inf
         if count == 1 and self.most[j]:
             return _FIRST if self.rollouts[j].held_s >= queueing.turn_s[i] else math.inf
-        within = (count - 1) * self.width[j] <= queueing.equal_share
-        if within and self.count[i] and queueing.owes(i, j):
-            return math.inf  # it has been given less than i, and no more than its share
+        if self.count[i] and count <= self.most[j]:
+            within = (count - 1) * self.width[j] <= queueing.equal_share
+            if within and queueing.owes(i, j):
+                return math.inf  # it has been given less than i, and no more than its share
+            if self.gained[j] or self._standing(j, count - 1) > self._standing(i, self.count[i]):
+                return math.inf
         return self.gain(j, count - 1)
