@@ -39,6 +39,7 @@ class Life:
     now: float = 0.0
     state: State = field(default_factory=State)
     switches: int = 0
+    longest_gang_wait_s: float = 0.0  # from its question until it is granted
     longest_wait_s: float = 0.0  # of a rollout with demand and none of its bundles, while gangs left it one
     _demands: dict[str, Demand] = field(default_factory=dict)
     _used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -80,11 +81,11 @@ class Life:
         self._demands[name] = demand
         self.apply(DemandReported(name, INFER, demand))
 
-    def train(self, name: str, seconds: float) -> None:
+    def train(self, name: str, seconds: float, phase: Phase = Phase.ACTOR_TRAINING) -> None:
         """Asks for the job's gang, which lasts so long once it is granted."""
         request_id = self.state.next_request_id
         self._gang_s[-request_id] = seconds
-        self.apply(GangRequested(request_id, name, TRAIN, Phase.ACTOR_TRAINING))
+        self.apply(GangRequested(request_id, name, TRAIN, phase))
 
     def leave(self, name: str) -> None:
         self.apply(PipelineEnding(name, "done"))
@@ -158,6 +159,8 @@ class Life:
 
     def _count(self) -> None:
         """One second of every lease in use, and of everybody's wait for a first bundle."""
+        for request in self.state.requests.values():
+            self.longest_gang_wait_s = max(self.longest_gang_wait_s, self.now - request.asked_at)
         barred = {device for request in self.state.requests.values() for device in request.devices}
         for status in self.state.leases.values():
             if status.state is LeaseState.ACTIVE:

@@ -1,5 +1,6 @@
 """Every policy over time, in seconds: nobody waits longer than it promises, equals get equal parts, exchanges end."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -8,13 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlix.protocol.messages import Demand
+from rlix.protocol.types import Phase as GangPhase
 from rlix.scheduler.policies import POLICIES, Policy, Proportional, Rlix, Timeslice
 from rlix.scheduler.policies.exclusive import exclusive
 from rlix.scheduler.policies.slots import slots
 from rlix.scheduler.policies.static import static
+from rlix.scheduler.snapshot import GANG_PATIENCE_S
 from tests.scheduler.life import DRAIN_S, Life
 
 JOBS = 6
+LONGEST_GANG_S = 10.0
+GANG_PHASES = [phase for phase in GangPhase if phase is not GangPhase.ROLLOUT]
 BULK = Demand(512, knee=64.0, work_s=900.0, floor_s=90.0, left_gpu_s=9000.0, load_s=1.0)
 
 
@@ -42,6 +47,11 @@ PROMISES = {
     "exclusive": Promise(exclusive, wait_s=0.0, turn_s=1e9),
 }
 NAMES = st.sampled_from(sorted(PROMISES))
+
+
+def gang_bound_s(jobs: int, longest_s: float) -> float:
+    """Twice `GANG_PATIENCE_S`, and then one after another the gang that runs and one of each other job, with drains."""
+    return 2 * GANG_PATIENCE_S + jobs * (longest_s + DRAIN_S + 1.0)
 
 
 def test_every_policy_that_can_be_selected_promises_something() -> None:
@@ -84,11 +94,11 @@ class Pool(RuleBasedStateMachine):
         self.life.report(self.pick(number), demand)
 
     @precondition(has_jobs)
-    @rule(number=st.integers(0, 99), seconds=st.floats(1, 10))
-    def train(self, number: int, seconds: float) -> None:
+    @rule(number=st.integers(0, 99), seconds=st.floats(1, LONGEST_GANG_S), phase=st.sampled_from(GANG_PHASES))
+    def train(self, number: int, seconds: float, phase: GangPhase) -> None:
         name = self.pick(number)
         if all(request.pipeline_id != name for request in self.life.state.requests.values()):
-            self.life.train(name, seconds)
+            self.life.train(name, seconds, phase)
 
     @precondition(has_jobs)
     @rule(number=st.integers(0, 99))
@@ -113,12 +123,43 @@ class Pool(RuleBasedStateMachine):
         if hasattr(self, "life"):
             bound_s = self.promise.wait_s + JOBS * (self.promise.turn_s if self.promise.wait_s else 120.0) + 60.0
             assert self.life.longest_wait_s <= bound_s
+            assert self.life.longest_gang_wait_s <= gang_bound_s(JOBS, LONGEST_GANG_S)
 
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(
     max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def asks(life: Life, name: str) -> bool:
+    """Whether it could ask again: its last gang is over."""
+    waits = any(request.pipeline_id == name for request in life.state.requests.values())
+    holds = any(s.lease.pipeline_id == name and s.lease.bundle is None for s in life.state.leases.values())
+    return not waits and not holds
+
+
+@pytest.mark.parametrize("name", sorted(PROMISES))
+@pytest.mark.parametrize("trainers", [2, 4])
+def test_a_gang_of_no_urgency_comes_between_jobs_that_train_back_to_back(name: str, trainers: int) -> None:
+    """Flows all of whose parts ask for actor training would starve a third job's reference log-probs."""
+    life, longest_s = Life(4, PROMISES[name].policy, 5), 10.0
+    names = [f"flow{number}" for number in range(trainers)]
+    for each in [*names, "other"]:
+        if not life.arrive(each, gang=4):
+            return  # confined to a part of its own, nobody is in anybody's way
+    done = Counter[str]()
+    for _ in range(1800):
+        for each in names:
+            if asks(life, each):
+                life.train(each, longest_s)
+                done[each] += 1
+        if asks(life, "other"):
+            life.train("other", 1.0, GangPhase.REFERENCE_LOG_PROBS)
+            done["other"] += 1
+        life.tick()
+    assert life.longest_gang_wait_s <= GANG_PATIENCE_S + 2 * longest_s + 5.0, done
+    assert done["other"] >= 1800 / (GANG_PATIENCE_S + 3 * longest_s) - 1
 
 
 def equals(name: str, jobs: int, gpus: int) -> Life:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from rlix.protocol.events import DevicesDiscovered, LeaseReleased
+from rlix.protocol.events import DevicesDiscovered, GangRequested, LeaseReleased
 from rlix.protocol.messages import LeaseState, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
-from tests.scheduler.world import INFER, World, devices
+from tests.scheduler.world import INFER, TRAIN, World, devices
 
 
 def test_a_gang_takes_free_devices_at_once() -> None:
@@ -196,3 +196,62 @@ def test_the_first_choice_is_the_first_that_the_pool_still_has() -> None:
     assert world.cycle().grants == (GangGrant(request, (0, 1)),)
     world.release_gangs()
     assert world.cycle().grants == (GangGrant(waits, (1,)),)
+
+
+def three_that_train_in_turn(asked: int) -> tuple[World, list[int]]:
+    """The job c trains; rich, which had 50 s, and poor wait for log-probs since 51 and 52, c to train since `asked`."""
+    world = World(2)
+    for name in ("rich", "poor", "c"):
+        world.register(name, [0, 1], train=[0, 1])
+    world.request("rich")
+    world.cycle()
+    world.now = 50.0
+    world.request("c")
+    world.release_gangs()
+    world.cycle()
+    waiting = []
+    for world.now, name, phase in (
+        (51.0, "rich", Phase.REFERENCE_LOG_PROBS),
+        (52.0, "poor", Phase.REFERENCE_LOG_PROBS),
+        (float(asked), "c", Phase.ACTOR_TRAINING),
+    ):
+        waiting.append(world.request(name, phase))
+    return world, waiting
+
+
+def order_of_grants(world: World) -> list[int]:
+    granted = []
+    while world.state.requests:
+        world.release_gangs()
+        granted += [grant.request_id for grant in world.cycle().grants]
+    return granted
+
+
+@pytest.mark.parametrize(
+    ("now", "asked", "expected"),
+    [
+        (60, 60, [2, 0, 1]),  # nobody is late: the phase decides
+        (171, 100, [0, 2, 1]),  # the first is late
+        (180, 100, [1, 0, 2]),  # both are, and the second was given less
+        (300, 299, [0, 1, 2]),  # both are very late: who asked first
+    ],
+)
+def test_who_waits_too_long_goes_before_the_phase(now: int, asked: int, expected: list[int]) -> None:
+    world, waiting = three_that_train_in_turn(asked)
+    world.now = float(now)
+    assert order_of_grants(world) == [waiting[number] for number in expected]
+
+
+def test_who_holds_something_meanwhile_is_not_put_behind_who_waits_for_it() -> None:
+    """The job c has devices 0 and 1 and asks for 2, which the late one would keep from it until it has 1, too."""
+    world = World(3)
+    world.register("late", [0], train=[1, 2])
+    world.register("c", [0], train=[0, 1], alternatives=[[2]])
+    world.request("c")
+    world.cycle()
+    world.request("late", Phase.VALUE_COMPUTE)
+    world.now = 200.0
+    (held,) = world.state.leases
+    nested = world.state.next_request_id
+    world.apply(GangRequested(nested, "c", TRAIN, Phase.VALUE_COMPUTE, holding=(held,), first=(2,), exact=True))
+    assert [grant.request_id for grant in world.cycle().grants] == [nested]

@@ -26,7 +26,7 @@ from rlix.scheduler.image import image
 from rlix.scheduler.plan import Plan, Shrink
 from rlix.scheduler.planner import plan
 from rlix.scheduler.policies.proportional import Proportional
-from rlix.scheduler.snapshot import Snapshot
+from rlix.scheduler.snapshot import GangRequest, Snapshot
 from rlix.scheduler.state import State
 from tests.scheduler.world import INFER, TRAIN, World, devices, shuffled
 
@@ -58,6 +58,16 @@ def assert_rules_kept(before: Snapshot, changes: Plan) -> None:
     assert_strict_priority(before, {grant.request_id: grant.devices for grant in changes.grants})
 
 
+def place(before: Snapshot, request: GangRequest) -> tuple[float, ...]:
+    """Of a request in the queue: by phase and arrival, unless somebody has waited for two minutes."""
+    if all(before.now - other.asked_at < 120 for other in before.requests):
+        return request.phase, request.id
+    waited_s = before.now - request.asked_at
+    if request.holding or waited_s < 120:
+        return (0 if request.holding else 3), request.phase, request.id
+    return (1, request.id) if waited_s >= 240 else (2, before.given_gpu_s[request.pipeline_id], request.id)
+
+
 def assert_strict_priority(before: Snapshot, granted: dict[int, tuple[int, ...]]) -> None:
     pool = {device.id for device in before.devices}
     fixed = {d for status in before.leases if not is_running_rollout(status) for d in status.lease.devices}
@@ -68,7 +78,7 @@ def assert_strict_priority(before: Snapshot, granted: dict[int, tuple[int, ...]]
     for request in possible:
         first = firsts[request.id]
         claim = set(granted.get(request.id, first))
-        ahead = [other for other in possible if (other.phase, other.id) < (request.phase, request.id)]
+        ahead = [other for other in possible if place(before, other) < place(before, request)]
         rivals = [other for other in ahead if set(granted.get(other.id, firsts[other.id])) & claim]
         if request.id in granted:
             assert all(other.id in granted for other in rivals), "a gang overtook a more urgent or earlier one"
@@ -207,7 +217,7 @@ class Pool(RuleBasedStateMachine):
     def resize(self, count: int) -> None:
         self.world.apply(DevicesDiscovered(devices(count)))
 
-    @rule(seconds=st.sampled_from([0.0, 0.5, 3.0]))
+    @rule(seconds=st.sampled_from([0.0, 0.5, 3.0, 70.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.now += seconds
 

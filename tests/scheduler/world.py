@@ -136,4 +136,10 @@ def shuffled(snapshot: Snapshot, rng: random.Random) -> Snapshot:
         return tuple(rng.sample(items, len(items)))
 
     rollouts = tuple(replace(r, bundles=tuple(tuple(b) for b in list(r.bundles))) for r in snapshot.rollouts)
-    return Snapshot(mixed(snapshot.devices), mixed(snapshot.requests), mixed(rollouts), mixed(snapshot.leases))
+    return replace(
+        snapshot,
+        devices=mixed(snapshot.devices),
+        requests=mixed(snapshot.requests),
+        rollouts=mixed(rollouts),
+        leases=mixed(snapshot.leases),
+    )

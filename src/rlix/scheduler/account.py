@@ -12,6 +12,23 @@ REMEMBERED_S = 600.0
 
 
 @dataclass(slots=True)
+class Given:
+    """A pipeline's account: GPU-seconds under leases, of gangs as of rollouts."""
+
+    gpu_s: float = 0.0  # up to `_since`
+    _devices: int = 0
+    _since: float = 0.0
+
+    def at(self, now: float) -> float:
+        return self.gpu_s + self._devices * (now - self._since)
+
+    def change(self, devices: int, now: float) -> None:
+        """From now on it has so many devices more, or fewer."""
+        self.gpu_s, self._since = self.at(now), now
+        self._devices += devices
+
+
+@dataclass(slots=True)
 class Account:
     """A rollout cluster that has reported demand. `leases` are those not draining. Times are those of events.
 

@@ -7,7 +7,7 @@ from rlix.protocol.errors import PipelineGoneError, RlixError
 from rlix.protocol.events import GangRequested
 from rlix.protocol.messages import Cluster, Demand, Device, LeaseStatus, Process, Registration
 from rlix.protocol.types import Phase
-from rlix.scheduler.account import Account
+from rlix.scheduler.account import Account, Given
 from rlix.scheduler.snapshot import Bundles, GangRequest, Snapshot
 
 ClusterKey = tuple[str, str]  # (pipeline_id, cluster)
@@ -36,6 +36,7 @@ class Known:
         self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
         self._answered: dict[int, GangRequest] = {}  # the request that a pending lease answers
         self._gang_since: dict[int, float] = {}  # epoch -> when the gang became active
+        self._given: dict[str, Given] = {}  # by pipeline that was admitted
         self._gang_work: dict[tuple[str, str, Phase], float] = {}  # GPU-seconds that it took last time
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
         self._last_epoch = 0
@@ -127,7 +128,8 @@ class Known:
         """
         rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
         requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
-        return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()))
+        given = {r.pipeline_id: self._given[r.pipeline_id].at(now) for r in requests}
+        return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()), now, given)
 
     # -- for the one who changes it ------------------------------------------------------------------------------
 
@@ -165,7 +167,15 @@ class Known:
             asked.longest_s,
             asked.exact,
             self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
+            self._now,
         )
+
+    def _account(self, pipeline_id: str) -> Given:
+        """A newcomer's begins at the least of the others', so that it neither pays for nor gains by being late."""
+        if pipeline_id not in self._given:
+            least = min((given.at(self._now) for given in self._given.values()), default=0.0)
+            self._given[pipeline_id] = Given(least, 0, self._now)
+        return self._given[pipeline_id]
 
     def _planned_for(self) -> Iterator[Account]:
         return (rollout for key, rollout in self._rollouts.items() if key[0] in self._admitted)

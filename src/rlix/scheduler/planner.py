@@ -1,9 +1,10 @@
 """The planner: snapshot in, plan out. Pure, deterministic, without clock or input/output.
 
-1. Gangs, by strict priority, then first come first served. A request is granted when all its devices are free or run
-   rollouts, which then shrink. A request that does not fit keeps its devices away from every later request (no
-   overtaking, hence no starvation among gangs), while rollouts go on there: nothing is stopped before the gang fits.
-   A gang that may run elsewhere, or on fewer devices, does so where that costs less (see `GangChoice`).
+1. Gangs, by strict priority, then first come first served, unless one has waited too long (see `gang_order`). A
+   request is granted when all its devices are free or run rollouts, which then shrink. A request that does not fit
+   keeps its devices away from every later request (no overtaking, hence no starvation among gangs), while rollouts go
+   on there: nothing is stopped before the gang fits. A gang that may run elsewhere, or on fewer devices, does so where
+   that costs less (see `GangChoice`).
 2. Rollouts divide what remains, as the policy says.
 """
 
@@ -14,6 +15,7 @@ from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
 from rlix.scheduler.exchanges import circles
 from rlix.scheduler.gang_choice import GangChoice
+from rlix.scheduler.gang_order import gang_order
 from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
 from rlix.scheduler.policies.base import Holding, Policy, Pool
 from rlix.scheduler.policies.proportional import proportional
@@ -71,7 +73,7 @@ def _grant_gangs(
     reserved: set[int] = set()
     imminent: set[int] = set()
     choice = GangChoice(snapshot, free, running, reserved)
-    for request in sorted(snapshot.requests, key=lambda r: (r.phase, r.id)):
+    for request in gang_order(snapshot):
         choices = [devices for devices in request.choices if pool_ids.issuperset(devices)]
         if not choices:
             continue  # names a device that left the pool: it cannot run, so it must not block others either

@@ -8,6 +8,9 @@ from functools import cached_property
 from rlix.protocol.messages import Demand, Device, LeaseStatus, Process
 from rlix.protocol.types import Phase
 
+GANG_PATIENCE_S = 120.0
+"""How long a gang waits, at most, before what its job was given counts for more than its phase."""
+
 
 class Bundles(tuple[tuple[int, ...], ...]):
     """A placement that knows its way back: an ordinary tuple of bundles which keeps what is derived from it."""
@@ -25,7 +28,8 @@ class GangRequest:
     `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
     Those of an `exact` request are what was asked for, which may be a part of the cluster's, and its only choice.
     `key`, `holder`, `holding` and `longest_s` are the client's: see `GangRequested`. `work_gpu_s` are the GPU-seconds
-    that this phase of the cluster took the last time, as far as is remembered; 0: not known.
+    that this phase of the cluster took the last time, as far as is remembered; 0: not known. `asked_at`: seconds, on
+    the clock of `Snapshot.now`.
     """
 
     id: int
@@ -40,6 +44,7 @@ class GangRequest:
     longest_s: float | None = None
     exact: bool = False
     work_gpu_s: float = field(default=0.0, compare=False)
+    asked_at: float = field(default=0.0, compare=False)
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:
@@ -82,9 +87,14 @@ def bundle_at(bundles: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The pool at one moment. The order of the four collections carries no meaning."""
+    """The pool at the moment `now`, in seconds. The order of the four collections carries no meaning.
+
+    `given_gpu_s`: the account of each pipeline that waits for a gang, GPU-seconds under leases of any phase.
+    """
 
     devices: tuple[Device, ...]
     requests: tuple[GangRequest, ...] = ()
     rollouts: tuple[RolloutState, ...] = ()
     leases: tuple[LeaseStatus, ...] = ()
+    now: float = 0.0
+    given_gpu_s: Mapping[str, float] = field(default_factory=dict)

@@ -96,6 +96,7 @@ class State(Known):
     def _(self, event: PipelineAdmitted) -> tuple[Lease, ...]:
         self._registration(event.pipeline_id)
         self._admitted.add(event.pipeline_id)
+        self._account(event.pipeline_id)
         for key, rollout in self._rollouts.items():
             if key[0] == event.pipeline_id:
                 rollout.admit(self._now)
@@ -135,6 +136,7 @@ class State(Known):
         self._registrations.pop(pipeline_id, None)
         self._admitted.discard(pipeline_id)
         self._ending.pop(pipeline_id, None)
+        self._given.pop(pipeline_id, None)
         for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
             del self._requests[request_id]
         for of_cluster in (self._rollouts, self._last_on, self._holders):
@@ -239,6 +241,8 @@ class State(Known):
         on = self._successor if status.state is LeaseState.PENDING else self._holder
         for device in lease.devices:
             on[device] = lease.epoch
+        if on is self._holder:
+            self._account(lease.pipeline_id).change(len(lease.devices), self._now)
         if lease.phase is Phase.ROLLOUT and status.state in (LeaseState.ACTIVE, LeaseState.PENDING):
             rollout = self._rollout(lease.pipeline_id, self._cluster(lease.pipeline_id, lease.cluster))
             rollout.grant(lease.epoch, self._now)
@@ -330,6 +334,7 @@ class State(Known):
         self._leases[event.epoch] = replace(status, lease=replace(lease, devices=kept))
         for device in event.devices:
             del self._holder[device]
+        self._account(lease.pipeline_id).change(-len(event.devices), self._now)
         # What it did so far is as if it had begun earlier, on those that it keeps.
         took_s = self._now - self._gang_since[event.epoch]
         self._gang_since[event.epoch] = self._now - took_s * len(lease.devices) / len(kept)
@@ -359,6 +364,8 @@ class State(Known):
         on = self._successor if pending else self._holder
         for device in lease.devices:
             del on[device]
+        if not pending:
+            self._account(lease.pipeline_id).change(-len(lease.devices), self._now)
         if lease.phase is Phase.ROLLOUT:
             self._leave_rollout(lease)
         return () if pending else lease.devices
@@ -373,6 +380,7 @@ class State(Known):
             for device in status.lease.devices:
                 del self._successor[device]
                 self._holder[device] = epoch
+            self._account(status.lease.pipeline_id).change(len(status.lease.devices), self._now)
             self._leases[epoch] = replace(status, state=LeaseState.ACTIVE)
             if status.lease.phase is not Phase.ROLLOUT:
                 self._gang_since[epoch] = self._now

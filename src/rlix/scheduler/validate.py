@@ -7,14 +7,15 @@ from rlix.protocol.errors import PlanError
 from rlix.protocol.messages import LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
 from rlix.scheduler.plan import Expand, Plan
-from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
+from rlix.scheduler.snapshot import GANG_PATIENCE_S, GangRequest, RolloutState, Snapshot
 
 
 def check(snapshot: Snapshot, plan: Plan) -> None:
     """Raise PlanError, naming the change and the rule, unless `plan` keeps every rule in `snapshot`.
 
     Rules: only active rollout leases shrink, once each, and only for a grant or expand of this plan that completes;
-    a gang gets exactly its devices, or one of its alternatives, all at once, in strict priority and then arrival order,
+    a gang gets exactly its devices, or one of its alternatives, all at once, in strict priority and then arrival order
+    (who has waited for `GANG_PATIENCE_S` goes before the phase: by what its job was given, later by arrival),
     with no overtaking on the devices a request waits for and no waiting once they fit; an expand is an unheld bundle of
     a rollout with demand; nobody gets a device that is not in the pool, is taken, drains or is promised, and no device
     is given twice; no bundles of one size only go round in a circle.
@@ -136,6 +137,21 @@ def _check_expand(expand: Expand, rollout: RolloutState, what: str) -> None:
         raise PlanError(f"{what}: the rollout has no demand")
 
 
+def _in_turn(snapshot: Snapshot) -> list[GangRequest]:
+    """By phase and arrival; while somebody is late: who holds something, is very late, is late, and the rest."""
+    by_phase = sorted(snapshot.requests, key=lambda r: (int(r.phase), r.id))
+    waited_s = {request.id: snapshot.now - request.asked_at for request in by_phase}
+    if max(waited_s.values(), default=0.0) < GANG_PATIENCE_S:
+        return by_phase
+    nested = [request for request in by_phase if request.holding]
+    others = [request for request in by_phase if not request.holding]
+    very_late = [request for request in others if waited_s[request.id] >= 2 * GANG_PATIENCE_S]
+    late = [r for r in others if GANG_PATIENCE_S <= waited_s[r.id] < 2 * GANG_PATIENCE_S]
+    very_late.sort(key=lambda request: request.id)
+    late.sort(key=lambda request: (snapshot.given_gpu_s.get(request.pipeline_id, 0.0), request.id))
+    return [*nested, *very_late, *late, *(r for r in others if waited_s[r.id] < GANG_PATIENCE_S)]
+
+
 def _check_gang_order(snapshot: Snapshot, plan: Plan) -> None:
     """Walk the requests from the most urgent: each is either granted, or something it may not pass is in its way.
 
@@ -148,7 +164,7 @@ def _check_gang_order(snapshot: Snapshot, plan: Plan) -> None:
         if status.lease.phase is not Phase.ROLLOUT or status.state is not LeaseState.ACTIVE:
             out_of_reach.update(status.lease.devices)
     claimed: dict[int, GangRequest] = {}  # device -> the first request that was granted it or waits for it
-    for request in sorted(snapshot.requests, key=lambda r: (int(r.phase), r.id)):
+    for request in _in_turn(snapshot):
         choices = [devices for devices in request.choices if pool.issuperset(devices)]
         if not choices:
             continue  # cannot be granted at all, so nobody has to wait for it
