@@ -38,49 +38,47 @@ def measure(device: torch.device) -> list[Row]:
             folder = Path(name)
             config = qwen_config(1536, 16, 32_000) if cuda else qwen_config(128, 2, 512)
             Qwen2ForCausalLM(config).to(torch.bfloat16 if cuda else torch.float32).save_pretrained(folder / "model")
-            rows = [_passing_on(folder / "model", cuda)]
+            passing = _rounds(folder / "model", cuda, "transformers")
+            rows = []
             if find_spec("vllm") is None:
                 print("no vLLM here: its sleep and waking are not tried")
             else:
-                rows += _vllm(folder / "model", cuda)
+                rows += _vllm(folder / "model", cuda, passing)
             rows.append(_two_jobs(folder / "runs"))
             return rows
     finally:
         rlix.shutdown()
 
 
-def _passing_on(model: Path, cuda: bool) -> Row:
-    seconds = {gradual: _rounds(model, cuda, "transformers", gradual) for gradual in (False, True)}
-    return Row("passing on, overlapping", 1000 * seconds[True], "ms", "in turn", 1000 * seconds[False], "< 1")
-
-
-def _rounds(model: Path, cuda: bool, executor: str, gradual: bool | None) -> float:
+def _rounds(model: Path, cuda: bool, executor: str) -> float:
     """Seconds to pass a GPU from a trainer to replicas, or back."""
     share: dict[str, Any] = {"gpu_memory_utilization": 0.3} if cuda else {}
     with (
-        rlix.TrainEngine((Policy, str(model))).build(devices=pool_devices()[:1], gradual_moves=gradual) as trainer,
+        rlix.TrainEngine((Policy, str(model))).build(devices=pool_devices()[:1]) as trainer,
         rlix.InferenceEngine(model, executor) as replica,
     ):
         trainer.train_step(PROMPT)
         trainer.cpu()
-        replica.build(colocate_with=trainer, max_model_len=256, gradual_moves=gradual, **share)
+        replica.build(colocate_with=trainer, max_model_len=256, **share)
         before = _answer(replica)
         spent = []
         for _ in range(ROUNDS):
             for leaving, arriving in ((replica, trainer), (trainer, replica)):
-                spent.append(rlix.swap(leaving, arriving).seconds)
+                spent.append(_seconds(leaving.cpu) + _seconds(arriving.cuda))
             _expect(_answer(replica) == before, "weights that left and came back answer otherwise")
-        rlix.swap(replica, trainer)
+        replica.cpu()
+        trainer.cuda()
         for _ in range(20):
             trainer.train_step(PROMPT)
-        rlix.swap(trainer, replica)
+        trainer.cpu()
+        replica.cuda()
         trainer.p2p_weight_sync(replica)
         _expect(_answer(replica) != before, "after a sync of trained weights the answer is the old one")
     return median(spent[2:])
 
 
-def _vllm(model: Path, cuda: bool) -> list[Row]:
-    passing = _rounds(model, cuda, "vllm", None)
+def _vllm(model: Path, cuda: bool, plainly: float) -> list[Row]:
+    passing = _rounds(model, cuda, "vllm")
     start = time.perf_counter()
     width = 2 if len(pool_devices()) > 1 else 1
     share: dict[str, Any] = {"gpu_memory_utilization": 0.3} if cuda else {}
@@ -95,7 +93,7 @@ def _vllm(model: Path, cuda: bool) -> list[Row]:
         _expect(_answer(engine) == before, "vLLM answers otherwise after its weights were read again")
     what = f"vLLM on {width}"
     return [
-        Row("vLLM, passing on", 1000 * passing, "ms", "sleep and wake", 1000 * away),
+        Row("vLLM, passing on", 1000 * passing, "ms", "transformers", 1000 * plainly),
         Row(f"{what}, sleep and wake", 1000 * away, "ms", "start", 1000 * building, "< 0.1"),
         Row(f"{what}, weights read again", 1000 * anew, "ms", "start", 1000 * building),
     ]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlix.engine.inference.engine import InferenceEngine
     from rlix.engine.inference.turns import Turn, TurnError
     from rlix.engine.parallel import NeedParallel
-    from rlix.engine.swap import swap
     from rlix.engine.train.engine import TrainEngine
     from rlix.engine.weights.channel import TransferError
     from rlix.integrations.rllib.algorithm import rllib
@@ -68,7 +67,6 @@ _LAZY = {
     "NeedParallel": "rlix.engine.parallel",
     "TrainEngine": "rlix.engine.train.engine",
     "device": "torch",
-    "swap": "rlix.engine.swap",
     "JobSpec": "rlix.pipeline.spec.job",
     "launch": "rlix.pipeline.jobs.launch",
     "rllib": "rlix.integrations.rllib.algorithm",
@@ -119,7 +117,6 @@ __all__ = [
     "protocol",
     "rllib",
     "shutdown",
-    "swap",
 ]
 
 

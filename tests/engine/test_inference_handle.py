@@ -200,7 +200,6 @@ def test_so_does_one_that_was_not_answered_in_time(engine: InferenceEngine) -> N
         ({"kv_cache_bytes": 0}, "kv_cache_bytes=0: at least 1"),
         ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90: a share above 0, at most 1"),
         ({"dtype": "float33"}, "unknown dtype 'float33'"),
-        ({"executor": "vllm", "gradual_moves": True}, "executor 'vllm' leaves and comes as a whole"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:

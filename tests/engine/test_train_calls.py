@@ -19,7 +19,7 @@ from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
-from tests.engine.training_models import Swapping, policy
+from tests.engine.training_models import policy
 
 
 class Ranks:
@@ -164,14 +164,6 @@ def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
     with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost; build\(\)"):
         engine._run("ping", timeout_s=1.0)
     assert group.closed
-
-
-def test_gradual_moves_are_refused_where_an_executor_moves_its_bytes_itself() -> None:
-    here = Device(0, "node", "127.0.0.1", 0, DeviceKind.CPU)
-    engine = TrainEngine(policy(), executor=Swapping)
-    with pytest.raises(ValueError, match="gradual_moves: executor Swapping has a mover of its own"):
-        engine.build(devices=[here], seed=0, gradual_moves=True)
-    assert not engine.devices
 
 
 def test_an_engine_is_idle_while_no_call_is_under_way() -> None:

@@ -19,8 +19,6 @@ class Engine(ABC):
     """`name` is that of the workers, in logs and errors; a unique end is added."""
 
     devices: tuple[Device, ...] = ()
-    gradual_moves = False
-    """Whether its bytes leave and come part by part."""
 
     def __init__(self, name: str) -> None:
         self.name = f"{name}-{uuid.uuid4().hex[:8]}"

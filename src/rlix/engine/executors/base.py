@@ -45,7 +45,6 @@ class ExecutorOptions:
         adapters: most LoRA adapters that are served at a time, and `adapter_rank` their greatest rank; vLLM makes
             room for so many when it starts. The transformers executor needs neither.
         declared: on a virtual GPU, how long decoding and moves last at least.
-        gradual_moves: bytes leave and come part by part (see `rlix.engine.swap`), of backends that can.
         more: options of the backend's own, by the names it gives them; for vLLM those of its `EngineArgs`.
     """
 
@@ -60,7 +59,6 @@ class ExecutorOptions:
     adapters: int = 0
     adapter_rank: int = 0
     declared: DeclaredSpeed = AS_IT_IS
-    gradual_moves: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ class Backend:
         splits: whether each device of a bundle holds a part of the model, and receives what a trainer sends directly;
             False: the first device holds all.
         spans: whether a replica may be on several nodes, with as many devices on each: `Site.further` says which.
-        gradual: whether it heeds `ExecutorOptions.gradual_moves`.
         environment: variables that a replica's process needs before it imports anything, from the devices' kind, the
             threads of a virtual GPU, and whether the model is on this machine's disk. Raises RlixError when the
             backend is not installed.
@@ -29,7 +28,6 @@ class Backend:
     start: Literal["fork", "spawn"] = "fork"
     splits: bool = False
     spans: bool = False
-    gradual: bool = False
     environment: Callable[[DeviceKind, int, bool], Mapping[str, str]] = lambda *_: {}
 
     def load(self) -> Any:
@@ -81,7 +79,7 @@ def _vllm_environment(kind: DeviceKind, cpu_threads: int, local: bool) -> Mappin
 
 
 _BACKENDS = {
-    "transformers": Backend("rlix.engine.executors.transformers:TransformersExecutor", gradual=True),
+    "transformers": Backend("rlix.engine.executors.transformers:TransformersExecutor"),
     "vllm": Backend(
         "rlix.engine.executors.vllm:VllmExecutor",
         start="spawn",

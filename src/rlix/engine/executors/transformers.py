@@ -210,7 +210,7 @@ class TransformersExecutor(LoopExecutor):
             "inference model",
             lambda: model.state_dict(keep_vars=True).values(),
             self._device,
-            mover=mover_for(self._device, gradual=self._options.gradual_moves),
+            mover=mover_for(self._device),
         )
 
     def _new_decoder(self) -> Decoder:

@@ -31,7 +31,7 @@ from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights, check_published
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device, DeviceKind
+from rlix.protocol.messages import Device
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,6 @@ class InferenceEngine(Engine):
         kv_cache_bytes: int | None = None,
         dtype: str | torch.dtype = "auto",
         exact: bool | None = None,
-        gradual_moves: bool | None = None,
         adapters: int = 0,
         adapter_rank: int = 0,
         declared: DeclaredSpeed = AS_IT_IS,
@@ -100,8 +99,6 @@ class InferenceEngine(Engine):
         Args:
             data_parallel_size: replicas; default: as many as `devices` allow, else 1.
             devices: of the bundles, one after the other; default: chosen from the pool, preferring free ones.
-            gradual_moves: its weights leave and come part by part, so that `rlix.swap` can have another engine come or
-                leave meanwhile; default: on virtual GPUs, not on GPUs, where it has not been measured. Not with vLLM.
             declared: how long work lasts on virtual GPUs (see `rlix.engine.declared`).
             executor_options: further options of the executor's own; for vLLM those of its `EngineArgs`.
             seed: key of the random streams of prompts that bring none.
@@ -127,10 +124,6 @@ class InferenceEngine(Engine):
             acceptable_node_ips=acceptable_node_ips,
         )
         bundles = placement.bundles_of(chosen, tensor_parallel_size, spans=self._backend.spans)
-        if gradual_moves and not self._backend.gradual:
-            raise ValueError(f"gradual_moves: executor {self.executor!r} leaves and comes as a whole")
-        virtual = chosen[0].kind is DeviceKind.CPU
-        self.gradual_moves = self._backend.gradual and (virtual if gradual_moves is None else gradual_moves)
         size = tensor_parallel_size
         options = ExecutorOptions(
             tensor_parallel_size=size,
@@ -143,7 +136,6 @@ class InferenceEngine(Engine):
             adapters=adapters,
             adapter_rank=adapter_rank,
             declared=declared,
-            gradual_moves=self.gradual_moves,
             more=dict(executor_options or {}),
         )
         nodes = [placement.by_node(bundle) for bundle in bundles]

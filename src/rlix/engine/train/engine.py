@@ -25,7 +25,7 @@ from rlix.engine.train.worker import TrainStatus
 from rlix.flow.workers.group import PerRank
 from rlix.nn import BaseTrainModule, is_configuring, reduction_of, undone_by
 from rlix.protocol.errors import WorkerError
-from rlix.protocol.messages import Device, DeviceKind, Fence, Process
+from rlix.protocol.messages import Device, Fence, Process
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,6 @@ class TrainEngine(StateCalls):
         name_holders: Callable[[Mapping[int, Process]], object] | None = None,
         dtype: str | torch.dtype = "float32",
         compute_dtype: str | torch.dtype | None = None,
-        gradual_moves: bool | None = None,
         namespace: str | None = None,
         start: Literal["fork", "spawn"] = "fork",
         build_timeout_s: float = 300.0,
@@ -95,9 +94,6 @@ class TrainEngine(StateCalls):
             lease: under which the devices are used, as if `acquire`d at once; default: this program's own.
             name_holders: given the workers' processes by rank before they use a device, also when others take their
                 place; in a job `lambda processes: client.name_holders("actor_train", processes)`.
-            gradual_moves: its bytes leave and come part by part, so that `rlix.swap` can have another engine come or
-                leave meanwhile; default: on virtual GPUs, not on GPUs, where it has not been measured. Not with an
-                executor that has a mover of its own.
             dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
@@ -139,14 +135,7 @@ class TrainEngine(StateCalls):
             compute_dtype=None if compute_dtype is None else named_dtype(compute_dtype),
         )
         self._timeout_s = call_timeout_s
-        own_mover = self._executor.mover is not TrainExecutor.mover
-        if gradual_moves and own_mover:
-            raise ValueError(f"gradual_moves: executor {self._executor.__name__} has a mover of its own")
-        gradual = chosen[0].kind is DeviceKind.CPU if gradual_moves is None else gradual_moves
-        self.gradual_moves = gradual = gradual and not own_mover
-        self._started_as = StartedAs(
-            self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s, name_holders, gradual
-        )
+        self._started_as = StartedAs(self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s, name_holders)
         self._configured = []
         self._adopt(self._start(chosen, layout, spec, lease), chosen, layout, lease)
         return self

@@ -43,7 +43,6 @@ class StartedAs:
     build_timeout_s: float
     collective_timeout_s: float
     name_holders: Callable[[Mapping[int, Process]], object] | None
-    gradual_moves: bool
 
 
 class TrainWorkers(Engine):
@@ -98,7 +97,7 @@ class TrainWorkers(Engine):
         )
         try:
             self._name_holders(group)
-            settings = (how.executor, layout, spec, how.collective_timeout_s, lease, how.gradual_moves)
+            settings = (how.executor, layout, spec, how.collective_timeout_s, lease)
             group.run("setup", *settings, timeout_s=how.build_timeout_s)
         except WorkerError as error:
             group.close(graceful=False)

@@ -89,7 +89,6 @@ class TrainWorker(Worker):
         spec: ModuleSpec,
         collective_timeout_s: float,
         lease: Fence | int | None = None,
-        gradual_moves: bool = False,
     ) -> TrainStatus:
         """Join the process group, build the module, fill and cut it, under `lease` if there is one.
 
@@ -116,7 +115,7 @@ class TrainWorker(Worker):
             f"rank {self.ctx.rank} of {self.ctx.group}",
             lambda: self._executor.resident(module),
             device,
-            mover=self._executor.mover() or mover_for(device, gradual=gradual_moves),
+            mover=self._executor.mover() or mover_for(device),
         )
         self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
         module.on_weights_materialized()
