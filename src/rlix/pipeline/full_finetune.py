@@ -400,6 +400,7 @@ class FullFinetunePipeline(Pipeline):
                 weights_path=path,
                 lease=self.client.fence(lease),
                 name_holders=lambda processes: self.client.name_holders(name, processes),
+                build_timeout_s=self.spec.training.start_timeout_s,
                 call_timeout_s=self.spec.training.timeout_s,
             )
             engine.configure_optimizer(optimizer, self.spec.training, self.spec.updates, dtype)

@@ -19,6 +19,7 @@ from rlix.engine.executors.moves import MovingExecutor
 from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
+from rlix.engine.time_limits import loading_s
 from rlix.protocol.errors import NotResidentError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -287,9 +288,9 @@ class LoopExecutor(MovingExecutor):
                 self._commands.put(command)
             return not self._closed
 
-    def _run(self, name: str, action: Callable[[], T]) -> T:
-        """Run between two steps and return the result; bounded."""
+    def _run(self, name: str, action: Callable[[], T], size: int = 0) -> T:
         future: Future[T] = Future()
+        limit_s = loading_s(size, COMMAND_TIMEOUT_S)
 
         def command() -> None:
             try:
@@ -300,11 +301,11 @@ class LoopExecutor(MovingExecutor):
         if not self._post(command):
             raise _closed()
         try:
-            return future.result(timeout=COMMAND_TIMEOUT_S)
+            return future.result(timeout=limit_s)
         except TimeoutError:
             if future.done():  # the action's own
                 raise
-            raise WaitTimeoutError(f"{name} waited {COMMAND_TIMEOUT_S:g} s for a decoding step to end") from None
+            raise WaitTimeoutError(f"{name} did not end within {limit_s:g} s") from None
 
 
 def _closed() -> NotResidentError:

@@ -12,6 +12,7 @@ from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.life_cycle import SOURCE, Part, Phase, WeightsId
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
+from rlix.engine.time_limits import folder_bytes
 from rlix.engine.weights import channel
 from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.known_answer import KnownAnswer
@@ -110,13 +111,14 @@ class MovingExecutor(InferenceExecutor):
         """End them with this error."""
 
     @abstractmethod
-    def _run(self, name: str, action: Callable[[], T]) -> T:
-        """Run between two steps and return the result; bounded."""
+    def _run(self, name: str, action: Callable[[], T], size: int = 0) -> T:
+        """Run between two steps and return the result; bounded, the later the more bytes are to come."""
 
     # ---- InferenceExecutor -----------------------------------------------------------------------------------
 
     def load(self, published: PublishedWeights | None, parts: Sequence[Part]) -> int:
-        return self._run("load", lambda: self._load(published, parts))
+        size = folder_bytes(self._source.path) if published is None else published.manifest.nbytes
+        return self._run("load", lambda: self._load(published, parts), size)
 
     def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
         """One worker, which takes every tensor as it is."""
@@ -139,7 +141,7 @@ class MovingExecutor(InferenceExecutor):
             self._check_answer()
             return moved
 
-        return self._run("update", action)
+        return self._run("update", action, published.manifest.nbytes)
 
     def offload(self, *, keep_host: bool) -> int:
         return self._run("offload", lambda: self._offload(keep_host))

@@ -15,6 +15,7 @@ from rlix.engine.base import merged, named_dtype
 from rlix.engine.life_cycle import Life, Residency, joint
 from rlix.engine.parallel import Items, combine, scatter
 from rlix.engine.residency import MoveReport
+from rlix.engine.time_limits import folder_bytes, loading_s
 from rlix.engine.train.executor import TrainExecutor, find
 from rlix.engine.train.layout import Layout, asked_layout
 from rlix.engine.train.lifecycle import StartedAs
@@ -75,7 +76,7 @@ class TrainEngine(StateCalls):
         compute_dtype: str | torch.dtype | None = None,
         namespace: str | None = None,
         start: Literal["fork", "spawn"] = "fork",
-        build_timeout_s: float = 300.0,
+        build_timeout_s: float | None = None,
         call_timeout_s: float = 3600.0,
         collective_timeout_s: float = 600.0,
     ) -> Self:
@@ -95,6 +96,8 @@ class TrainEngine(StateCalls):
             name_holders: given the workers' processes by rank before they use a device, also when others take their
                 place; in a job `lambda processes: client.name_holders("actor_train", processes)`.
             dtype: of parameters and optimizer state; `compute_dtype` (e.g. "bfloat16") of forward and backward.
+            build_timeout_s: longest the workers may take to start and to read the weights; default: 5 minutes, and a
+                second for each 50 MB of them.
             call_timeout_s: longest any method may take; `collective_timeout_s`: longest a rank waits for the others.
 
         Raises:
@@ -134,8 +137,9 @@ class TrainEngine(StateCalls):
             dtype=named_dtype(dtype),
             compute_dtype=None if compute_dtype is None else named_dtype(compute_dtype),
         )
+        limit = loading_s(folder_bytes(folder)) if build_timeout_s is None else build_timeout_s
         self._timeout_s = call_timeout_s
-        self._started_as = StartedAs(self._executor, spec, namespace, start, build_timeout_s, collective_timeout_s, name_holders)
+        self._started_as = StartedAs(self._executor, spec, namespace, start, limit, collective_timeout_s, name_holders)
         self._configured = []
         self._adopt(self._start(chosen, layout, spec, lease), chosen, layout, lease)
         return self

@@ -55,6 +55,9 @@ class TrainingSpec(Section):
     dropout: bool = False
     """Apply the model's own dropout, at the rates of its configuration (many have none), in training steps; log-probs
     never have any."""
+    start_timeout_s: Seconds | None = None
+    """Longest that the training processes may take to start and to read the weights. Default: 5 minutes, and a second
+    for each 50 MB of them."""
     timeout_s: Seconds = 3600.0
     """Longest that one call of the training processes may take: an update of a minibatch, log-probs of a batch, a
     checkpoint; then the job, or of `multi_lora` the run, fails and says which device it waited for. As long may the
