@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlix.control.home import check_home, in_home
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -51,21 +52,30 @@ def pool_text(devices: int, *, virtual: bool) -> str:
 
 
 def read_announcement(home: Path) -> Announcement | None:
-    """The announcement of the daemon that runs with this home; None where there is none, or none that is ready."""
+    """The announcement of the daemon that runs with this home; None where there is none, or none that is ready.
+
+    Raises SpecError when the home cannot be looked into, or only another user may join its daemon.
+    """
     if not is_claimed(home):
         return None
-    try:
-        return Announcement(**json.loads(_file(home).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):  # starting, ending, or of another version
-        return None
+    with in_home(home):
+        try:
+            found = Announcement(**json.loads(_file(home).read_text()))
+        except (FileNotFoundError, ValueError, TypeError):  # starting, ending, or of another version
+            return None
+        if found.token_path is not None:
+            with contextlib.suppress(FileNotFoundError):  # it is ending
+                Path(found.token_path).open("rb").close()
+    return found
 
 
 def is_claimed(home: Path) -> bool:
-    """Whether a daemon lives that has this home, ready or not."""
-    try:
-        lock = _lock(home).open("r")
-    except FileNotFoundError:
-        return False
+    """Whether a daemon lives that has this home, ready or not. Raises SpecError when the home cannot be looked into."""
+    with in_home(home):
+        try:
+            lock = _lock(home).open("r")
+        except FileNotFoundError:
+            return False
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -139,6 +149,7 @@ def find_or_start_daemon(
     """The announcement of the home's daemon, which is started where none runs, and whether this call started it.
 
     Raises:
+        SpecError: none runs, and none can with this home.
         RlixError: it could not start; the message has the end of its log.
         WaitTimeoutError: it was not ready within `timeout_s` seconds.
     """
@@ -194,15 +205,19 @@ def _not_ready(home: Path, timeout_s: float) -> str:
 
 def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes] | None":
     """Starts a daemon that has the home's claim from the first moment; None when somebody else has it."""
+    check_home(home)
     log = log_path(home)
-    log.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["RLIX_HOME"] = str(home)
     environment["PYTHONPATH"] = os.pathsep.join(python_path())
     size = [] if virtual_gpus is None else [str(virtual_gpus)]
-    with log.open("ab") as output, contextlib.closing(Claim(home)) as claim:
-        if not claim.take():
-            return None
+    with contextlib.ExitStack() as opened:
+        with in_home(home):
+            log.parent.mkdir(exist_ok=True)
+            output = opened.enter_context(log.open("ab"))
+            claim = opened.enter_context(contextlib.closing(Claim(home)))
+            if not claim.take():
+                return None
         return subprocess.Popen(
             [sys.executable, "-m", "rlix.control.daemon", *size, f"--claim={claim.descriptor}"],
             cwd=home,

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from rlix.control import setup_worker
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
 from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
+from rlix.control.home import check_home
 from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
@@ -77,7 +78,8 @@ def init(
     Raises:
         RlixError: there is nothing to attach to and `create_if_missing` is false, the address cannot be reached or does
             not take our token, or the pool has no devices.
-        SpecError: the daemon's pool has another number of virtual GPUs than `virtual_gpus`.
+        SpecError: the daemon's pool has another number of virtual GPUs than `virtual_gpus`, or no control plane can be
+            started with this RLIX_HOME.
         WaitTimeoutError: the control plane did not start within a minute.
     """
     settings = Settings.from_env() if settings is None else settings
@@ -88,6 +90,7 @@ def init(
     if not ray.is_initialized() and not _connect_ray(address or settings.ray_address, settings.home, virtual_gpus):
         if not create_if_missing:
             raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")
+        check_home(settings.home)
         _start_ray(settings, virtual_gpus, num_cpus)
     if not create_if_missing:
         with contextlib.suppress(ValueError):

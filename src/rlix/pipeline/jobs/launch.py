@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
@@ -52,7 +53,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
         if resume:
             check_resumable(spec, runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)
-    status: ControlStatus = ray.get(orchestrator.status.remote(), timeout=_CALL_TIMEOUT_S)
+    asked = orchestrator.status.remote()
+    status: ControlStatus = get(asked, what="the orchestrator's status", timeout_s=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]
     specs = [choose(spec, ids, Settings.from_env().home).spec if spec.is_unplanned else spec for spec in specs]
     nodes = tuple(Counter(device.node_id for device in status.devices).values())

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import ray
-
+from rlix.control.rpc import get
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.types import ClusterName, pipeline_namespace
 
@@ -15,22 +14,26 @@ def register(spec: JobSpec, orchestrator: Any) -> str:
 
     Raises:
         SpecError: its clusters do not fit the pool.
+        RlixError: the control plane cannot register it: the disk of its journal is full, say.
+        WaitTimeoutError: it did not answer.
     """
     clusters = spec.clusters_in_use
     # The engines of pipelines stay where they are built, unless a pipeline says by a range that its own can move.
     stay = [name for name, c in clusters.items() if isinstance(c.gpus, int) and name != ClusterName.ACTOR_INFER]
     prefix = "lora" if spec.multi_lora else "ft"
-    pipeline_id = str(ray.get(orchestrator.allocate_pipeline_id.remote(prefix), timeout=_CALL_TIMEOUT_S))
-    ray.get(
-        orchestrator.register_pipeline.remote(
-            pipeline_id=pipeline_id,
-            ray_namespace=pipeline_namespace(pipeline_id),
-            cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters.items()},
-            cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
-            cluster_device_alternatives={name: [] for name in stay},
-            name=spec.name,
-        ),
-        timeout=_CALL_TIMEOUT_S,
+    pipeline_id = str(_asked(orchestrator.allocate_pipeline_id.remote(prefix), spec))
+    registered = orchestrator.register_pipeline.remote(
+        pipeline_id=pipeline_id,
+        ray_namespace=pipeline_namespace(pipeline_id),
+        cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters.items()},
+        cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
+        cluster_device_alternatives={name: [] for name in stay},
+        name=spec.name,
     )
-    ray.get(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id), timeout=_CALL_TIMEOUT_S)
+    _asked(registered, spec)
+    _asked(orchestrator.admit_pipeline.remote(pipeline_id=pipeline_id), spec)
     return pipeline_id
+
+
+def _asked(answer: Any, spec: JobSpec) -> Any:
+    return get(answer, what=f"the orchestrator, which registers {spec.name}", timeout_s=_CALL_TIMEOUT_S)
