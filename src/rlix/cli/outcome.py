@@ -13,6 +13,7 @@ from rlix.cli.watch import FINAL_STATES
 from rlix.monitor.report import Report, build_report, keep_report, summary, write_report
 from rlix.monitor.tables import render_text
 from rlix.monitor.trace import write_trace
+from rlix.node import output
 from rlix.protocol.types import REPORT_FILE
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def print_report(
     console.print(render_text(report.tables))
     for status, run_dir in zip(statuses, run_dirs, strict=True):
         ended = status.state if status.state in FINAL_STATES else f"ended while {status.phase}"
-        console.print(f"{status.name}: {ended}, {run_dir}", markup=False, highlight=False, soft_wrap=True)
+        printed = run_dir / output.FILE
+        note = f" (what its code printed: {printed})" if printed.is_file() and printed.stat().st_size else ""
+        console.print(f"{status.name}: {ended}, {run_dir}{note}", markup=False, highlight=False, soft_wrap=True)
     link = runs_dir / REPORT_FILE
     said = f"report: {link} (kept as {link.parent / link.readlink()})"
     console.print(said, markup=False, highlight=False, soft_wrap=True)

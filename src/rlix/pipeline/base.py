@@ -13,6 +13,7 @@ from typing import Any
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.engine.declared import Deadlines
+from rlix.node import output
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
@@ -41,6 +42,9 @@ class Pipeline(ABC):
     """
 
     log_thread: str | None = None  # whose messages alone are the job's, where others share its process
+    keeps_output = False
+    """Whether what its code prints, here and in its workers, goes to a file in its run folder: of one that has a
+    process of its own."""
     Options: Any = None
     """A pydantic model or a dataclass that checks `pipeline.options` of the job; `self.options` is one of those."""
 
@@ -225,6 +229,8 @@ class Pipeline(ABC):
         self.checkpoints = Checkpoints(
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
+        if self.keeps_output:
+            output.to_file(self.folder.path / output.FILE, bounded=True)
         self._log = JobLog(self.folder.path, self.log_thread)
         changed = [f"{change.field}: {shown(change.old)} → {shown(change.new)}" for change in changes]
         moved = [] if (there := self.folder.earlier) is None else [f"the run that was here before is in {there}"]

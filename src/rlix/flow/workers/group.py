@@ -23,6 +23,7 @@ from rlix.flow.workers.actor_class import actor_class
 from rlix.flow.workers.futures import failures, futures_of, read_error
 from rlix.flow.workers.user_errors import failure
 from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
+from rlix.node import output
 from rlix.node.process import WatchedProcess, descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
@@ -293,6 +294,7 @@ class WorkerGroup:
             rendezvous=self._rendezvous,
             owner=program_fence(),
             namespace=self._options.get("namespace"),
+            output=None if (printed := output.file()) is None else str(printed),
         )
         options = dict(self._options, name=f"{self.name}:{rank}")
         if devices:

@@ -1,5 +1,6 @@
 """What runs on devices: the base class of workers, and what each of them knows about its place in the group."""
 
+import contextlib
 import logging
 import os
 import time
@@ -7,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 from ray.experimental import internal_kv
 
 from rlix.flow.messages.peer import Peer
-from rlix.node import process
+from rlix.node import output, process
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Fence, Process
@@ -44,7 +46,8 @@ class WorkerContext:
 
     `rendezvous` is a folder when the whole group is on one node, else None; `group_id` is unique to one group's life.
     `owner` is the program that made the group: under its fence are devices used that no lease is held for.
-    `namespace` is Ray's in which the group's workers have their names; None: the program's.
+    `namespace` is Ray's in which the group's workers have their names; None: the program's. `output` is the file that
+    what they print goes to; None: wherever Ray puts it.
     """
 
     group: str
@@ -56,6 +59,7 @@ class WorkerContext:
     rendezvous: str | None
     owner: Fence
     namespace: str | None = None
+    output: str | None = None
 
     def device_locks(self) -> DeviceLocks:
         """The locks of this worker's devices, not held."""
@@ -139,6 +143,12 @@ class Worker(Peer):
 
 def prepare_process(ctx: WorkerContext) -> None:
     """Show this process the worker's devices and no others, before anything touches CUDA."""
+    if ctx.output is not None:
+        with contextlib.suppress(OSError):  # on a node that does not have the job's folder
+            output.to_file(Path(ctx.output), bounded=False)
+            library = logging.getLogger("rlix")
+            if not library.handlers:
+                library.addHandler(logging.StreamHandler(output.terminal()))
     cuda = ctx.kind is DeviceKind.CUDA
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_cuda_name(device) for device in ctx.devices) if cuda else ""
     if ctx.rendezvous is not None:

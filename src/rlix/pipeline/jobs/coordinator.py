@@ -105,6 +105,7 @@ class PipelineActor:
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
         self._pipeline: Pipeline = resolve_pipeline(config.spec)(pipeline_id, config)
+        self._pipeline.keeps_output = True
         self._pipeline.client.join(config.spec.name)
 
     def run(self) -> JobSummary:

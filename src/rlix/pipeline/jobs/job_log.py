@@ -2,11 +2,11 @@
 
 import errno
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlix.node import output
 from rlix.pipeline.spec.named import where_raised
 
 _LIBRARY = "rlix"
@@ -30,7 +30,7 @@ class _Library:
                 self._before = library.level
                 library.setLevel(logging.INFO)
                 if not logging.getLogger().handlers:  # with a handler of its own it would say nothing there any more
-                    self._screen.setStream(sys.stderr)
+                    self._screen.setStream(output.terminal())
                     library.addHandler(self._screen)
             self._logs.append(log)
             library.addHandler(log)
