@@ -161,7 +161,7 @@ def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
 
     engine, group = TrainEngine(policy()), Dead()
     engine._group = group  # type: ignore[assignment]
-    with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost; build\(\)"):
+    with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost\nbuild\(\)"):
         engine._run("ping", timeout_s=1.0)
     assert group.closed
 

@@ -81,7 +81,7 @@ def test_weights_that_only_some_ranks_changed_are_dropped_and_the_error_says_so(
 ) -> None:
     train(engine, range(2))
     engine.save_state(tmp_path / "state")
-    with pytest.raises(KeyError, match=r"weights and optimizer state were dropped: load_state\(\)"):
+    with pytest.raises(KeyError, match=r"weights and optimizer state were dropped\nload_state\(\)"):
         engine.step_on_one_rank()
     assert engine.residency is Residency.META
     with pytest.raises(NotResidentError):
@@ -113,7 +113,7 @@ def test_one_rank_alone_that_hangs_is_started_anew_and_ended_where_it_does_not_e
         assert same(engine.state_dict(), expected)
         assert engine.draw() == torch.rand(3, generator=torch.Generator().manual_seed(11)).tolist()
         monkeypatch.setattr(lifecycle, "HAND_OVER_TIMEOUT_S", 0.5)
-        with pytest.raises(WaitTimeoutError, match=r"weights and optimizer state are lost; build\(\)"):
+        with pytest.raises(WaitTimeoutError, match=r"weights and optimizer state are lost\nbuild\(\)"):
             engine._run("call", "sleep_deaf", (600,), {}, None, False, timeout_s=0.5)
         with pytest.raises(RlixError, match="given up after an error"):
             engine.count([[1]])

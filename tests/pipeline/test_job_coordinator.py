@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,6 +11,7 @@ import pytest
 from rlix.pipeline.jobs import job_coordinator
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
+from rlix.protocol.messages import Ending
 from tests.pipeline.training_jobs import small
 
 
@@ -54,3 +56,28 @@ def test_it_ends_though_there_is_no_orchestrator_any_more(tmp_path: Path, monkey
     final, _ = ended(tmp_path, monkeypatch, stops=False)
     assert final.state == "failed"
     assert "it could not go on: ValueError: no actor of that name" in (final.error or "")
+
+
+def test_what_the_control_plane_ended_is_said_with_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped is ended by it: the job itself sees no more than a death."""
+    why = "process 4711 (train:0) was stopped (SIGSTOP) and did not go on"
+    of_others = Ending(1.0, "ft_10", "other", "its program died")
+    mine = Ending(2.0, "ft_1", "job", why, 3, "actor_train", (0,))
+
+    class Orchestrator:
+        async def _status(self) -> Any:
+            return SimpleNamespace(endings=self.endings)
+
+        def __init__(self, *endings: Ending) -> None:
+            self.endings = endings
+            self.status = SimpleNamespace(remote=self._status)
+
+    async def said(*endings: Ending) -> str:
+        monkeypatch.setattr(job_coordinator.ray, "get_actor", lambda *_: Orchestrator(*endings))
+        coordinator = JobCoordinator("ft_1", JobConfig(small(), tmp_path))
+        coordinator._unstarted.cancel()
+        return await coordinator._why_taken()
+
+    monkeypatch.setattr(job_coordinator, "ray", MagicMock())
+    assert asyncio.run(said(of_others)) == ""
+    assert asyncio.run(said(of_others, mine)) == f" (the control plane ended what held actor_train: {why})"

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
-from rlix.pipeline.jobs.job_log import JobLog, is_full_disk
+from rlix.flow.workers.user_errors import failure
+from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
 from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits
 from rlix.pipeline.sources.panel import Asked, Panel
@@ -122,3 +124,16 @@ def test_a_full_disk_is_known_from_whatever_process_it_comes() -> None:
     chained.__cause__ = plain
     assert all(map(is_full_disk, (plain, within, chained)))
     assert not is_full_disk(OSError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def test_a_worker_that_died_is_named_with_what_it_did_and_how_to_go_on(tmp_path: Path) -> None:
+    """And not with what somebody who holds its engine could do."""
+    died = failure("train-1", 1, "policy_step", ActorDiedError())
+    died.__cause__ = ActorDiedError()
+    died.add_note("build() the engine and load a state")
+    said = what_ended(died, tmp_path, "actor_training")
+    assert said.startswith("in actor training: WorkerError: train-1: rank 1 died before it answered policy_step(): ")
+    assert said.endswith("; go on from the newest checkpoint with --resume")
+    assert "build()" not in said
+    own = ValueError("mine")
+    assert what_ended(own, tmp_path, "rollout") == "ValueError: mine"

@@ -354,7 +354,7 @@ class Pipeline(ABC):
     def _failed(self, error: BaseException, *, hangs: bool = False) -> None:
         if self._ended.is_set():
             return  # it was given up: why is what counts
-        detail = what_ended(error, self.folder.path)
+        detail = what_ended(error, self.folder.path, self._status.phase)
         self._update(state="failed", phase="failed", error=detail)
         if self.folder.is_open:
             self._save_after_error(error, hangs)

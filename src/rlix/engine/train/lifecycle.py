@@ -30,6 +30,7 @@ SETTLE_TIMEOUT_S = 15.0
 """How long ranks that wait for one that failed may take to come back before they are held to hang."""
 HAND_OVER_TIMEOUT_S = 60.0
 """How long ranks that hang may take to tell what they hold before the engine is given up."""
+_REBUILD = "build() the engine and load a state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +185,23 @@ class TrainWorkers(Engine):
         try:
             refs = self._send(group, method, *args)
         except BaseException as error:  # re-raised; an argument cannot be sent, and some ranks may have got theirs
-            if lost := self._recover(group, name):
-                error.add_note(lost)
+            lost, fix = self._recover(group, name)
+            _note(error, lost, fix)
             raise
         try:
             return group.results(name, refs, timeout_s=timeout_s)
         except WorkerError as error:
-            lost = self._recover(group, name, dead=isinstance(error.__cause__, RayActorError))
+            lost, fix = self._recover(group, name, dead=isinstance(error.__cause__, RayActorError))
             own = plainly(error)
             if lost:
                 own.args = (f"{own}; {lost}",)
+            _note(own, fix)
             raise own from error.__cause__
         except WaitTimeoutError as error:
-            if lost := self._recover(group, name, late=True):
+            lost, fix = self._recover(group, name, late=True)
+            if lost:
                 error.args = (f"{error}; {lost}",)
+            _note(error, fix)
             raise
 
     def _send(self, group: WorkerGroup, method: str, *args: Any) -> list[Any]:
@@ -210,25 +214,26 @@ class TrainWorkers(Engine):
                 group.call("skip", self._calls)
                 raise
 
-    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False, late: bool = False) -> str:
+    def _recover(self, group: WorkerGroup, method: str, *, dead: bool = False, late: bool = False) -> tuple[str, str]:
         """After a call that did not end well: make sure that the next one meets no collective of this one.
 
-        Returns what is lost, if anything. `dead`: a rank has ended; `late`: one has not ended the call in time.
+        Returns what is lost, if anything, and what who holds the engine can do then, which is a note of the error: who
+        runs a job has other ways. `dead`: a rank has ended; `late`: one has not ended the call in time.
         """
         if dead and group is self._group and group.world_size == 1:
             self._end(graceful=False)
-            return "its only worker has ended, and its state is lost; build() the engine and load a state"
+            return "its only worker has ended, and its state is lost", _REBUILD
         alone = group.world_size == 1 and not late
         if group is not self._group or alone or settled(group, GRACE_S):
-            return ""
+            return "", ""
         logger.warning("%s: not all ranks came back from %s(): starting its workers anew", self.name, method)
         state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S)
         if state is None:
             self._end(graceful=False)
             return (
                 "not all ranks came back from it or told what they hold, so the workers were ended: weights and "
-                "optimizer state are lost; build() the engine and load a state"
-            )
+                "optimizer state are lost"
+            ), _REBUILD
         group.close(graceful=False)
         residency = self.residency
         try:
@@ -239,10 +244,15 @@ class TrainWorkers(Engine):
                 self.cpu()
         except RlixError as error:
             self._end(graceful=False)
-            return f"new workers could not take its state, which is lost ({error}); build() the engine and load a state"
+            return f"new workers could not take its state, which is lost ({error})", _REBUILD
         if not state.agree:
             return (
                 "weights had been changed by then, not by all ranks alike or not to the end, so weights and optimizer "
-                "state were dropped: load_state() or load() brings the engine back"
-            )
-        return "its workers were started anew with their weights and optimizer state; gradients are dropped"
+                "state were dropped"
+            ), "load_state() or load() brings the engine back"
+        return "its workers were started anew with their weights and optimizer state; gradients are dropped", ""
+
+
+def _note(error: BaseException, *notes: str) -> None:
+    for note in filter(None, notes):
+        error.add_note(note)

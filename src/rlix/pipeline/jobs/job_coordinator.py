@@ -133,7 +133,8 @@ class JobCoordinator(PipelineCoordinator):
             said = await self._refresh()
             if said is not None:
                 self._last = replace(self._last, step=max(self._last.step, said.step), moved_to=said.moved_to)
-            return self._failed((said and said.error) or f"{type(cause).__name__}: {cause}")
+            what = (said and said.error) or f"{type(cause).__name__}: {cause}"
+            return self._failed(what + await self._why_taken())
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
         await self._refresh()
@@ -204,6 +205,16 @@ class JobCoordinator(PipelineCoordinator):
         self._config = replace(self._config, spec=spec, resume=True, why=why)
         self._pipeline, self._closed, self._nodes = None, asyncio.Event(), frozenset()
         return await self.create_pipeline_actor()
+
+    async def _why_taken(self) -> str:
+        """What the control plane ended of the job, and why: what failed may have followed from that."""
+        with contextlib.suppress(RayError, ValueError, TimeoutError):
+            orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+            status = await asyncio.wait_for(orchestrator.status.remote(), _WHY_TIMEOUT_S)
+            ended = [ending for ending in status.endings if ending.pipeline_id == self._pipeline_id]
+            if ended:
+                return f" (the control plane ended what held {ended[-1].cluster or 'it'}: {ended[-1].why})"
+        return ""
 
     async def _why_it_died(self, error: RayActorError) -> str:
         """The control plane may have ended it, and then knows why."""

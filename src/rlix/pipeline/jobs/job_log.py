@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from ray.exceptions import RayActorError
+
 from rlix.node import output
 from rlix.pipeline.spec.named import where_raised
 
@@ -88,10 +90,12 @@ def is_full_disk(error: BaseException) -> bool:
     )
 
 
-def what_ended(error: BaseException, folder: Path) -> str:
-    """In one line, what ended the job whose run folder this is."""
+def what_ended(error: BaseException, folder: Path, phase: str) -> str:
+    """In one line, what ended the job whose run folder this is, in `phase`."""
     if is_full_disk(error):
         return f"the disk of {folder} is full: free some space, then go on with --resume"
+    if any(isinstance(found, RayActorError) for found in _chain(error)):
+        return f"in {phase.replace('_', ' ')}: {where_raised(error)}; go on from the newest checkpoint with --resume"
     return where_raised(error)
 
 
