@@ -152,6 +152,8 @@ class TestFiles:
             ("rows.txt", "prompt,answer\n", "source.data.path", "use .jsonl, .json, .parquet, .csv, or a folder"),
             ("rows.csv", "prompt,anwser\n1,1\n", "source.data.answer", "did you mean 'anwser'?"),
             ("header.csv", "prompt,answer\n", "source.data.path", "holds no rows"),
+            ("excel.csv", "prompt;answer\n1;1\n", "source.data.path", "has ';' between its columns 'prompt;answer'"),
+            ("gone.tsv", None, "source.data.path", "there is no file or folder"),
             ("comma.csv", "prompt,answer\n1,200 + 1,1201\n", "source.data.path", "quote what holds a comma"),
             ("latin.csv", "prompt,answer\n\xe9,1\n", "source.data.path", "is not a text file in UTF-8"),
             ("latin.jsonl", '{"prompt": "\xe9", "answer": "1"}\n', "source.data.path", "is not a text file in UTF-8"),

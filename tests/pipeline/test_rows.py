@@ -58,6 +58,13 @@ def said(spec: JobSpec, folder: Path) -> list[str]:
         ("rows.jsonl", '{"prompt": ["1"], "answer": "1"}\n', ":1: column 'prompt' holds a list"),
         ("rows.jsonl", '{"prompt": "1", "answer": "1"}\n{"prompt": "\xe9"}\n', ":2: is not UTF-8"),
         ("rows.json", '{"prompt": "1", "answer": "1"}\n{"prompt": \n', ":2: is no JSON object"),
+        (
+            "rows.json",
+            '[{"prompt": "1", "answer": "1"},\n{"prompt": "", "answer": "1"}]',
+            ": row 2: column 'prompt' is",
+        ),
+        ("rows.json", '[{"prompt": "1", "answer": "1"}, 3]', ": row 2: is a int, no JSON object"),
+        ("rows.json", '[{"prompt": "1", "answer": "1"},\n{"prompt": ]', ":2: is no JSON: Expecting value (column 12)"),
         ("rows.csv", 'prompt,answer\n"1\n\n2",3\n4,5,6\n', ":5: has 3 fields, and the table 2 columns"),
         ("rows.csv", "prompt,answer\n\n1,2\n,3\n", ":4: column 'prompt' is empty"),
         ("rows.csv", "prompt,answer\n1,2\n3\n", ":3: column 'answer' is empty"),
@@ -135,7 +142,6 @@ def test_lines_are_those_of_the_rows_that_a_job_reads(tmp_path: Path, rows: list
 
 def test_rows_of_other_tables_have_numbers_from_one(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "1", "answer": "1"}]))
-    assert not list(lines_of(tmp_path / "rows.json"))
     assert place(str(tmp_path / "rows.json"), 0) == f"{tmp_path}/rows.json: row 1"
     datasets.Dataset.from_list([{"prompt": ""}]).save_to_disk(str(tmp_path / "saved"))
     assert place(str(tmp_path / "saved"), 1) == f"{tmp_path}/saved: row 2"

@@ -110,6 +110,11 @@ class DataTask(Task):
         if unusable:
             named = [self._problem(spec, place(spec.path, row), rows[row]) or "" for row in unusable[:SHOWN]]
             raise SpecError("\n".join([*named, *others(len(unusable) - len(named))]))
+        if not used:
+            raise SpecError(
+                f"{spec.path}: every prompt has more than {self._longest} tokens; raise "
+                "source.data.max_prompt_tokens, lower rollout.max_new_tokens, or use another model"
+            )
         if left_out := len(rows) - len(used):
             logger.warning(
                 "%s: %d rows of %d are left out: their prompts have more than %s tokens",
@@ -117,11 +122,6 @@ class DataTask(Task):
                 left_out,
                 len(rows),
                 self._longest,
-            )
-        if not used:
-            raise SpecError(
-                f"{spec.path}: every prompt has more than {self._longest} tokens; raise "
-                "source.data.max_prompt_tokens, lower rollout.max_new_tokens, or use another model"
             )
         return used
 

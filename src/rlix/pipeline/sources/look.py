@@ -42,11 +42,15 @@ def look_at_rows(spec: JobSpec) -> Iterator[str]:
         data = source.data
         if data is None or not all(Path(table.path).exists() for _, table in data_fields(data)):
             continue
+        import datasets
+
+        datasets.disable_progress_bars()
         longest = min(context - most, data.max_prompt_tokens or context)
         try:
             DataTask(data, load_tables(data), source.rewards, tokenizer, longest, chat=source.chat).close()
         except SpecError as error:
-            yield from (f"{where}source.data: {line}" for line in str(error).splitlines())
+            lines = str(error).splitlines()
+            yield from (f"{where}{'' if line.startswith('source.') else 'source.data: '}{line}" for line in lines)
 
 
 @contextmanager

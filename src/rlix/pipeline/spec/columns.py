@@ -13,12 +13,14 @@ from rlix.protocol.spec_file import Problem, nearest
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """What `datasets` calls the kinds of file."""
+_OTHER_FILES = (".tsv", ".txt", ".gz", ".zip", ".zst", ".xz", ".bz2", ".xls", ".xlsx", ".ndjson", ".pkl", ".arrow")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def is_path(given: str) -> bool:
     """Whether it can be no name on the hub."""
-    return given.startswith((".", "~", "/")) or Path(given).suffix in FORMATS or not is_hub_name(given)
+    suffix = Path(given).suffix
+    return given.startswith((".", "~", "/")) or suffix in FORMATS or suffix in _OTHER_FILES or not is_hub_name(given)
 
 
 def is_hub_name(given: str) -> bool:
@@ -133,6 +135,8 @@ def _csv_columns(path: Path) -> list[str]:
         raise SpecError(f"{path} is empty")
     if first is None:
         raise SpecError(f"{path} holds no rows")
+    if len(columns) == 1 and (found := next((c for c in ";\t|" if c in columns[0]), None)):
+        raise SpecError(f"{path} has {found!r} between its columns {columns[0]!r}; save it with commas")
     if len(first) > len(columns):  # pandas would take the first fields for the names of rows
         raise SpecError(
             f"{path} has {len(columns)} columns, and {len(first)} in its first row; quote what holds a comma"

@@ -22,11 +22,16 @@ _TEXT = 60  # characters of a value that is wrong
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row, the line that it begins on, and what is wrong with it as it stands ("" when nothing is)."""
+    """A row, where it is in its file (the line that it begins on, or of a list its number), and what is wrong with it
+    as it stands ("" when nothing is)."""
 
     number: int
     row: dict[str, Any]
     problem: str = ""
+    of_list: bool = False
+
+    def at(self, path: object) -> str:
+        return f"{path}: row {self.number}" if self.of_list else f"{path}:{self.number}"
 
 
 def first_few(problems: Iterable[str]) -> list[str]:
@@ -70,34 +75,54 @@ def _of_tables(section: str, data: DataSpec, alphabet: set[str] | None, most_byt
 def _unusable(table: TableSpec, alphabet: set[str] | None) -> Iterator[str]:
     for line in lines_of(Path(table.path)):
         if problem := line.problem or _row_problem(table, line.row, alphabet):
-            yield f"{table.path}:{line.number}: {problem}"
+            yield f"{line.at(table.path)}: {problem}"
 
 
 def broken_lines(path: Path) -> list[str]:
     """The lines of a file that are no rows, the first few by number."""
-    return first_few(f"{path}:{line.number}: {line.problem}" for line in lines_of(path) if line.problem)
+    return first_few(f"{line.at(path)}: {line.problem}" for line in lines_of(path) if line.problem)
 
 
 def place(path: str, row: int) -> str:
     """What to call row `row` (from 0) of a table: file and line where that is known, else its number from 1."""
     for number, line in enumerate(lines_of(Path(path))):
         if number == row:
-            return f"{path}:{line.number}"
+            return line.at(path)
     return f"{path}: row {row + 1}"
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """The rows of a file in which each begins on a line of its own; nothing of other tables."""
+    """The rows of a file of text; nothing of other tables."""
     kind = FORMATS.get(path.suffix) if path.is_file() else None
     if kind == "csv":
         yield from _csv_lines(path)
-    elif kind == "json" and not (path.suffix == ".json" and _is_list(path)):
-        yield from _json_lines(path)
+    elif kind == "json":
+        yield from (_list_lines if path.suffix == ".json" and _is_list(path) else _json_lines)(path)
 
 
 def _is_list(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _list_lines(path: Path) -> Iterator[Line]:
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        yield Line(1, {}, f"is not UTF-8 ({error.reason}); save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        yield Line(error.lineno, {}, f"is no JSON: {error.msg} (column {error.colno})")
+    except RecursionError:
+        yield Line(1, {}, "is nested too deeply")
+    else:
+        for number, row in enumerate(rows, start=1):
+            yield _as_line(number, row, of_list=True)
+
+
+def _as_line(number: int, row: object, *, of_list: bool = False) -> Line:
+    if isinstance(row, dict):
+        return Line(number, row, of_list=of_list)
+    return Line(number, {}, f"is a {type(row).__name__}, no JSON object", of_list)
 
 
 def _json_lines(path: Path) -> Iterator[Line]:
@@ -114,8 +139,7 @@ def _json_lines(path: Path) -> Iterator[Line]:
             except RecursionError:
                 yield Line(number, {}, "is nested too deeply")
             else:
-                told = isinstance(row, dict)
-                yield Line(number, row if told else {}, "" if told else f"is a {type(row).__name__}, no JSON object")
+                yield _as_line(number, row)
 
 
 def _csv_lines(path: Path) -> Iterator[Line]:
