@@ -1,6 +1,7 @@
 """What the pipelines put together from the algorithms, by hand."""
 
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from rlix.pipeline.batch import align, stale_tokens, token_rewards
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, digest, measured
 from rlix.pipeline.schedules.ahead import StalenessError, checked
+from rlix.pipeline.sources import base
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import SpecError
@@ -164,6 +166,21 @@ class TestSamples:
         assert (metrics["reward"], metrics["exact"], metrics["trajectories"]) == (0.5, 1 / 3, 3)
         assert metrics["truncated"] == 1 / 3
         assert (metrics["length"], metrics["length_max"]) == (4 / 3, 2)
+
+    def test_exact_is_of_those_of_which_somebody_said_it(self) -> None:
+        said, unsaid = sample("0"), sample("1", exact=None)
+        assert measured([said, unsaid], {})["exact"] == 1
+        assert "exact" not in measured([unsaid], {})
+
+    def test_a_rollout_lasts_until_it_is_done_not_until_somebody_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = 5.0
+        monkeypatch.setattr(base.time, "time", lambda: now)
+        made: Future[None] = Future()
+        asked = base.done_at(made)
+        assert asked() == 5
+        made.set_result(None)
+        now = 9.0
+        assert asked() == 5
 
     def test_the_digest_tells_every_token_and_order_apart(self) -> None:
         one = self.samples().metrics()["trajectories_digest"]

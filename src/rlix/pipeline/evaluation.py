@@ -74,7 +74,8 @@ def evaluation_metrics(samples: Samples) -> dict[str, float]:
     if size > 1:
         kept = [[s for s in samples.samples[i : i + size] if s.counts] for i in range(0, len(samples), size)]
         found["reward_best"] = mean([max(s.reward for s in group) for group in kept if group])
-        found["exact_any"] = mean([float(any(s.exact for s in group)) for group in kept if group])
+        if "exact" in found:
+            found["exact_any"] = mean([float(any(s.exact for s in group)) for group in kept if group])
     return {f"eval/{name}": value for name, value in found.items()}
 
 

@@ -38,12 +38,12 @@ class End(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One trajectory. `counts`: whether it is learnt from and compared with; `error`: why it may not be; `abandoned`:
-    how many answers the policy gave for it that are no part of it."""
+    how many answers the policy gave for it that are no part of it; `exact`: whether it is right, None: nobody said."""
 
     id: str
     turns: tuple[Turn, ...]
     reward: float
-    exact: bool
+    exact: bool | None
     end: End
     counts: bool = True
     error: str | None = None
@@ -163,17 +163,23 @@ def _deviation(values: Sequence[float]) -> float:
 
 def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:
     """Means over the samples that count, of all their lengths (in tokens that the policy
-    generated, and in all), and `more`."""
+    generated, and in all), and `more`. `exact` is the share of those of which somebody said whether they are right."""
     kept = [sample for sample in samples if sample.counts]
+    said = [float(sample.exact) for sample in kept if sample.exact is not None]
     return {
         "reward": mean([sample.reward for sample in kept]),
-        "exact": mean([float(sample.exact) for sample in kept]),
+        **({"exact": mean(said)} if said or not kept else {}),
         "length": mean([float(sample.generated) for sample in samples]),
         "length_max": float(max((sample.generated for sample in samples), default=0)),
         "context": mean([float(len(sample.token_ids)) for sample in samples]),
         "truncated": mean([float(sample.end is End.LENGTH) for sample in samples]),
         **more,
     }
+
+
+def per_s(count: int, seconds: float) -> float:
+    """0 of nothing in no time."""
+    return count / seconds if seconds > 0 else 0.0
 
 
 def mean(values: Sequence[float]) -> float:

@@ -134,7 +134,7 @@ class Episodes:
                 error = f"whoever took the episode posted no reward within {timeout_s:g} s"
                 self.rewarded(episode, 0.0, error=error)
 
-    def rewarded(self, episode: Episode, reward: float, *, exact: bool = False, error: str | None = None) -> None:
+    def rewarded(self, episode: Episode, reward: float, *, exact: bool | None = None, error: str | None = None) -> None:
         """The conversation is over, and becomes a sample. A second reward changes nothing.
 
         Raises:

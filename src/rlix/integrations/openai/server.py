@@ -115,10 +115,10 @@ class _Endpoint:
 
     async def reward(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
-        error = body.get("error")
+        error, exact = body.get("error"), body.get("exact")
         reward = 0.0 if error else _needed(body, "reward", "a finite number", _is_finite)
         self._episodes.rewarded(
-            episode, float(reward), exact=bool(body.get("exact", False)), error=error and str(error)
+            episode, float(reward), exact=None if exact is None else bool(exact), error=error and str(error)
         )
         return JSONResponse({"ok": True})
 

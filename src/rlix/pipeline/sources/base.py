@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -121,6 +122,13 @@ class Source(ABC):
 
     def close(self) -> None:
         """Stop what was started."""
+
+
+def done_at(made: "Future[Any]") -> Callable[[], float]:
+    """Asks when it was done, in Unix seconds, however late it is looked at; now, where it is not."""
+    times: list[float] = []
+    made.add_done_callback(lambda _: times.append(time.time()))
+    return lambda: times[0] if times else time.time()
 
 
 def ended(trajectory: Trajectory, ends: "Ends") -> tuple[Answer, End]:

@@ -3,14 +3,14 @@
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from rlix.pipeline.samples import Sample, Samples, mean, measured
-from rlix.pipeline.sources.base import Patience, Source, Surroundings
+from rlix.pipeline.samples import Sample, Samples, mean, measured, per_s
+from rlix.pipeline.sources.base import Patience, Source, Surroundings, done_at
 from rlix.pipeline.sources.environments.loop import LoopThread
 from rlix.pipeline.sources.place import Place
 from rlix.protocol.errors import RlixError, WaitTimeoutError
@@ -26,6 +26,7 @@ S = TypeVar("S", bound=Sample)
 class Begun(Generic[S]):
     done: "Future[list[S]]"
     time: float
+    done_at: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class PlayedSource(Source, Generic[S]):
         """Called several times a second: end what takes too long."""
 
     def begin(self, step: int, groups: int | None = None) -> Begun[S]:
-        return Begun(self._loop.submit(self._play(step, groups or self.around.groups)), time.time())
+        start, done = time.time(), self._loop.submit(self._play(step, groups or self.around.groups))
+        return Begun(done, start, done_at(done))
 
     def finish(self, begun: Begun[S]) -> Samples:
         """It ends in time by itself, unless something blocks the thread of all."""
@@ -90,11 +92,11 @@ class PlayedSource(Source, Generic[S]):
                 )
         played = begun.done.result()
         self._patience.look_at(played)
-        seconds, tokens = time.time() - begun.time, sum(sample.generated for sample in played)
+        seconds, tokens = begun.done_at() - begun.time, sum(sample.generated for sample in played)
         metrics = {
             "rollout_s": seconds,
             "tokens": float(tokens),
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": per_s(tokens, seconds),
             "turns": mean([len(sample.turns) for sample in played]),
             **self.own_metrics(played),
         }

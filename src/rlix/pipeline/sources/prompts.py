@@ -1,15 +1,15 @@
 """Samples from prompts: one answer each, judged by the task's reward."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, mean, measured
+from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, mean, measured, per_s
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Patience, Source, Surroundings, ended
+from rlix.pipeline.sources.base import Patience, Source, Surroundings, done_at, ended
 from rlix.pipeline.sources.judge import Verdict
 from rlix.pipeline.sources.tasks.base import Prompt, Task
 
@@ -19,6 +19,7 @@ class _Begun:
     prompts: Sequence[Prompt]
     done: "Future[list[Trajectory]]"
     time: float
+    done_at: Callable[[], float]
 
 
 class PromptSource(Source):
@@ -40,12 +41,13 @@ class PromptSource(Source):
     def begin(self, step: int, groups: int | None = None) -> _Begun:
         prompts = self._task.prompts(self.around.seed, step, self.around.groups)[:groups]
         trajectories = [self._trajectory(p, k) for p in prompts for k in range(self.around.group_size)]
+        start = time.time()
         done = self.around.generator().submit_all(step, trajectories)
-        return _Begun(prompts, done, time.time())
+        return _Begun(prompts, done, start, done_at(done))
 
     def finish(self, begun: _Begun) -> Samples:
         done = self.around.generator().wait(begun.done, self.around.timeout_s, self.around.stop)
-        seconds, tokens = time.time() - begun.time, sum(len(t.token_ids) for t in done)
+        seconds, tokens = begun.done_at() - begun.time, sum(len(t.token_ids) for t in done)
         asked = [prompt for prompt in begun.prompts for _ in range(self.around.group_size)]
         start = time.time()
         answers = [ended(t, self.around.ends) for t in done]
@@ -57,7 +59,7 @@ class PromptSource(Source):
         metrics = {
             "rollout_s": seconds,
             "tokens": float(tokens),
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": per_s(tokens, seconds),
             "reward_s": time.time() - start,
             "reward_failed": float(sum(sample.failed for sample in samples)),
             **_parts(verdicts),

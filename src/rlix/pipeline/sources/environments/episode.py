@@ -98,7 +98,7 @@ async def play(
             transition = await environment.step(action)
             turns[-1] = replace(turns[-1], reward=transition.reward)
             reward += transition.reward
-            exact = transition.exact
+            exact = exact or transition.exact
             if transition.done:
                 end = End.LENGTH if answer.cut_off else End.DONE
                 break
