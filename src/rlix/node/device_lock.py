@@ -226,8 +226,9 @@ def holder(key: str, directory: Path | None = None, node_id: str = "") -> LockRe
             if found == before and _read(fd) == content:
                 break
         recorded = (Process(node_id, pid, started, content.fence.job) for pid, started in sorted(found))
-        living = tuple(p for p in recorded if process.alive(p))
-        return LockRecord(key, content.fence, content.since, living or _inheritors(os.fstat(fd), node_id))
+        lock = os.fstat(fd)
+        living = tuple(p for p in recorded if process.alive(p) and _may_have(p.pid, lock))
+        return LockRecord(key, content.fence, content.since, living or _inheritors(lock, node_id))
     finally:
         os.close(fd)
 
@@ -336,18 +337,34 @@ def _holders(fd: int) -> set[tuple[int, int]]:
 def _inheritors(lock: os.stat_result, node_id: str) -> tuple[Process, ...]:
     """Processes, of those this user may look into, that have this file open and locked."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            for link in folder.iterdir():
-                if (
-                    os.path.samestat(link.stat(), lock)
-                    and "OFDLCK" in (folder.parent / "fdinfo" / link.name).read_text()
-                ):
-                    found.append(process.describe(int(folder.parent.name), node_id))
-                    break
+            if _has(int(folder.name), lock):
+                found.append(process.describe(int(folder.name), node_id))
         except OSError:  # another user's process, or gone
             continue
     return tuple(p for p in found if p is not None)
+
+
+def _may_have(pid: int, lock: os.stat_result) -> bool:
+    """Whether a process has the lock, as far as this user may know: anybody can lock the byte that stands for it."""
+    try:
+        return _has(pid, lock)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def _has(pid: int, lock: os.stat_result) -> bool:
+    """Whether a process has this file open and locked. Raises OSError for another user's, and one that is gone."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.path.samestat(link.stat(), lock) and "OFDLCK" in Path(f"/proc/{pid}/fdinfo/{link.name}").read_text():
+                return True
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return False
 
 
 def _read(fd: int) -> _Content:

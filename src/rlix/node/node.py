@@ -1,11 +1,14 @@
 """What a machine can tell the control plane about its devices and processes, and do about them."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rlix.node import device_lock, process
 from rlix.node.device_lock import LockRecord
 from rlix.protocol.messages import Device, Process
+
+logger = logging.getLogger(__name__)
 
 
 class Node:
@@ -27,6 +30,19 @@ class Node:
     def states(self, processes: Iterable[Process]) -> dict[Process, process.State]:
         return {each: process.state(each) for each in processes}
 
-    def kill(self, processes: Iterable[Process], timeout_s: float, why: str = "") -> tuple[Process, ...]:
-        """End processes (see `process.kill`); returns those that still live after `timeout_s`."""
-        return process.kill(processes, timeout_s, why)
+    def kill(
+        self, processes: Iterable[Process], timeout_s: float, why: str = "", devices: Sequence[Device] = ()
+    ) -> tuple[Process, ...]:
+        """End processes (see `process.kill`); returns those that still live after `timeout_s`.
+
+        Anybody may have named them, so the node looks for itself: given devices, only those are ended that have the
+        lock of one of them open; otherwise only those of this node's own user.
+        """
+        asked = tuple(processes)
+        lockers = {each for record in self.holders(devices).values() for each in record.processes}
+        proven = [each for each in asked if (each in lockers if devices else process.is_ours(each))]
+        spared = tuple(each for each in asked if each not in proven and process.alive(each))
+        if spared:
+            lack = "has the devices' locks open" if devices else "belongs to this user"
+            logger.warning("not ended, because none of them %s: %s", lack, spared)
+        return (*spared, *process.kill(proven, timeout_s, why))

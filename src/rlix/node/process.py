@@ -59,6 +59,14 @@ def alive(process: Process) -> bool:
     return state(process) != "dead"
 
 
+def is_ours(process: Process) -> bool:
+    """Whether it lives and belongs to the user that this process runs as."""
+    try:
+        return alive(process) and Path(f"/proc/{process.pid}").stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
+
+
 def descendants(process: Process) -> tuple[Process, ...]:
     """Every process that `process` started, and those started by these, that still lives below it."""
     if not alive(process):
