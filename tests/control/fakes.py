@@ -8,6 +8,7 @@ import ray
 
 from rlix.control.client import JobClient
 from rlix.control.rollout_lease import Granted, Lost, Taken
+from rlix.node.device_lock import DeviceLocks
 from rlix.node.process import this_process
 from rlix.protocol.messages import Demand, Lease, Process
 from rlix.protocol.types import Phase
@@ -68,6 +69,13 @@ class FakeWorker:
 
     def ping(self) -> int:
         return os.getpid()
+
+    def lock(self, pipeline_id: str, lease: Lease) -> None:
+        """Keeps bytes on the lease's devices, as far as anybody can see."""
+        client = JobClient(pipeline_id)
+        devices = client.devices()
+        self.locks = DeviceLocks([devices[device].key for device in lease.devices])
+        self.locks.acquire(client.fence(lease), 10.0)
 
     def join(self, pipeline_id: str) -> None:
         JobClient(pipeline_id).join("fake program")

@@ -57,7 +57,7 @@ def test_the_planner_sees_what_each_job_has_used_and_when_a_gang_is_expected() -
 def test_a_gang_is_expected_when_the_last_of_several_rollouts_has_ended() -> None:
     draft, policy = Cluster("draft", 1, (2,), elastic=True), Cluster("policy", 1, (3,), elastic=True)
     world = World(1, clusters=(TRAIN, draft, policy))
-    job = world.core.jobs["ft_1"]
+    job = world.core.known.jobs["ft_1"]
     for cluster, outstanding, expected in (
         ("policy", 5, False),
         ("draft", 3, False),
@@ -82,7 +82,7 @@ def test_a_gang_given_back_while_its_devices_are_locked_is_ended_not_believed() 
     world.run(5.0)
     assert world.machine.killed == [trainer]
     assert second.outcome == world.held("ft_2")[0]
-    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.KILLED
+    assert world.core.known.log.since("ft_1", 0)[-1].reason is ReleaseReason.KILLED
 
 
 def test_a_gang_whose_lock_goes_a_moment_after_its_word_is_simply_released() -> None:
@@ -94,7 +94,7 @@ def test_a_gang_whose_lock_goes_a_moment_after_its_word_is_simply_released() -> 
     world.machine.unlock(process(7))
     world.run(0.5)
     assert world.machine.killed == []
-    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
+    assert world.core.known.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
 
 
 def give_back(world: World, lease: Lease, *devices: int, seconds: float = 0.0) -> Lease:
@@ -123,7 +123,7 @@ def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_resta
             before = world.core.state
             world.restart(list(journal.replay()))
             assert world.core.state.leases == before.leases
-            assert world.core.gangs.find("ft_1", "k").outcome == rest  # type: ignore[union-attr]
+            assert world.core.known.gangs.find("ft_1", "k").outcome == rest  # type: ignore[union-attr]
             journal.compact(image(world.core.state))
         world.run(3.0)
         third = world.ask("ft_2", devices=(0,))
@@ -134,29 +134,28 @@ def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_resta
     give_back(world, world.gang("ft_1"), 0)
     world.run(2.0)
     world.release(world.held("ft_1")[0])
-    records = world.core.log.since("ft_1", 0)
+    records = world.core.known.log.since("ft_1", 0)
     assert [(r.event, r.lease.devices) for r in records] == [
         ("granted", (0, 1)),
         ("released", (0,)),
         ("released", (1,)),
     ]
-    assert world.core.jobs["ft_1"].usage.gpu_s(world.clock.time()) == 2.0
+    assert world.core.known.jobs["ft_1"].usage.gpu_s(world.clock.time()) == 2.0
 
 
 def test_a_part_that_stays_locked_takes_the_lease_with_it() -> None:
     world = World()
-    lease, trainer, answers = world.gang("ft_1"), process(7), list[bool]()
+    lease, trainer = world.gang("ft_1"), process(7)
     world.machine.lock(lease, trainer)
     second = world.ask("ft_2", devices=(1,))
-    world.core.endings.part_given_back(lease, (1,), lambda: answers.append(True))
+    world.core.part_given_back(lease, (1,))
     world.run(0.5)
-    assert (world.held("ft_1"), answers) == ((lease,), [])
+    assert world.held("ft_1") == (lease,)
     del world.machine.locks[1]
     world.run(0.5)
-    assert answers == [True]
     assert second.outcome == world.held("ft_2")[0]
     (rest,) = world.held("ft_1")
-    world.core.endings.take(lease, "it hangs")  # as it was granted: what it has now is taken
+    world.core.take(lease, "it hangs")  # as it was granted: what it has now is taken
     assert world.machine.killed == [trainer]
     assert status_of(world.core).endings[-1].devices == rest.devices == (0,)
     world = World()
@@ -218,7 +217,7 @@ def test_what_cannot_be_killed_is_quarantined_tried_again_and_given_up_by_a_pers
     undead = process(7)
     world.machine.immortal.add(undead)
     world.machine.lock(lease, undead, [0])
-    world.core.endings.take(lease, "it hangs")
+    world.core.take(lease, "it hangs")
     second = world.ask("ft_2")
     world.run(30.0)
     status = world.core.state.leases[lease.epoch]
@@ -226,11 +225,11 @@ def test_what_cannot_be_killed_is_quarantined_tried_again_and_given_up_by_a_pers
     assert status.reason == "it hangs; and device 0 is still locked by process 7, although it was killed"
     assert len(world.machine.killed) > 2
     assert second.outcome is None
-    assert world.core.endings.give_up(3) == ()
-    assert world.core.endings.give_up(0) == (lease,)
+    assert world.core.loop.give_up(3) == ()
+    assert world.core.loop.give_up(0) == (lease,)
     world.run(0.0)
     assert second.outcome == world.held("ft_2")[0]
-    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.GIVEN_UP
+    assert world.core.known.log.since("ft_1", 0)[-1].reason is ReleaseReason.GIVEN_UP
 
 
 def test_a_quarantine_ends_by_itself_and_sends_who_waited_for_the_device_back_to_its_place() -> None:
@@ -261,14 +260,31 @@ def test_ending_a_job_ends_its_program_first_then_its_workers_and_can_be_repeate
     stray = process(9)  # nobody named it, but it locks a device
     world.machine.lock(lease, stray, [0])
     waiting = world.ask("ft_1")
-    done: list[int] = []
-    world.core.endings.end("ft_1", "enough", done=lambda: done.append(1))
+    world.core.end("ft_1", "enough")
     assert world.machine.killed == [process(1), process(2), process(3), stray]
     assert isinstance(waiting.outcome, PipelineGoneError)
-    assert done == [1]
     assert world.machine.told == dict.fromkeys([1, 2, 3, 9], "ft_1: enough")
     assert "ft_1" not in world.core.state.registrations
     assert world.gang("ft_2").devices == (0, 1)
+
+
+def unregister(world: World, job: str, why: str = "", *, answers: bool = True, seconds: float = 0.0) -> None:
+    """Until the service has answered, `seconds` later at the latest."""
+
+    async def say() -> None:
+        said = asyncio.create_task(service_of(world).unregister_pipeline(job, why))
+        await asyncio.sleep(0)
+        world.run(seconds)
+        world.core.known.wake(job)
+        await asyncio.wait_for(said, 5.0)
+
+    kill = world.machine.kill
+    if not answers:
+        world.machine.kill = lambda *asked: None  # type: ignore[method-assign]
+    try:
+        asyncio.run(say())
+    finally:
+        world.machine.kill = kill  # type: ignore[method-assign]
 
 
 def test_a_job_with_an_undead_worker_stays_until_its_device_is_free_and_the_others_are_free_at_once() -> None:
@@ -276,15 +292,14 @@ def test_a_job_with_an_undead_worker_stays_until_its_device_is_free_and_the_othe
     train, undead = world.gang("ft_1"), process(7)
     world.machine.lock(train, undead, [0])
     world.machine.immortal.add(undead)
-    done: list[int] = []
-    world.core.endings.end("ft_1", "enough", done=lambda: done.append(1))
-    assert done == [1]
-    assert world.core.state.ending == {"ft_1": "enough"}
+    with pytest.raises(WaitTimeoutError, match="'ft_1' did not end"):  # a node does not answer
+        unregister(world, "ft_1", answers=False, seconds=70.0)
+    unregister(world, "ft_1", "enough", seconds=30.0)  # it is asked again
+    assert world.core.state.ending == {"ft_1": ""}
     with pytest.raises(AssertionError):
         world.gang("ft_2")
     world.machine.immortal.clear()
-    world.core.endings.end("ft_1", "again", done=lambda: done.append(2))
-    assert done == [1, 2]
+    unregister(world, "ft_1", "again")
     assert "ft_1" not in world.core.state.registrations
 
 
@@ -292,11 +307,11 @@ def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
     world = World()
     me = process(1)
     world.core.name_holders("ft_1", "", [(0, me)])
-    world.core.endings.end("ft_1", "done", spare=me)
+    world.core.end("ft_1", "done", spare=me)
     assert world.machine.killed == []
     world.core.name_holders("ft_2", "", [(0, me)])
     world.machine.lock(world.gang("ft_2"), me)
-    world.core.endings.end("ft_2", "done", spare=me)
+    world.core.end("ft_2", "done", spare=me)
     assert world.machine.killed == [me]
     assert world.machine.told == {}  # they know
     assert status_of(world.core).endings == ()
@@ -304,21 +319,17 @@ def test_whoever_speaks_for_itself_is_spared_unless_it_keeps_a_device() -> None:
 
 def test_where_nobody_is_named_whoever_took_the_lease_is_its_holder() -> None:
     world = World(clusters=(TRAIN, CRITIC, INFER))
-    world.gang("ft_1", holder=process(5), longest_s=5.0)
-    world.run(6.0)
-    assert world.machine.killed == [process(5)]
     me, other = process(6), process(7)
-    world.gang("ft_2", holder=me)
+    lease = world.gang("ft_2", holder=me)
     bundle = world.roll("ft_2", 1)[-1]
     world.core.watch.beat("ft_2", other, frozenset({bundle.epoch}))
-    world.core.endings.end("ft_2", "enough", spare=me)
-    assert world.machine.killed == [process(5), other]
+    assert status_of(world.core).holders == {lease.epoch: (me,), bundle.epoch: (other,)}
 
 
 def test_a_phase_that_takes_longer_than_it_declared_is_ended_and_others_go_on() -> None:
     world = World()
-    world.core.name_holders("ft_1", TRAIN.name, [(0, process(7))])
-    world.gang("ft_1", longest_s=5.0)
+    world.core.name_holders("ft_1", TRAIN.name, [(0, process(7)), (1, process(8))])
+    world.machine.lock(world.gang("ft_1", longest_s=5.0), process(7))
     second = world.ask("ft_2")
     world.run(4.9)
     assert second.outcome is None
@@ -375,7 +386,7 @@ def test_a_phase_inside_another_avoids_what_that_one_holds_and_so_does_a_restart
         assert world.core.state.requests == before.requests
         world.run(2.0)
         world.release(other)
-        again = world.core.gangs.find("ft_1", "k")
+        again = world.core.known.gangs.find("ft_1", "k")
         assert again is not None
         assert isinstance(again.outcome, Lease)
         assert again.outcome.devices == (3,)
@@ -404,12 +415,12 @@ def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(
             world.run(10.0)
         assert second.outcome is None
         assert lease.epoch not in world.core.state.leases
-        assert "disk full" in world.core.writer.trouble
+        assert "disk full" in world.core.known.writer.trouble
         with pytest.raises(JournalError, match="disk full"):
             world.core.allocate("ft")
         full["disk"] = False
         world.run(1.5)
-        assert world.core.writer.trouble == ""
+        assert world.core.known.writer.trouble == ""
         assert second.outcome is not None
         before = world.core.state
         world.restart(list(journal.replay()))
@@ -428,7 +439,7 @@ def test_a_lease_that_is_not_in_the_journal_is_nobodys_yet(tmp_path: Path) -> No
             raise JournalError("cannot write to the journal: disk full")
 
         # The grant itself is what cannot be written: planning had begun when the disk became full.
-        world.core.endings.given_back(lease)
+        world.core.given_back(lease)
         journal.append = refuse  # type: ignore[method-assign, assignment]
         world.run(0.5)
         assert world.held("ft_2") != ()
@@ -446,8 +457,8 @@ def test_bundles_given_back_together_are_one_change_and_no_news_to_their_rollout
     changes: list[Sequence[Event]] = []
     news: list[str] = []
     world.journal.append = changes.append  # type: ignore[method-assign]
-    world.core.rollouts.watchers("ft_1", INFER.name).append(lambda: news.append("ft_1"))
-    world.core.endings.given_back(*taken)
+    world.core.known.watchers("ft_1", INFER.name).append(lambda: news.append("ft_1"))
+    world.core.given_back(*taken)
     assert changes == [[LeaseReleased(lease.epoch, ReleaseReason.SHRUNK) for lease in taken]]
     assert second.outcome == world.held("ft_2")[0]
     assert news == []
@@ -457,7 +468,7 @@ def test_a_bundle_that_is_still_locked_keeps_back_none_of_those_given_back_with_
     world = World()
     bundles = world.roll("ft_1", 99)
     world.machine.lock(bundles[1], process(7))
-    world.core.endings.given_back(*bundles)
+    world.core.given_back(*bundles)
     world.run(0.1)
     assert world.held("ft_1", LeaseState.DRAINING) == (bundles[1],)
     world.machine.unlock(process(7))
@@ -468,7 +479,7 @@ def test_a_bundle_that_is_still_locked_keeps_back_none_of_those_given_back_with_
 
 def test_an_id_that_is_never_admitted_is_forgotten(tmp_path: Path) -> None:
     world = World(settings=Settings(home=tmp_path, idle_job_s=60.0))
-    world.core.watch.start()
+    world.core.start()
     unregistered, unadmitted = world.core.allocate("ft"), world.core.allocate("ft")
     world.core.record(PipelineRegistered(Registration(unadmitted, "ns", (TRAIN,))))
     world.core.name_holders("ft_1", "", [(0, process(7))])  # a program, so that its pipeline lives on in silence
@@ -476,7 +487,7 @@ def test_an_id_that_is_never_admitted_is_forgotten(tmp_path: Path) -> None:
     assert {unregistered, unadmitted} <= set(world.core.state.allocated)
     world.run(3.0)
     assert set(world.core.state.allocated) == {"ft_1"}
-    assert world.core.log.why_ended(unadmitted) == "it was not admitted within 61 s"
+    assert world.core.known.log.why_ended(unadmitted) == "it was not admitted within 61 s"
 
 
 def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_numbers() -> None:
@@ -488,7 +499,7 @@ def test_devices_that_leave_take_their_leases_with_them_and_come_back_with_new_n
     assert lease.epoch not in world.core.state.leases
     assert isinstance(waiting.outcome, PipelineGoneError)
     assert str(part.outcome) == "ft_2/actor_train asks for devices that left the pool with their node: [1]"
-    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.NODE_LOST
+    assert world.core.known.log.since("ft_1", 0)[-1].reason is ReleaseReason.NODE_LOST
     assert world.core.state.next_device_id == 4
     assert isinstance(world.ask("ft_2").outcome, PipelineGoneError)  # asked for when it was gone already
     world.core.found(DEVICES)
@@ -506,13 +517,13 @@ def test_a_lease_that_its_own_asker_does_not_know_of_goes_back(tmp_path: Path) -
         world.run(1.0)
     assert lease.epoch not in world.core.state.leases
     assert second.outcome == world.held("ft_2")[0]
-    assert world.core.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
+    assert world.core.known.log.since("ft_1", 0)[-1].reason is ReleaseReason.RELEASED
     assert world.machine.killed == []
 
 
 def test_what_a_dead_process_held_or_waited_for_is_taken_and_a_silent_one_is_given_up() -> None:
     world = World(3)
-    world.core.watch.start()
+    world.core.start()
     dead, silent = process(5), process(6)
     held = world.gang("ft_1", holder=dead)
     waiting = world.ask("ft_2", holder=dead)
@@ -532,17 +543,17 @@ def test_what_a_dead_process_held_or_waited_for_is_taken_and_a_silent_one_is_giv
 
 def test_the_death_or_the_stop_of_its_program_ends_a_job_and_says_so() -> None:
     world = World()
-    world.core.watch.start()
+    world.core.start()
     world.core.name_holders("ft_1", "", [(0, process(1))])
     world.core.name_holders("ft_2", "", [(0, process(2))])
     world.machine.states_ |= {process(1): "dead", process(2): "stopped"}
     world.run(3.0)
     assert "ft_1" not in world.core.state.registrations
-    assert world.core.log.why_ended("ft_1") == "its program, process 1, died"
+    assert world.core.known.log.why_ended("ft_1") == "its program, process 1, died"
     assert "ft_2" in world.core.state.registrations  # stopped for a moment only, perhaps
     world.run(world.settings.stopped_s + 3.0)
     assert "ft_2" not in world.core.state.registrations
-    assert "was stopped" in world.core.log.why_ended("ft_2")
+    assert "was stopped" in world.core.known.log.why_ended("ft_2")
 
 
 def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(tmp_path: Path) -> None:
@@ -559,11 +570,11 @@ def test_a_restarted_core_knows_everything_but_demand_and_grants_nothing_twice(t
         assert after.leases == before.leases
         assert after.requests == before.requests
         assert after.next_epoch == before.next_epoch
-        assert world.core.gangs.find("ft_1", "mine").outcome == lease  # type: ignore[union-attr]
-        again = world.core.gangs.find("ft_2", "yours")
+        assert world.core.known.gangs.find("ft_1", "mine").outcome == lease  # type: ignore[union-attr]
+        again = world.core.known.gangs.find("ft_2", "yours")
         assert again is not None
         assert (again.request_id, again.outcome) == (waiting.request_id, None)
-        answer = world.core.rollouts.poll("ft_3", INFER.name, {b.epoch for b in bundles}, set())
+        answer = world.core.poll("ft_3", INFER.name, {b.epoch for b in bundles}, set())
         assert (answer.granted, answer.taken, answer.lost) == ((), (), ())
         world.run(60.0)  # the phase's longest duration goes on, too
         assert set(world.machine.killed) == {process(7)}
@@ -575,7 +586,7 @@ def test_a_pipeline_that_was_to_end_when_the_core_was_restarted_ends_once(tmp_pa
         world = World(journal=journal)
         world.core.record(PipelineEnding("ft_1", "bye"))
         world.restart(list(journal.replay()))
-        world.core.endings.end("ft_1", "bye")  # its client asks again, before the core comes to it
+        world.core.end("ft_1", "bye")  # its client asks again, before the core comes to it
         world.run(world.settings.settle_s + 1)
         assert [type(event) for _, event in journal.replay()].count(PipelineUnregistered) == 1
 
@@ -594,7 +605,7 @@ def test_who_was_promised_a_device_before_a_restart_has_his_place_when_it_is_qua
         assert world.held("ft_2", LeaseState.PENDING) == ()
         world.machine.immortal.clear()
         world.run(60.0)
-        again = world.core.gangs.find("ft_2", "yours")
+        again = world.core.known.gangs.find("ft_2", "yours")
         assert again is not None
         assert again.outcome == world.held("ft_2")[0]
 
@@ -606,7 +617,7 @@ def test_a_stopped_holder_is_ended_also_while_it_was_to_give_back(draining: bool
     (bundle,) = (lease for lease in world.roll("ft_1", 1000) if lease.devices == (0,))
     world.core.name_holders("ft_1", INFER.name, [(0, worker)])
     world.machine.lock(bundle, worker)
-    world.core.watch.start()
+    world.core.start()
     world.machine.states_[worker] = "stopped"
     if draining:
         world.ask("ft_2")
@@ -619,8 +630,8 @@ def test_a_stopped_holder_is_ended_also_while_it_was_to_give_back(draining: bool
 def test_processes_are_looked_at_again_when_an_answer_is_lost() -> None:
     world = World()
     lease = world.gang("ft_1", holder=(asker := process(7)))
-    world.core.jobs["ft_1"].heard(asker, world.clock.time())
-    world.core.watch.start()
+    world.core.known.jobs["ft_1"].heard(asker, world.clock.time())
+    world.core.start()
     answer, world.machine.states = world.machine.states, lambda processes, done: None  # type: ignore[method-assign,assignment]
     world.run(10.0)
     world.machine.states = answer  # type: ignore[method-assign]

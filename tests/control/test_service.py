@@ -82,7 +82,7 @@ def test_nonsense_is_refused_and_leaves_nothing(call: Call) -> None:
     assert journal.events[before:] == []
     assert [decode(*encode(event)) for event in journal.events] == journal.events
     assert world.core.state.requests == {}
-    assert not any(job.callers for job in world.core.jobs.values())
+    assert not any(job.callers for job in world.core.known.jobs.values())
 
 
 @pytest.mark.parametrize("call", [asking(longest_s=-1.0), rolling(held=("x",)), asking(key=7)])
@@ -136,7 +136,7 @@ def test_what_is_given_back_with_a_question_goes_to_whoever_waits_and_to_no_roll
     (mine,) = world.held("ft_1")
     assert mine.devices == (1,)
     assert sorted(lease.devices for lease in world.note("ft_2")) == [(0,), (2,), (3,)]  # what is not used any more
-    assert "shrinking" not in [record.event for record in world.core.log.since("ft_2", 0)]
+    assert "shrinking" not in [record.event for record in world.core.known.log.since("ft_2", 0)]
     with pytest.raises(StaleEpochError, match=f"lease {first.epoch} is not held by 'ft_1'"):
         change((0,), mine.epoch, first.epoch)
     assert world.held("ft_1") == (mine,)

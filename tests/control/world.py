@@ -63,10 +63,19 @@ class Machine:
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         done(tuple(self.locks[device.id] for device in devices if device.id in self.locks))
 
-    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
-        self.killed += processes
-        self.told |= {p.pid: why for p in processes if why}
-        for victim in processes:
+    def kill(
+        self,
+        processes: Sequence[Process],
+        why: str,
+        done: Callable[[tuple[Process, ...]], None],
+        devices: Sequence[Device] = (),
+    ) -> None:
+        """As a node does: with devices, nobody who has none of their locks."""
+        lockers = {p for device in devices if device.id in self.locks for p in self.locks[device.id].processes}
+        victims = [p for p in processes if not devices or p in lockers]
+        self.killed += victims
+        self.told |= {p.pid: why for p in victims if why}
+        for victim in victims:
             if victim not in self.immortal:
                 self.unlock(victim)
                 self.states_[victim] = "dead"
@@ -120,7 +129,7 @@ class World:
 
     def restart(self, events: Iterable[tuple[float, Event]]) -> None:
         """Another core, which knows only what the journal holds."""
-        self.core.closed = True
+        self.core.known.closed = True
         self.core = self.new_core()
         self.core.recover(events)
 
@@ -150,7 +159,7 @@ class World:
 
     def note(self, job: str) -> tuple[Lease, ...]:
         held = self.held(job)
-        self.core.rollouts.poll(job, INFER.name, {lease.epoch for lease in held}, set())
+        self.core.poll(job, INFER.name, {lease.epoch for lease in held}, set())
         return held
 
     def held(self, job: str, *states: LeaseState) -> tuple[Lease, ...]:
@@ -158,5 +167,5 @@ class World:
         return tuple(s.lease for s in self.core.state.leases_of(job) if s.state in wanted)
 
     def release(self, lease: Lease) -> None:
-        self.core.endings.given_back(lease)
+        self.core.given_back(lease)
         self.run(0.0)

@@ -230,9 +230,9 @@ def test_a_job_whose_bundle_fails_gets_no_other_for_a_moment() -> None:
     jobs = draw_jobs(workload, 0)
     simulation = Simulation(workload, jobs, POLICIES["proportional"])
     core = simulation.core
-    simulation.clock.call_later(17.0, lambda: core.endings.take(core.state.leases_of(jobs[0].id)[0].lease, "it failed"))
+    simulation.clock.call_later(17.0, lambda: core.take(core.state.leases_of(jobs[0].id)[0].lease, "it failed"))
     trace = simulation.run()
-    of_step = [r for r in core.log.since(jobs[0].id, 0) if r.lease.phase is Phase.ROLLOUT and r.time < 20.0]
+    of_step = [r for r in core.known.log.since(jobs[0].id, 0) if r.lease.phase is Phase.ROLLOUT and r.time < 20.0]
     assert [(r.event, r.time) for r in of_step] == [("granted", 10.0)] * 4 + [
         ("shrinking", 17.0),
         ("released", 17.0),

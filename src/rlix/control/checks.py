@@ -1,7 +1,8 @@
 """Checks what callers of the scheduler service say, before any of it is kept.
 
-What is recorded must be readable by the control plane that comes after a restart, and what is kept beside it is looked
-at every second: one wrong type would stop either for everybody.
+What is recorded must be readable by the control plane that comes after a restart, what is kept beside it is looked at
+every second, and the planner reckons with it: one wrong type, or a number out of all proportion, would stop them for
+everybody.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -15,12 +16,17 @@ from rlix.protocol.errors import PipelineGoneError, SpecError, StaleEpochError
 from rlix.protocol.messages import Demand, Lease, LeaseState, Process, Registration
 from rlix.protocol.types import Phase
 
+LEAST, MOST = 1e-9, 1e12  # of numbers that are not counted: seconds, trajectories at once
+LARGEST_COUNT = 1 << 53  # what every number of a JSON file can be
+MOST_MEMBERS = 100_000
+LONGEST_TEXT = 10_000
+
 
 def registration(core: Core, pipeline_id: str) -> Registration:
     """What the pipeline registered. Raises PipelineGoneError unless there is one of that id."""
     found = core.state.registrations.get(pipeline_id)
     if found is None:
-        why = core.log.why_ended(pipeline_id)
+        why = core.known.log.why_ended(pipeline_id)
         text = f"pipeline {pipeline_id!r} is not registered (any more)"
         raise PipelineGoneError(f"{text}: {why}" if why else text)
     return found
@@ -29,10 +35,10 @@ def registration(core: Core, pipeline_id: str) -> Registration:
 def job(core: Core, pipeline_id: str) -> Job:
     """The job of the pipeline. Raises PipelineGoneError unless it is admitted and not on its way out."""
     registration(core, pipeline_id)
-    found = core.jobs.get(pipeline_id)
+    found = core.known.jobs.get(pipeline_id)
     if found is None:
         raise PipelineGoneError(f"pipeline {pipeline_id!r} is not admitted; call admit_pipeline first")
-    if found.ending:
+    if found.ending is not None:
         why = core.state.ending.get(pipeline_id, "")
         raise PipelineGoneError(f"pipeline {pipeline_id!r} is being ended{f': {why}' if why else ''}")
     return found
@@ -49,17 +55,17 @@ def process(where: str, value: object, *, optional: bool = False) -> None:
         return
     if not (
         isinstance(value, Process)
-        and isinstance(value.node_id, str)
+        and _is_text(value.node_id)
         and _is_count(value.pid)
         and _is_count(value.started)
-        and isinstance(value.name, str)
+        and _is_text(value.name)
     ):
         raise SpecError(f"{where}: needs a Process (rlix.node.process.this_process), got {value!r}")
 
 
 def holders(where: str, value: object) -> None:
     """Raises SpecError unless it gives a process for each of some ranks."""
-    if not isinstance(value, Mapping) or not all(_is_count(rank) for rank in value):
+    if not isinstance(value, Mapping) or len(value) > MOST_MEMBERS or not all(_is_count(rank) for rank in value):
         raise SpecError(f"{where}: needs the processes by rank, as {{0: Process(...)}}, got {value!r}")
     for each in value.values():
         process(where, each)
@@ -67,7 +73,7 @@ def holders(where: str, value: object) -> None:
 
 def epochs(where: str, value: object) -> None:
     """Raises SpecError unless they are leases' epochs."""
-    if not isinstance(value, Sequence | Set) or not all(_is_count(epoch) for epoch in value):
+    if not _are_counts(value):
         raise SpecError(f"{where}: needs the epochs of leases, got {value!r}")
 
 
@@ -87,13 +93,13 @@ def active(core: Core, pipeline_id: str, epoch: int) -> Lease:
 
 
 def _stale(core: Core, pipeline_id: str, epochs: Sequence[int]) -> StaleEpochError:
-    names = [f"{e} ({why})" if (why := core.endings.why(e)) else str(e) for e in epochs]
+    names = [f"{e} ({why})" if (why := core.why(e)) else str(e) for e in epochs]
     return StaleEpochError(f"lease {', '.join(names)} is not held by {pipeline_id!r} (any more)")
 
 
 def part(where: str, lease: Lease, devices: object) -> None:
     """Raises SpecError unless the lease is a gang's and keeps some of its devices when these are given back."""
-    if not isinstance(devices, Sequence | Set) or not all(_is_count(device) for device in devices):
+    if not isinstance(devices, Sequence | Set) or not _are_counts(devices):
         raise SpecError(f"{where}: needs the ids of devices, got {devices!r}")
     if lease.phase is Phase.ROLLOUT:
         raise SpecError(f"{where}: lease {lease.epoch} is a rollout's: its bundle is released as a whole")
@@ -108,9 +114,9 @@ def wait(where: str, value: object) -> None:
 
 
 def text(where: str, field: str, value: object) -> None:
-    """Raises SpecError unless it is a text."""
-    if not isinstance(value, str):
-        raise SpecError(f"{where}: {field} must be a text, got {value!r}")
+    """Raises SpecError unless it is a text that can be written down."""
+    if not _is_text(value):
+        raise SpecError(f"{where}: {field} must be a text of at most {LONGEST_TEXT} characters, got {value!a:.100}")
 
 
 def asked(where: str, value: object) -> None:
@@ -121,7 +127,7 @@ def asked(where: str, value: object) -> None:
     process(where, value.holder, optional=True)
     epochs(where, value.holding)
     epochs(where, value.giving)
-    if not isinstance(value.devices, tuple) or not all(_is_count(device) for device in value.devices):
+    if not isinstance(value.devices, tuple) or not _are_counts(value.devices):
         raise SpecError(f"{where}: needs a tuple of device ids, got {value.devices!r}")
     for field, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
         if limit is not None and not (_is_seconds(limit) and limit > 0):
@@ -129,14 +135,32 @@ def asked(where: str, value: object) -> None:
 
 
 def demand(where: str, value: object) -> None:
-    """Raises SpecError unless it is a demand, of finite numbers from 0 up."""
-    if not isinstance(value, Demand) or not all(_is_seconds(part) for part in astuple(value)):
-        raise SpecError(f"{where}: a demand needs finite numbers from 0 up, got {value!r}")
+    """Raises SpecError unless it is a demand of numbers that can be reckoned with."""
+    if not isinstance(value, Demand) or not (_is_count(value.trajectories) and _is_count(value.tokens)):
+        raise SpecError(
+            f"{where}: a demand needs whole numbers of trajectories and tokens from 0 up, got {value!a:.200}"
+        )
+    if not all(number == 0 or (_is_seconds(number) and number >= LEAST) for number in astuple(value)):
+        raise SpecError(f"{where}: numbers of a demand are 0 or from {LEAST:g} to {MOST:g}, got {value!a:.200}")
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, Sequence | Set) and len(value) <= MOST_MEMBERS and all(_is_count(each) for each in value)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def _is_seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str) or len(value) > LONGEST_TEXT:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

@@ -1,9 +1,10 @@
 """Callers that wait for a gang."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rlix.control.ports import Clock, Timer
+from rlix.control.ports import Clock
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Cluster, Lease, Process
 from rlix.protocol.types import Phase
@@ -28,7 +29,11 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One gang request and whoever waits for it. `epoch` is set once it is granted, perhaps before it is active."""
+    """One gang request and whoever waits for it. `epoch` is set once it is granted, perhaps before it is active.
+
+    While it waits: at `expires_at` its caller has waited as long as it wanted to, at `forget_at` nobody has asked
+    again for too long.
+    """
 
     request_id: int
     key: str
@@ -39,7 +44,9 @@ class Ticket:
     epoch: int | None = None
     outcome: Lease | RlixError | None = None
     watchers: list[Callable[[], None]] = field(default_factory=list)
-    timers: dict[str, Timer] = field(default_factory=dict)
+    expires_at: float = math.inf
+    timeout_s: float = math.inf
+    forget_at: float = math.inf
 
     def decide(self, outcome: Lease | RlixError) -> None:
         """Tells whoever waits; the first word counts."""
@@ -84,16 +91,6 @@ class GangQueue:
     def of_pipeline(self, pipeline_id: str) -> Iterator[Ticket]:
         return (ticket for ticket in list(self._tickets.values()) if ticket.pipeline_id == pipeline_id)
 
-    def after(self, ticket: Ticket, name: str, delay_s: float, action: Callable[[], None]) -> None:
-        """Runs `action` in `delay_s` seconds, unless the ticket is closed or the timer of this name stopped before."""
-        self.stop_timer(ticket, name)
-        ticket.timers[name] = self._clock.call_later(delay_s, action)
-
-    def stop_timer(self, ticket: Ticket, name: str) -> None:
-        timer = ticket.timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
-
     def granted(self, request_id: int, epoch: int) -> None:
         """Notes which lease answers the request, once it becomes active."""
         ticket = self._tickets.get(request_id)
@@ -112,14 +109,11 @@ class GangQueue:
         ticket = self._by_epoch.get(lease.epoch)
         if ticket is None or ticket.outcome is not None:
             return None
-        self.stop_timer(ticket, "expiry")
         ticket.decide(lease)
         return self._clock.time() - ticket.asked_at
 
     def close(self, ticket: Ticket) -> None:
         """Forgets the ticket: its lease has ended, or it will never be granted."""
-        for name in list(ticket.timers):
-            self.stop_timer(ticket, name)
         self._tickets.pop(ticket.request_id, None)
         if self._by_key.get((ticket.pipeline_id, ticket.key)) is ticket:
             del self._by_key[ticket.pipeline_id, ticket.key]

@@ -11,6 +11,21 @@ GANG_GAP_S = 0.2  # between two phases of a job: until its next gang request is 
 
 
 @dataclass(slots=True)
+class Departure:
+    """A pipeline ends: its program is ended first, which would start its workers again, then these, then its leases.
+
+    `told`: what they are told, "" where it ends by its own word. `spare`: the process that says so; it is not ended,
+    unless it keeps devices locked. `awaited_by`: until when the nodes are given to end the processes.
+    """
+
+    told: str
+    spare: Process | None
+    ended: int = 0  # of the two groups
+    awaited_by: float = 0.0
+    tried: bool = False  # its leases have ended, or are quarantined
+
+
+@dataclass(slots=True)
 class Caller:
     """A process that speaks for the job: when it last did, and what it said that it holds."""
 
@@ -29,7 +44,8 @@ class Job:
         self.usage = Usage(now)
         self.heard_at = now
         self.callers: dict[Process, Caller] = {}
-        self.ending = False
+        self.ending: Departure | None = None
+        self.deaf: set[str] = set()  # elastic clusters that did not take a bundle up and have not asked since
         self._failures = 0
         self._muted_until = 0.0
         self._rolling: set[str] = set()  # elastic clusters with something outstanding
@@ -47,11 +63,11 @@ class Job:
             caller.heard_at = now
 
     def failed(self, now: float) -> float:
-        """Notes that a grow or shrink failed; returns the seconds for which the job gets no further bundle."""
+        """Notes that a grow or shrink failed; returns until when the job gets no further bundle."""
         pause = min(_FIRST_PAUSE_S * 2.0**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 16)
         self._muted_until = now + pause
-        return pause
+        return self._muted_until
 
     def succeeded(self) -> None:
         self._failures = 0
@@ -70,13 +86,15 @@ class Job:
             self._rolling.discard(cluster)
         return before and not self._rolling
 
-    def phase_ended(self, now: float) -> None:
-        """Notes that its rollout or a gang of it has just ended: it is likely to ask for a gang at once."""
+    def phase_ended(self, now: float) -> float:
+        """Notes that its rollout or a gang of it has just ended: it is likely to ask for a gang before the answer."""
         self._gang_until = now + GANG_GAP_S
+        return self._gang_until
 
     def expects_gang(self, now: float) -> bool:
         return now < self._gang_until
 
-    def muted(self, now: float) -> bool:
-        """Whether the job must not get further bundles for now: it is ending, or failed a moment ago."""
-        return self.ending or now < self._muted_until
+    def muted(self, cluster: str, now: float) -> bool:
+        """Whether a rollout must not get further bundles for now: the job is ending or failed a moment ago, or it did
+        not take the last one up."""
+        return self.ending is not None or now < self._muted_until or cluster in self.deaf

@@ -43,9 +43,16 @@ class JournalBusyError(JournalError):
 
 
 def encode(event: Event) -> tuple[str, str]:
-    """An event's type name and its fields as JSON."""
+    """An event's type name and its fields as JSON.
+
+    Raises:
+        JournalError: a text of it cannot be written, such as half of a surrogate pair.
+    """
     name = type(event).__name__
-    return name, _adapter(name).dump_json(event).decode()
+    try:
+        return name, _adapter(name).dump_json(event).decode()
+    except ValueError as error:
+        raise JournalError(f"event {name} cannot be written as JSON: {error}") from error
 
 
 def decode(name: str, body: str) -> Event:
@@ -115,6 +122,10 @@ class Journal:
     def __len__(self) -> int:
         """The number of events that `replay` yields."""
         return self._length
+
+    def check(self, event: Event) -> None:
+        """Raises JournalError when the event could never be written."""
+        encode(event)
 
     def append(self, events: Sequence[Event]) -> None:
         """Writes the events durably, in order, all or none.

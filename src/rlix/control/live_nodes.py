@@ -40,8 +40,8 @@ class NodeAgent:
     async def occupied(self, devices: Sequence[Device]) -> tuple[Occupant, ...]:
         return occupants(self._node, devices)
 
-    async def kill(self, processes: Sequence[Process], why: str) -> tuple[Process, ...]:
-        return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S, why)
+    async def kill(self, processes: Sequence[Process], why: str, devices: Sequence[Device] = ()) -> tuple[Process, ...]:
+        return await asyncio.to_thread(self._node.kill, processes, KILL_TIMEOUT_S, why, devices)
 
     async def states(self, processes: Sequence[Process]) -> Mapping[Process, str]:
         return self._node.states(processes)
@@ -89,19 +89,34 @@ class LiveNodes:
             found += answer
         done(found)
 
-    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(
+        self,
+        processes: Sequence[Process],
+        why: str,
+        done: Callable[[tuple[Process, ...]], None],
+        devices: Sequence[Device] = (),
+    ) -> None:
         if not processes:
             done(())
             return
-        self._spawn(self._kill(processes, why, done))
+        self._spawn(self._kill(processes, why, done, devices))
 
-    async def _kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
+    async def _kill(
+        self,
+        processes: Sequence[Process],
+        why: str,
+        done: Callable[[tuple[Process, ...]], None],
+        devices: Sequence[Device],
+    ) -> None:
         left: tuple[Process, ...] = ()
         for node_id, group in _by_node(processes):
-            if node_id == self._here:
-                left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why)
+            there = [device for device in devices if device.node_id == node_id]
+            if devices and not there:
+                left += group
+            elif node_id == self._here:
+                left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why, there)
             elif node_id not in self.gone:
-                answer = await self._ask(node_id, "kill", group, why)
+                answer = await self._ask(node_id, "kill", group, why, there)
                 left += group if answer is None else answer
         done(left)
 

@@ -29,9 +29,15 @@ class Nodes(Protocol):
         """Which of the devices are locked now, and by whom."""
         ...
 
-    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(
+        self,
+        processes: Sequence[Process],
+        why: str,
+        done: Callable[[tuple[Process, ...]], None],
+        devices: Sequence[Device] = (),
+    ) -> None:
         """Ends the processes, which are told `why` where that is not empty; `done` gets those that still live after a
-        few seconds."""
+        few seconds. Given devices, a node ends those only that it sees to have one of their locks open."""
         ...
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:

@@ -10,6 +10,7 @@ from rlix.protocol.messages import Cluster, Device, Registration
 from rlix.protocol.types import ClusterName, Phase
 from rlix.scheduler.placement import Wish, place
 
+_MOST_DEVICES = 1_000_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
@@ -255,6 +256,8 @@ class _Declared:
             raise SpecError(f"{self.where}: the tensor-parallel size must be an int, got {value!r}")
         if value < 1:
             raise SpecError(f"{self.where}: the tensor-parallel size must be at least 1, got {value}")
+        if value > _MOST_DEVICES:
+            raise SpecError(f"{self.where}: the tensor-parallel size must be at most {_MOST_DEVICES}")
         return value
 
     def _range(self, field: str, value: object) -> tuple[int, int]:

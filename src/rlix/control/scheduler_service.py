@@ -26,7 +26,7 @@ from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
 from rlix.node.memory import KEPT, set_oom_score
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     ControlStatus,
@@ -44,7 +44,10 @@ from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_KIND = 64
 _CLOSE_TIMEOUT_S = 10.0
+_END_S = 60.0  # for every node to end a pipeline's processes and look at its devices
+_PART_S = 60.0  # for a node to look at a part of a lease
 
 
 class Scheduler:
@@ -89,7 +92,7 @@ class Scheduler:
             raise
         if count:
             logger.warning("going on from %d events in %s", count, journal.path)
-        core.watch.start()
+        core.start()
         return core
 
     async def process(self) -> Process:
@@ -122,7 +125,8 @@ class Scheduler:
         core, self._started = self._started, None
         if core is None:
             return
-        ended = [asyncio.ensure_future(_ended(core, job, "the control plane shuts down", spare)) for job in core.jobs]
+        why = "the control plane shuts down"
+        ended = [asyncio.ensure_future(_ended(core, job, why, spare)) for job in core.known.jobs]
         if ended:
             await asyncio.wait(ended, timeout=_CLOSE_TIMEOUT_S)
         core.close()
@@ -135,7 +139,7 @@ class Scheduler:
         Raises:
             SpecError: `kind` cannot be part of an actor's name.
         """
-        if not isinstance(kind, str) or not kind.isidentifier():
+        if not isinstance(kind, str) or not kind.isidentifier() or len(kind) > _LONGEST_KIND:
             raise SpecError(f"allocate_pipeline_id: kind must be a word such as 'ft' or 'lora', got {kind!r}")
         return (await self._core()).allocate(kind)
 
@@ -152,6 +156,7 @@ class Scheduler:
         """See `Orchestrator.register_pipeline`. Registering the same again changes nothing."""
         core = await self._core()
         checks.text("register_pipeline", "name", name)
+        checks.text("register_pipeline", "ray_namespace", ray_namespace)
         if pipeline_id not in core.state.allocated:
             raise SpecError(
                 f"register_pipeline: unknown pipeline id {pipeline_id!r}; get one from allocate_pipeline_id first"
@@ -182,7 +187,7 @@ class Scheduler:
         """See `Orchestrator.admit_pipeline`. Admitting an admitted pipeline changes nothing."""
         core = await self._core()
         checks.registration(core, pipeline_id)
-        if pipeline_id not in core.jobs:
+        if pipeline_id not in core.known.jobs:
             core.record(PipelineAdmitted(pipeline_id))
 
     async def unregister_pipeline(self, pipeline_id: str, reason: str = "", spare: Process | None = None) -> None:
@@ -231,7 +236,7 @@ class Scheduler:
         checks.asked(where, asked)
         checks.wait(where, wait_s)
         job.heard(asked.holder, core.clock.time())
-        ticket = core.gangs.find(pipeline_id, asked.key) if asked.key else None
+        ticket = core.known.gangs.find(pipeline_id, asked.key) if asked.key else None
         given, gone = checks.held(core, pipeline_id, asked.giving)
         if ticket is None:
             if gone is not None:
@@ -239,19 +244,18 @@ class Scheduler:
             ticket = self._ask(core, pipeline_id, cluster, phase, asked)
         # When it has its place: by the queue's rules nobody comes in between. Asked again, what a scheduler that was
         # ended in between has not come to.
-        core.endings.given_back(*given)
-        core.gangs.stop_timer(ticket, "abandoned")
+        core.given_back(*given)
+        core.asked_again(ticket)
         if ticket.outcome is None:
             try:
                 await called(ticket.watchers, wait_s)
             except asyncio.CancelledError:
-                core.abandon(ticket)
+                core.loop.withdraw(ticket)
                 raise
         if isinstance(ticket.outcome, RlixError):
             raise ticket.outcome
         if ticket.outcome is None:
-            limit_s = self._settings.abandon_after_s
-            core.gangs.after(ticket, "abandoned", limit_s, lambda: core.abandon(ticket))
+            core.not_asked(ticket)
         return GangAnswer(ticket.request_id, ticket.outcome)
 
     def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
@@ -262,9 +266,9 @@ class Scheduler:
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
         """Nobody wants what was asked for under this key any more; fine when there is nothing."""
         core = await self._core()
-        ticket = core.gangs.find(pipeline_id, key)
+        ticket = core.known.gangs.find(pipeline_id, key)
         if ticket is not None:
-            core.withdraw(ticket)
+            core.loop.withdraw(ticket)
 
     async def release(self, pipeline_id: str, epochs: Sequence[int]) -> None:
         """Gives leases back. The caller has released the devices' memory; on this node that is looked at at once.
@@ -276,7 +280,7 @@ class Scheduler:
         checks.epochs(pipeline_id, epochs)
         core = await self._core()
         held, gone = checks.held(core, pipeline_id, epochs)
-        core.endings.given_back(*held)
+        core.given_back(*held)
         if gone is not None:
             raise gone
 
@@ -293,9 +297,10 @@ class Scheduler:
         core = await self._core()
         lease, where = checks.active(core, pipeline_id, epoch), checks.name(core, pipeline_id)
         checks.part(where, lease, devices)
-        seen = asyncio.Event()
-        core.endings.part_given_back(lease, devices, seen.set)
-        await seen.wait()
+        core.part_given_back(lease, devices)
+        by = core.clock.time() + _PART_S
+        while core.known.hold(epoch).parts and core.clock.time() < by:
+            await called(core.known.watchers(epoch), by - core.clock.time())
         left = checks.active(core, pipeline_id, epoch)
         checks.part(where, left, devices)  # others of them may have been given back meanwhile
         return left
@@ -321,11 +326,11 @@ class Scheduler:
         known, given = frozenset(held), frozenset(draining)
         deadline = core.clock.time() + wait_s
         while True:
-            answer = core.rollouts.poll(pipeline_id, cluster, known, given)
+            answer = core.poll(pipeline_id, cluster, known, given)
             left_s = deadline - core.clock.time()
             if answer != RolloutAnswer() or left_s <= 0:
                 return answer
-            if not await called(core.rollouts.watchers(pipeline_id, cluster), left_s):
+            if not await called(core.known.watchers(pipeline_id, cluster), left_s):
                 return RolloutAnswer()
             checks.job(core, pipeline_id)
 
@@ -348,7 +353,7 @@ class Scheduler:
         Raises:
             SpecError: it is not quarantined.
         """
-        leases = (await self._core()).endings.give_up(device_id)
+        leases = (await self._core()).loop.give_up(device_id)
         if not leases:
             raise SpecError(f"device {device_id} is not quarantined, so there is nothing to give up")
         return leases
@@ -361,12 +366,12 @@ class Scheduler:
 
     async def lease_log(self, pipeline_id: str, since: int = 0) -> tuple[LeaseRecord, ...]:
         """What happened to the pipeline's leases after record number `since`."""
-        return (await self._core()).log.since(pipeline_id, since)
+        return (await self._core()).known.log.since(pipeline_id, since)
 
     async def why_ended(self, pipeline_id: str) -> str:
         """Why a pipeline ends or has ended; "" when nothing is known of that."""
         core = await self._core()
-        return core.state.ending.get(pipeline_id) or core.log.why_ended(pipeline_id)
+        return core.state.ending.get(pipeline_id) or core.known.log.why_ended(pipeline_id)
 
     async def devices(self) -> tuple[Device, ...]:
         """The pool's devices, by id."""
@@ -386,9 +391,18 @@ class Scheduler:
 
 
 async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | None) -> None:
-    ended = asyncio.Event()
-    core.endings.end(pipeline_id, reason, spare=spare, done=ended.set)
-    await ended.wait()
+    """Ends a pipeline; answers when it is over, or what is left of it is in quarantine."""
+    core.end(pipeline_id, reason, spare)
+    by = core.clock.time() + _END_S
+    while (job := core.known.jobs.get(pipeline_id)) is not None and job.ending is not None and not job.ending.tried:
+        left_s = by - core.clock.time()
+        if left_s <= 0:
+            epochs = ", ".join(str(status.lease.epoch) for status in core.state.leases_of(pipeline_id))
+            raise WaitTimeoutError(
+                f"pipeline {pipeline_id!r} did not end within {_END_S:g} s, because a node of its processes or devices "
+                f"does not answer{f'; it still has the leases {epochs}' if epochs else ''}; it goes on ending"
+            )
+        await called(core.known.watchers(pipeline_id), left_s)
 
 
 def _log_to(path: Path) -> None:

@@ -1,30 +1,37 @@
 """What the control plane shows of itself."""
 
 from rlix.control.core import Core
+from rlix.control.explain import behind, choices
 from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Waiting
 
 
 def status_of(core: Core) -> ControlStatus:
     """Everything that a terminal view shows."""
-    state, now, wall = core.state, core.clock.time(), core.wall()
+    known, state = core.known, core.state
+    since = known.wall() - core.clock.time()
+    trouble = core.trouble
     waiting = tuple(
         Waiting(
             ticket.pipeline_id,
             ticket.cluster.name,
             ticket.phase,
-            wall - (now - ticket.asked_at),
-            core.behind(ticket),
-            core.choices(ticket),
+            since + ticket.asked_at,
+            behind(state, ticket, trouble),
+            choices(state, ticket),
         )
-        for ticket in core.gangs.waiting()
+        for ticket in known.gangs.waiting()
     )
+    of_pipeline: dict[str, list[str]] = {}
+    for each in waiting:
+        of_pipeline.setdefault(each.pipeline_id, []).append(each.cluster)
     demands = {pipeline_id: demand for (pipeline_id, _), demand in state.demands.items()}
+    admitted = state.admitted
     pipelines = tuple(
         PipelineStatus(
             pipeline_id=pipeline_id,
-            admitted=pipeline_id in state.admitted,
+            admitted=pipeline_id in admitted,
             clusters=registration.clusters,
-            waiting=tuple(w.cluster for w in waiting if w.pipeline_id == pipeline_id),
+            waiting=tuple(of_pipeline.get(pipeline_id, ())),
             demand=demands.get(pipeline_id, Demand(0)),
             name=registration.name,
             ending=state.ending.get(pipeline_id, ""),
@@ -36,10 +43,10 @@ def status_of(core: Core) -> ControlStatus:
         devices=state.devices,
         pipelines=pipelines,
         leases=tuple(state.leases.values()),
-        journal_length=len(core.writer),
+        journal_length=len(known.writer),
         waiting=waiting,
-        granted_at=dict(core.granted_at),
-        holders={lease.epoch: core.endings.holders(lease) for lease in held},
-        trouble=core.writer.trouble,
-        endings=tuple(core.endings.last),
+        granted_at=dict(known.granted_at),
+        holders={lease.epoch: known.holders(lease) for lease in held},
+        trouble=trouble,
+        endings=tuple(known.endings),
     )

@@ -2,142 +2,170 @@
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
 
+from rlix.control.departures import Departures
 from rlix.control.job import Caller, Job
+from rlix.control.knowledge import Knowledge
+from rlix.control.loop import Loop
+from rlix.control.ports import Nodes
+from rlix.control.settings import Settings
 from rlix.protocol.messages import LeaseState, Process
-
-if TYPE_CHECKING:
-    from rlix.control.core import Core
 
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _ASK_AFTER_S = 3.0  # of silence; callers beat once a second
-_ANSWER_S = 60.0  # for every node to say what its processes do; then they are asked again
+_ANSWER_S = 60.0  # for a node to say what its processes do; then it is asked again
 _UNKNOWN_FOR_S = 10.0  # that a lease may be unknown to the process that asked for it: an answer may be on its way
+STOPPED = "was stopped (SIGSTOP) and did not go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a node said of a process, for the first time at `since`."""
+
+    state: str
+    since: float
+
+
+def fate(seen: Seen | None, now: float, settings: Settings) -> str:
+    """What became of a process; "" while it lives, may go on, or nothing is known of it."""
+    if seen is None or seen.state == "running":
+        return ""
+    if seen.state == "dead":
+        return "died"
+    return STOPPED if now - seen.since >= settings.stopped_s else ""
 
 
 class Watch:
-    """Looks at the processes behind leases, and ends what nobody will give back."""
+    """Looks at the processes behind leases, requests and pipelines, and ends what nobody will give back.
 
-    def __init__(self, core: "Core") -> None:
-        self._core = core
-        self._stopped_at: dict[Process, float] = {}
+    Nodes are asked beside each other. Of a process whose node does not answer nothing is known.
+    """
+
+    def __init__(self, known: Knowledge, loop: Loop, departures: Departures, nodes: Nodes) -> None:
+        self._known, self._loop, self._departures, self._nodes = known, loop, departures, nodes
+        self._seen: dict[Process, Seen] = {}
         self._unused_since: dict[str, float] = {}  # ids that were handed out and never admitted
-        self._asked_at: float | None = None  # since when an answer is awaited
+        self._asked_at: dict[str, float] = {}  # by node: since when an answer is awaited
 
     def start(self) -> None:
-        self._core.clock.call_later(_EVERY_S, self._tick)
+        self._known.clock.call_later(_EVERY_S, self._tick)
 
     def beat(self, pipeline_id: str, process: Process, held: frozenset[int]) -> None:
         """A process says that it lives, and which leases it knows that it holds."""
-        now = self._core.clock.time()
-        job = self._core.jobs[pipeline_id]
+        now = self._known.clock.time()
+        job = self._known.jobs[pipeline_id]
         job.heard(process, now)
         caller = job.callers[process]
         caller.held = held
-        for status in self._core.state.leases_of(pipeline_id):
+        for status in self._known.state.leases_of(pipeline_id):
             lease = status.lease
             if lease.holder != process or status.state is not LeaseState.ACTIVE or lease.epoch in held:
                 caller.unheld.pop(lease.epoch, None)
             elif now - caller.unheld.setdefault(lease.epoch, now) > _UNKNOWN_FOR_S:
                 logger.warning("process %d does not know of lease %d, which it asked for", process.pid, lease.epoch)
-                self._core.endings.given_back(lease)
+                self._loop.give_back([lease])
 
     def _tick(self) -> None:
-        core = self._core
-        if core.closed:
+        known = self._known
+        if known.closed:
             return
-        core.clock.call_later(_EVERY_S, self._tick)
-        now = core.clock.time()
-        for pipeline_id, job in list(core.jobs.items()):
-            if self._is_idle(pipeline_id, job, now):
-                core.endings.end(pipeline_id, f"nothing was heard of it for {now - job.heard_at:.0f} s")
+        known.clock.call_later(_EVERY_S, self._tick)
+        now = known.clock.time()
         self._end_unused(now)
-        if self._asked_at is not None and now - self._asked_at < _ANSWER_S:
-            return  # a node is slow to answer
-        asked = self._processes(now)
-        self._stopped_at = {process: at for process, at in self._stopped_at.items() if process in asked}
-        if asked:
-            self._asked_at = now
-            core.nodes.states(tuple(asked), self._seen)
+        for pipeline_id, job in list(known.jobs.items()):
+            if job.ending is None:
+                self._judge(pipeline_id, job, now)
+        processes = self._processes(now)
+        self._seen = {process: seen for process, seen in self._seen.items() if process in processes}
+        by_node: dict[str, list[Process]] = {}
+        for process in processes:
+            by_node.setdefault(process.node_id, []).append(process)
+        for node_id, asked in by_node.items():
+            if now - self._asked_at.get(node_id, -_ANSWER_S) >= _ANSWER_S:
+                self._asked_at[node_id] = now
+                self._nodes.states(tuple(asked), partial(self._answered, node_id))
 
     def _end_unused(self, now: float) -> None:
         """Whoever got an id and died before its pipeline was admitted leaves nobody else who would end it."""
-        unused = [pipeline_id for pipeline_id in self._core.state.allocated if pipeline_id not in self._core.jobs]
+        unused = [pipeline_id for pipeline_id in self._known.state.allocated if pipeline_id not in self._known.jobs]
         self._unused_since = {pipeline_id: self._unused_since.get(pipeline_id, now) for pipeline_id in unused}
         for pipeline_id, since in self._unused_since.items():
-            if now - since > self._core.settings.idle_job_s:
+            if now - since > self._known.settings.idle_job_s:
                 why = f"it was not admitted within {now - since:.0f} s"
-                self._core.endings.end(pipeline_id, why)
-
-    def _is_idle(self, pipeline_id: str, job: Job, now: float) -> bool:
-        """A pipeline without a program lives as long as it uses the control plane."""
-        state = self._core.state
-        if job.ending or state.holders(pipeline_id, "") or state.leases_of(pipeline_id):
-            return False
-        waits = any(request.pipeline_id == pipeline_id for request in state.requests.values())
-        return not waits and now - job.heard_at > self._core.settings.idle_job_s
+                self._departures.end(pipeline_id, why)
 
     def _processes(self, now: float) -> dict[Process, None]:
         """Programs, workers of clusters that hold something, and callers that are silent."""
-        core, asked = self._core, dict[Process, None]()
-        for pipeline_id, job in core.jobs.items():
-            asked |= dict.fromkeys(core.state.holders(pipeline_id, "").values())
+        known, asked = self._known, dict[Process, None]()
+        for pipeline_id, job in known.jobs.items():
+            asked |= dict.fromkeys(known.state.holders(pipeline_id, "").values())
             asked |= {p: None for p, caller in job.callers.items() if now - caller.heard_at > _ASK_AFTER_S}
-        for status in core.state.leases.values():
-            asked |= dict.fromkeys(core.endings.named_holders(status.lease))
+        for status in known.state.leases.values():
+            asked |= dict.fromkeys(known.named_holders(status.lease))
         return asked
 
-    def _seen(self, states: Mapping[Process, str]) -> None:
-        self._asked_at = None
-        core, now = self._core, self._core.clock.time()
-        stopped = set()
+    def _answered(self, node_id: str, states: Mapping[Process, str]) -> None:
+        known, now = self._known, self._known.clock.time()
+        self._asked_at.pop(node_id, None)
+        if known.closed:
+            return
         for process, state in states.items():
-            if state == "stopped":
-                since = self._stopped_at.setdefault(process, now)
-                if now - since >= core.settings.stopped_s:
-                    stopped.add(process)
-            else:
-                self._stopped_at.pop(process, None)
-        dead = {process for process, state in states.items() if state == "dead"}
-        for pipeline_id, job in list(core.jobs.items()):
-            if not job.ending:
-                self._judge_job(pipeline_id, job, dead, stopped, now)
-        for status in list(core.state.leases.values()):
-            if status.state in (LeaseState.ACTIVE, LeaseState.DRAINING):
-                for process in core.endings.named_holders(status.lease):
-                    if process in stopped:
-                        why = f"process {process.pid} ({process.name}) was stopped (SIGSTOP) and did not go on"
-                        core.endings.take(status.lease, why)
+            before = self._seen.get(process)
+            if before is None or before.state != state:
+                self._seen[process] = Seen(state, now)
+        gone = {process for process in states if fate(self._seen[process], now, known.settings)}
+        if gone:
+            for pipeline_id, job in list(known.jobs.items()):
+                if job.ending is None:
+                    self._judge(pipeline_id, job, now)
 
-    def _judge_job(self, pipeline_id: str, job: Job, dead: set[Process], stopped: set[Process], now: float) -> None:
-        core = self._core
-        for process in core.state.holders(pipeline_id, "").values():
-            what = (
-                "died" if process in dead else "was stopped (SIGSTOP) and did not go on" if process in stopped else ""
-            )
-            if what:
-                core.endings.end(pipeline_id, f"its program, process {process.pid}, {what}")
-                return
+    def _judge(self, pipeline_id: str, job: Job, now: float) -> None:
+        """What the fate of its processes and its silence mean for a pipeline."""
+        known, loop, settings = self._known, self._loop, self._known.settings
+        if why := self._why_over(pipeline_id, job, now):
+            self._departures.end(pipeline_id, why)
+            return
         for process, caller in list(job.callers.items()):
+            what = fate(self._seen.get(process), now, settings)
             silent_s = now - caller.heard_at
-            if process in dead:
+            if what == "died":
                 del job.callers[process]
-                self._drop(pipeline_id, process, caller, "died")
-            elif process in stopped:
-                self._drop(pipeline_id, process, caller, "was stopped (SIGSTOP) and did not go on")
-            elif silent_s > core.settings.silent_s:
-                self._drop(pipeline_id, process, caller, f"has said nothing for {silent_s:.0f} s")
+            if not what and silent_s > settings.silent_s:
+                what = f"has said nothing for {silent_s:.0f} s"
+            if what:
+                self._drop(pipeline_id, process, caller, what)
+        for status in known.state.leases_of(pipeline_id):
+            for process in known.named_holders(status.lease) if status.state is not LeaseState.PENDING else ():
+                if fate(self._seen.get(process), now, settings) == STOPPED:
+                    loop.take(status.lease, f"process {process.pid} ({process.name}) {STOPPED}")
+
+    def _why_over(self, pipeline_id: str, job: Job, now: float) -> str:
+        """Why a pipeline is over; "" while it is not."""
+        known = self._known
+        programs = known.state.holders(pipeline_id, "").values()
+        for process in programs:
+            if what := fate(self._seen.get(process), now, known.settings):
+                return f"its program, process {process.pid}, {what}"
+        if cluster := known.stranded(pipeline_id):
+            return f"all devices of its {cluster} left the pool with their nodes"
+        idle_s = now - job.heard_at
+        if idle_s <= known.settings.idle_job_s or programs or known.state.leases_of(pipeline_id):
+            return ""
+        waits = any(request.pipeline_id == pipeline_id for request in known.state.requests.values())
+        return "" if waits else f"nothing was heard of it for {idle_s:.0f} s"
 
     def _drop(self, pipeline_id: str, process: Process, caller: Caller, what: str) -> None:
         """Ends what a process waited for or held."""
-        core, why = self._core, f"process {process.pid}, which held it, {what}"
-        for request in list(core.state.requests.values()):
-            ticket = core.gangs.request(request.id)
-            if request.holder == process and ticket is not None:
-                core.abandon(ticket)
-        for status in core.state.leases_of(pipeline_id):
+        known, why = self._known, f"process {process.pid}, which held it, {what}"
+        for ticket in list(known.gangs.of_pipeline(pipeline_id)):
+            request = known.state.requests.get(ticket.request_id)
+            if request is not None and request.holder == process:
+                logger.warning("nobody waits for request %d of %s any more", request.id, pipeline_id)
+                self._loop.withdraw(ticket)
+        for status in known.state.leases_of(pipeline_id):
             if status.lease.holder == process or status.lease.epoch in caller.held:
-                core.endings.take(status.lease, why)
+                self._loop.take(status.lease, why)

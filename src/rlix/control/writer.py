@@ -6,16 +6,35 @@ from typing import Protocol
 
 from rlix.control.journal import JournalError
 from rlix.control.ports import Clock
-from rlix.protocol.events import DemandReported, Event
+from rlix.protocol.events import (
+    DemandReported,
+    Event,
+    GangRequested,
+    HoldersNamed,
+    PipelineAllocated,
+    PipelineEnding,
+    PipelineRegistered,
+    PipelineUnregistered,
+)
 
 logger = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 1.0
 _COMPACT_AT = 20_000  # events
+_WITH_TEXT = (
+    PipelineAllocated,
+    PipelineRegistered,
+    HoldersNamed,
+    GangRequested,
+    PipelineEnding,
+    PipelineUnregistered,
+)
 
 
 class EventStore(Protocol):
     """A journal; `Journal` is the real one."""
+
+    def check(self, event: Event) -> None: ...
 
     def append(self, events: Sequence[Event]) -> None: ...
 
@@ -28,6 +47,9 @@ class EventStore(Protocol):
 
 class Forgetful:
     """Keeps nothing: for simulations."""
+
+    def check(self, event: Event) -> None:
+        pass
 
     def append(self, events: Sequence[Event]) -> None:
         pass
@@ -76,6 +98,12 @@ class Writer:
         self._waiting += kept
         if not self.trouble:
             self._write()
+
+    def check_writable(self, events: Sequence[Event]) -> None:
+        """Raises JournalError when one of them, with callers' words in it, could never be written."""
+        for event in events:
+            if isinstance(event, _WITH_TEXT):
+                self._journal.check(event)
 
     def check(self) -> None:
         """Raises JournalError while something waits to be written."""

@@ -41,10 +41,14 @@ class HoldersNamed:
 
 @dataclass(frozen=True, slots=True)
 class PipelineEnding:
-    """Takes requests and demand with it; the pipeline's leases are on their way out and end one by one."""
+    """Takes requests and demand with it; the pipeline's leases are on their way out and end one by one.
+
+    `spare`: the process that says so, which is not ended with the others.
+    """
 
     pipeline_id: str
     reason: str
+    spare: Process | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class GangRequested:
 
     `key` is the client's own name for the request, by which it may ask again; `holder` is the process that asks, and
     `holding` are the epochs that it keeps until this request is granted. `longest_s`: after so many seconds with the
-    devices the lease is ended, whatever its holder does.
+    devices the lease is ended, whatever its holder does. `until`: unix seconds at which its caller waits no longer.
 
     An `exact` request is for the devices `first`, which may be a part of the cluster's. Of another one they are in a
     compacted journal only: which of the choices it waits for depends on when it asked.
@@ -77,6 +81,7 @@ class GangRequested:
     longest_s: float | None = None
     first: tuple[int, ...] = ()
     exact: bool = False
+    until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +147,13 @@ class LeaseReleased:
 class LeaseKept:
     """In a compacted journal: a lease as it stands, and the request that it answers while it is pending.
 
-    `exact`: so is that request.
+    `exact` and `until`: those of that request.
     """
 
     status: LeaseStatus
     request_id: int | None = None
     exact: bool = False
+    until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def _events(state: State) -> Iterator[Event]:
             yield PipelineAdmitted(pipeline_id)
     for epoch, status in state.leases.items():
         answered = state.answered_by(epoch)
-        yield LeaseKept(status) if answered is None else LeaseKept(status, answered.id, answered.exact)
+        yield LeaseKept(status) if answered is None else LeaseKept(status, answered.id, answered.exact, answered.until)
     for request in sorted(state.requests.values(), key=lambda request: request.id):
         yield GangRequested(
             request.id,
@@ -51,9 +51,10 @@ def _events(state: State) -> Iterator[Event]:
             request.longest_s,
             request.devices,
             request.exact,
+            request.until,
         )
     for pipeline_id, reason in state.ending.items():
-        yield PipelineEnding(pipeline_id, reason)
+        yield PipelineEnding(pipeline_id, reason, state.spared.get(pipeline_id))
     yield CountersKept(
         state.next_epoch - 1, state.next_request_id - 1, state.next_device_id - 1, state.next_pipeline - 1
     )

@@ -26,6 +26,7 @@ class Known:
         self._registrations: dict[str, Registration] = {}
         self._admitted: set[str] = set()
         self._ending: dict[str, str] = {}  # why, by pipeline
+        self._spared: dict[str, Process] = {}  # who said that the pipeline shall end
         self._holders: dict[ClusterKey, dict[int, Process]] = {}
         self._requests: dict[int, GangRequest] = {}
         self._last_on: dict[ClusterKey, tuple[int, ...]] = {}  # where a gang with alternatives last was
@@ -71,6 +72,11 @@ class Known:
         """Why each pipeline ends whose devices are being taken back."""
         return MappingProxyType(self._ending)
 
+    @property
+    def spared(self) -> Mapping[str, Process]:
+        """The process that asked for a pipeline's end, which is not ended with the others; where there is one."""
+        return MappingProxyType(self._spared)
+
     def holders(self, pipeline_id: str, cluster: str) -> Mapping[int, Process]:
         """The processes that were named for a cluster, by rank; cluster "" is the pipeline's own program."""
         return MappingProxyType(self._holders.get((pipeline_id, cluster), {}))
@@ -88,6 +94,11 @@ class Known:
     @property
     def demands(self) -> Mapping[ClusterKey, Demand]:
         return {key: rollout.demand for key, rollout in self._rollouts.items()}
+
+    def demand(self, pipeline_id: str, cluster: str) -> Demand:
+        """What a rollout has reported last; nothing where it has not."""
+        rollout = self._rollouts.get((pipeline_id, cluster))
+        return Demand(0) if rollout is None else rollout.demand
 
     @property
     def next_epoch(self) -> int:
@@ -166,6 +177,7 @@ class Known:
             asked.holding,
             asked.longest_s,
             asked.exact,
+            asked.until,
             self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
             self._now,
         )

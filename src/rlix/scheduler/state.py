@@ -115,6 +115,8 @@ class State(Known):
         pipeline_id = event.pipeline_id
         self._registration(pipeline_id)
         self._ending.setdefault(pipeline_id, event.reason)
+        if event.spare is not None:
+            self._spared[pipeline_id] = event.spare
         self._admitted.discard(pipeline_id)
         for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
             del self._requests[request_id]
@@ -137,6 +139,7 @@ class State(Known):
         self._admitted.discard(pipeline_id)
         self._ending.pop(pipeline_id, None)
         self._given.pop(pipeline_id, None)
+        self._spared.pop(pipeline_id, None)
         for request_id in [r.id for r in self._requests.values() if r.pipeline_id == pipeline_id]:
             del self._requests[request_id]
         for of_cluster in (self._rollouts, self._last_on, self._holders):
@@ -226,6 +229,7 @@ class State(Known):
                 longest_s=lease.longest_s,
                 first=lease.devices if event.exact else (),
                 exact=event.exact,
+                until=event.until,
             )
             self._answered[lease.epoch] = self._placed(asked, cluster)
         elif lease.phase is not Phase.ROLLOUT:

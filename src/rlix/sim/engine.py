@@ -6,7 +6,6 @@ Whatever decides, records and remembers is what runs the live pool; only the job
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -124,7 +123,8 @@ class Simulation:
 
     def _end(self, program: Program, why: str) -> None:
         program.leave()
-        self.core.endings.end(program.id, why, done=partial(self._ended, program))
+        self.core.end(program.id, why)
+        self._ended(program)
 
     def _ended(self, program: Program) -> None:
         del self._programs[program.id]
@@ -159,7 +159,7 @@ class Simulation:
         status = None if epoch is None else self.core.state.leases[epoch]
         if status is None or status.state is not LeaseState.ACTIVE:
             return
-        self.core.endings.take(status.lease, f"device {device} failed")
+        self.core.take(status.lease, f"device {device} failed")
         if status.lease.phase is not Phase.ROLLOUT:
             self._programs[status.lease.pipeline_id].gang_failed()
 

@@ -46,7 +46,7 @@ class _Queue:
         self._clock.call_later(seconds, self._ended, ticket.outcome, then)
 
     def _ended(self, lease: Lease, then: Callable[[], None]) -> None:
-        self._core.endings.given_back(lease)
+        self._core.given_back(lease)
         then()
 
     def _initialize(self, job: Job) -> None:

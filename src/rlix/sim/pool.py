@@ -24,7 +24,13 @@ class _Nodes:
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         done(())
 
-    def kill(self, processes: Sequence[Process], why: str, done: Callable[[tuple[Process, ...]], None]) -> None:
+    def kill(
+        self,
+        processes: Sequence[Process],
+        why: str,
+        done: Callable[[tuple[Process, ...]], None],
+        devices: Sequence[Device] = (),
+    ) -> None:
         done(())
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
@@ -51,6 +57,7 @@ def new_core(
         policy=policy,
         decide=decide,
         stopwatch=lambda: 0.0,
+        strict=True,
     )
     core.record(DevicesDiscovered(devices_of(workload)))
     return core

@@ -72,7 +72,7 @@ class Program:
         return max(0, more * self._registration.cluster(_INFER).tensor_parallel_size)
 
     def start(self) -> None:
-        self._core.rollouts.watchers(self.id, _INFER).append(self._woken)
+        self._core.known.watchers(self.id, _INFER).append(self._woken)
         self._request(ClusterName.ACTOR_TRAIN, Phase.INITIALIZATION)
 
     def leave(self) -> None:
@@ -116,7 +116,7 @@ class Program:
     def _gang_done(self, lease: Lease, moved_gpu_s: float) -> None:
         self._world.trace.lost_gpu_s += moved_gpu_s
         self._gang = None
-        self._core.endings.given_back(lease)
+        self._core.given_back(lease)
         if lease.phase is Phase.INITIALIZATION:
             self._begin_rollout()
             return
@@ -197,7 +197,7 @@ class Program:
             return
         news = True
         while news:
-            answer = self._core.rollouts.poll(self.id, _INFER, self._bundles.keys(), self._giving_back)
+            answer = self._core.poll(self.id, _INFER, self._bundles.keys(), self._giving_back)
             for lease in answer.granted:
                 self._load(lease)
             for lease in answer.taken:
@@ -205,7 +205,7 @@ class Program:
             for epoch in answer.lost:
                 self._forget(epoch)
             news = bool(answer.granted or answer.taken or answer.lost)
-        self._core.rollouts.watchers(self.id, _INFER).append(self._woken)
+        self._core.known.watchers(self.id, _INFER).append(self._woken)
 
     def _load(self, lease: Lease) -> None:
         self._bundles[lease.epoch] = lease
@@ -235,7 +235,7 @@ class Program:
     def _give_back(self, lease: Lease) -> None:
         if lease.epoch in self._bundles:
             self._forget(lease.epoch)
-            self._core.endings.given_back(lease)
+            self._core.given_back(lease)
 
     def _forget(self, epoch: int) -> None:
         del self._bundles[epoch]

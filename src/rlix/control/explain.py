@@ -1,0 +1,42 @@
+"""What a gang request waits for, and who is in the way: for people."""
+
+from rlix.control.gang_queue import Ticket
+from rlix.scheduler.known import Known
+
+
+def choices(state: Known, ticket: Ticket) -> tuple[tuple[int, ...], ...]:
+    """The sets of devices of which a request waits for one."""
+    granted = None if ticket.epoch is None else state.answered_by(ticket.epoch)
+    return (state.requests.get(ticket.request_id) or granted or ticket.cluster).choices
+
+
+def can_run(state: Known, ticket: Ticket) -> bool:
+    """Whether one of its choices is in the pool."""
+    return any(all(state.device(d) is not None for d in choice) for choice in choices(state, ticket))
+
+
+def wanted(state: Known, ticket: Ticket) -> str:
+    return " or ".join(str(list(devices)) for devices in choices(state, ticket))
+
+
+def left(state: Known, ticket: Ticket) -> str:
+    what = f"{ticket.pipeline_id}/{ticket.cluster.name}"
+    return f"{what} asks for devices that left the pool with their node: {wanted(state, ticket)}"
+
+
+def behind(state: Known, ticket: Ticket, stuck: str = "") -> str:
+    """Who is in the way of a request. `stuck`: why nothing is granted to anybody."""
+    devices = set().union(*choices(state, ticket))
+    on = (state.holder(device) for device in devices)
+    epochs = {*on, *state.successors(devices)} - {None, ticket.epoch}
+    held = [
+        f"{s.lease.pipeline_id}/{s.lease.cluster} ({s.lease.phase.name}, {s.state}) holds {sorted(common)}"
+        for epoch in sorted(epoch for epoch in epochs if epoch is not None)
+        if (s := state.leases[epoch]) and (common := devices.intersection(s.lease.devices))
+    ]
+    ahead = [
+        f"{r.pipeline_id}/{r.cluster} ({r.phase.name}) waits in front of it"
+        for r in state.requests.values()
+        if (r.phase, r.id) < (ticket.phase, ticket.request_id) and devices.intersection(r.devices)
+    ]
+    return "; ".join(held + ahead + ([stuck] if stuck else [])) or "nobody holds them: the scheduler did not come to it"
