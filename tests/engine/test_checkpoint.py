@@ -6,14 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import rlix.nn
 from rlix.engine.train import checkpoint
 from rlix.engine.train.materialize import ModuleSpec, build_module, parameters_on_meta
 from rlix.engine.train.stored import InFile
+from rlix.engine.train.together import WholeWriter
 from rlix.engine.weights.layout import Cut, shard
-from rlix.protocol.errors import WeightSyncError
+from rlix.protocol.errors import RlixError, WeightSyncError
 from tests.engine.models import qwen
 from tests.engine.test_architectures import made
 from tests.engine.test_architectures import policy as architecture
@@ -219,3 +223,15 @@ def test_a_rank_reads_just_what_it_holds(kind: str, tmp_path: Path, monkeypatch:
     for name, tensor in whole.items():
         half = -(-len(tensor) // 2)
         assert torch.equal(torch.cat([of_both[0][name][:half], of_both[1][name][half:]]), tensor)
+
+
+def test_a_save_to_which_a_part_of_a_rank_has_not_come_is_not_complete(tmp_path: Path) -> None:
+    metadata = Metadata(state_dict_metadata={})
+    written = [[WriteResult(MetadataIndex("weight"), 1, _StorageInfo(f"shard_{rank}", 0, 1))] for rank in range(3)]
+    writer = WholeWriter(str(tmp_path), save_distributed=True)
+    (tmp_path / "shard_0").touch()
+    with pytest.raises(RlixError, match="shard_1, shard_2 did not come to"):
+        writer.finish(metadata, written)
+    for rank in (1, 2):
+        (tmp_path / f"shard_{rank}").touch()
+    writer.finish(metadata, written)

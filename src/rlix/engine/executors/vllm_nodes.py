@@ -19,7 +19,6 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import psutil
 import ray
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -36,6 +35,7 @@ from rlix.flow.scratch import Scratch
 from rlix.flow.workers.futures import futures_of
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
+from rlix.node.addresses import name_interface
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Fence
 
@@ -242,10 +242,7 @@ def _end(why: str) -> None:
 def _reachable_by(address: str) -> None:
     """Have vLLM's processes of this node reached by the address that Ray knows, whatever its name resolves to."""
     os.environ["VLLM_HOST_IP"] = address
-    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo":  # "lo" is for groups of one node
-        for interface, places in psutil.net_if_addrs().items():
-            if address in {place.address for place in places}:
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
+    name_interface(address)
 
 
 def _free_port(address: str) -> int:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -33,11 +33,11 @@ from rlix.engine.train.optimizers import optimizers, schedulers
 from rlix.engine.train.parts import Parts
 from rlix.engine.train.random_state import random_state, set_random_state
 from rlix.engine.train.stored import INDEX_FILE, WEIGHTS_FILE
+from rlix.engine.train.together import WholeWriter, agreed, check_shared
 from rlix.engine.weights.gather import whole_tensors
 from rlix.engine.weights.naming import as_stored
 from rlix.nn import BaseTrainModule
 from rlix.node.durable import sync, sync_folder
-from rlix.protocol.errors import RlixError
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
     """Gather the weights and write safetensors, config and tokenizer. All ranks call it; rank 0 writes."""
     partial = temporary(folder)
     writer, failed = None, None
-    with _agreed():
+    with agreed():
         if module.rank == 0:
             _begin(folder)
             writer = ShardWriter(partial)
@@ -99,7 +99,7 @@ def save_weights(module: BaseTrainModule, folder: Path, tokenizer_path: str | No
                 writer.add(name, tensor.cpu().contiguous())
             except (OSError, SafetensorError) as error:  # raised below: the other ranks still hand in their shards
                 failed = error
-    with _agreed():
+    with agreed():
         if failed is not None:
             raise failed
         if writer is not None:
@@ -209,21 +209,22 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def write_state(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write what `capture` took. All ranks call it; in a background thread with a `group` of its own."""
     partial = temporary(folder)
-    with _agreed(group):
+    with agreed(group):
         if snapshot.rank == 0:
             _begin(folder)
+    check_shared(partial, snapshot.rank, group)
     with quiet_dcp():
         save(
             snapshot.tensors,
-            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            storage_writer=WholeWriter(str(partial), save_distributed=True),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-    with _agreed(group):
+    with agreed(group):
         (partial / f"rng_{snapshot.rank}.json").write_text(snapshot.random_state)
         if snapshot.rank == 0:
             (partial / STATE_FILE).write_text(snapshot.shared)
-    with _agreed(group):
+    with agreed(group):
         if snapshot.rank == 0:
             publish_folder(folder)
 
@@ -358,27 +359,6 @@ def _set_options(optimizer: Optimizer, groups: list[Json]) -> None:
 
 def _jsonable(group: Json) -> Json:
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-
-
-@contextmanager
-def _agreed(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Leave together. What the body raises on one rank is raised on all, none of which then waits for that one.
-
-    Raises:
-        RlixError: with several ranks; names those that failed, and how.
-    """
-    if not dist.is_initialized():
-        yield
-        return
-    problem = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised below, once all ranks know
-        problem = f"{type(error).__name__}: {error}"
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group)
-    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]:
-        raise RlixError("; ".join(failed))
 
 
 def quiet_dcp() -> warnings.catch_warnings:

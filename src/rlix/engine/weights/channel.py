@@ -25,6 +25,7 @@ from rlix.engine.weights.links import Links, Listener, connect
 from rlix.engine.weights.rendezvous import Entrance
 from rlix.engine.weights.schedule import Load, Way
 from rlix.flow.memory import GpuMemory, HostMemory, opened_gpu, opened_host, synchronize
+from rlix.flow.workers.store import GroupStore
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 SLOTS = 2
@@ -107,6 +108,7 @@ class Member:
         self._entrance: Entrance | None = None
         self._links = Links({})
         self._nccl: Any = None
+        self._store: GroupStore | None = None  # of NCCL's, which does not keep it
         self._own: dict[Way, HostMemory | GpuMemory] = {}
         self._mapped: dict[tuple[int, Way], torch.Tensor] = {}
         self._slot: dict[tuple[int, Way], int] = {}
@@ -159,11 +161,16 @@ class Member:
                 addresses = {source: found[f"address/{source}"] for source in range(ticket.sources)}
                 self._links = connect(ticket.channel, ticket.member, addresses, self._deadline)
             if ticket.nccl_port:
-                place = (ticket.host, ticket.nccl_port), ticket.member, len(everyone)
-                self._nccl = self._within(lambda: open_nccl(*place, ticket.timeout_s, self.device))
+                self._nccl = self._within(self._open_nccl)
         for source, way in self._slot:
             self._mapped[source, way] = self._map(source, way, found[f"memory/{source}/{way}"])
         self._meet("open", OPENING)
+
+    def _open_nccl(self) -> Any:
+        ticket = self.ticket
+        address = ticket.host, ticket.nccl_port
+        self._store = GroupStore(address, ticket.channel, ticket.timeout_s, ticket.timeout_s)
+        return open_nccl(self._store, ticket.member, len(ticket.members), ticket.timeout_s, self.device)
 
     def _slots(self) -> dict[tuple[int, Way], int]:
         """Bytes of one bucket at most, by source and way, of what is shared."""

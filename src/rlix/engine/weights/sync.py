@@ -14,7 +14,6 @@ from rlix.engine import placement
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.channel import OPENING, Delivery, RefusedError, Ticket, reason
-from rlix.engine.weights.group import open_store
 from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.plan import plan
@@ -23,6 +22,7 @@ from rlix.engine.weights.rendezvous import Rendezvous
 from rlix.engine.weights.schedule import Way, schedule
 from rlix.engine.weights.shards import described, shares
 from rlix.flow.workers.group import PerRank
+from rlix.flow.workers.store import StoreServer
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import Device, DeviceKind, Process
 
@@ -177,7 +177,7 @@ class Channel:
         places = [*trainer.devices, *(device for replica in engine.receivers for device in replica)]
         host = placement.common_address(places)
         nccl = "p2p" in self.ways and places[0].kind is DeviceKind.CUDA and len(set(places)) == len(places)
-        self._nccl_store = open_store(host, 0, timeout_s, server=True) if nccl else None
+        self._nccl_store = StoreServer(host, self.name) if nccl else None
         nccl_port = 0 if self._nccl_store is None else self._nccl_store.port
         shapes = {entry.name: entry.shape for entry in self.manifest.entries}
         loads = schedule(made, shapes, way, bucket_bytes, len(held))
@@ -235,6 +235,8 @@ class Channel:
     def close(self) -> None:
         """Have all members leave that still can."""
         self._rendezvous.close()
+        if self._nccl_store is not None:
+            self._nccl_store.close()
         for side in (self._trainer, self._engine):
             try:
                 side.leave_channel(self.name)

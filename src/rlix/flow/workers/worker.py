@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +17,9 @@ from ray.experimental import internal_kv
 
 from rlix.flow.messages.peer import Peer
 from rlix.node import output, process
+from rlix.node.addresses import host_name, name_interface
 from rlix.node.device_lock import DeviceLocks
-from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Fence, Process
 
 if TYPE_CHECKING:
@@ -35,7 +37,11 @@ CONTROL = "control"
 """Concurrency group of methods that are answered while another method runs, even where methods run one at a time."""
 LOCK_TIMEOUT_S = 5.0
 """For a device that is ours by now: for whoever had it to be gone."""
+MEETING_TIMEOUT_S = 60.0
+"""For the ranks of a group on several hosts to find each other; then it is said who waits for whom."""
 _STORE_NAMESPACE = b"rlix_rendezvous"
+_stores: "dict[str, Store]" = {}
+"""By group: torch keeps what a store of Python's is made of, but not its methods."""
 _NAME_LENGTH = 100  # of a program's command line, in messages
 _POOL = "pool"  # of leases that are named by their epoch only
 
@@ -91,7 +97,8 @@ class WorkerContext:
             backend: as in torch; default: gloo for tensors in host memory, and NCCL for those on CUDA devices.
 
         Raises:
-            WaitTimeoutError: rank 0 of the group did not announce its store within `timeout_s`.
+            WaitTimeoutError: the first rank did not announce itself within a minute (or `timeout_s`).
+            RlixError: a host of the group cannot reach another one; names both.
         """
         import torch.distributed as dist
 
@@ -110,15 +117,27 @@ class WorkerContext:
 
         if self.rendezvous is not None:
             return dist.FileStore(f"{self.rendezvous}/{tag}", len(members))  # type: ignore[attr-defined]
-        key = f"{self.group_id}/{tag}".encode()
-        timeout = timedelta(seconds=timeout_s)
+        from rlix.flow.workers.store import GroupStore, StoreServer, check_reachable
+
+        if len(members) == 1:
+            return dist.HashStore()  # type: ignore[attr-defined]
+        key, address = f"{self.group_id}/{tag}".encode(), ray.util.get_node_ip_address()
+        patience_s, secret = min(timeout_s, MEETING_TIMEOUT_S), self.group_id
+        server = None
         if self.rank == members[0]:
-            host = ray.util.get_node_ip_address()
-            server = dist.TCPStore(host, 0, len(members), True, timeout, False)  # type: ignore[attr-defined]
-            internal_kv._internal_kv_put(key, f"{host}:{server.port}".encode(), namespace=_STORE_NAMESPACE)
-            return server
-        host, port = self._await_address(key, members[0], timeout_s).rsplit(":", 1)
-        return dist.TCPStore(host, int(port), len(members), False, timeout)  # type: ignore[attr-defined]
+            server = StoreServer(address, secret)
+            internal_kv._internal_kv_put(key, f"{address} {server.port}".encode(), namespace=_STORE_NAMESPACE)
+        host, port = self._await_address(key, members[0], patience_s).split()
+        try:
+            store = GroupStore((host, int(port)), secret, timeout_s, patience_s)
+            check_reachable(store, members.index(self.rank), len(members), host_name(), address, patience_s)
+        except RlixError as error:
+            raise RlixError(f"{self.group}: rank {self.rank}: {error}") from None
+        _stores[self.group_id] = store
+        if server is not None:  # everybody is here
+            weakref.finalize(store, server.close)
+            internal_kv._internal_kv_del(key, namespace=_STORE_NAMESPACE)
+        return store
 
     def _await_address(self, key: bytes, leader: int, timeout_s: float) -> str:
         deadline = time.monotonic() + timeout_s
@@ -153,6 +172,8 @@ def prepare_process(ctx: WorkerContext) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_cuda_name(device) for device in ctx.devices) if cuda else ""
     if ctx.rendezvous is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: independent of how its name resolves
+    elif ctx.world_size > 1:
+        name_interface(ray.util.get_node_ip_address())
     if not cuda:
         import torch
 
