@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from rlix.control.rpc import call
 from rlix.node.devices import device_keys
+from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.node.node import Node
 from rlix.protocol.errors import WaitTimeoutError
@@ -33,9 +34,14 @@ class NodeAgent:
         self._node = Node(node_id)
         set_oom_score(KEPT)
 
-    async def keys(self, virtual: bool) -> tuple[str, ...]:
-        """The names of the node's GPUs, in the order of their numbers; none of virtual ones."""
-        return () if virtual else await asyncio.to_thread(device_keys)
+    async def lends(self, virtual: bool) -> tuple[tuple[str, ...], Software]:
+        """The names of the node's GPUs in order, none of virtual ones; what its workers run with."""
+        keys = () if virtual else await asyncio.to_thread(device_keys)
+        return keys, await asyncio.to_thread(software)
+
+    async def host(self, *asked: Any) -> Host:
+        """Of this node, as `rlix.node.host.host` says."""
+        return await asyncio.to_thread(host, *asked)
 
     async def occupied(self, devices: Sequence[Device]) -> tuple[Occupant, ...]:
         return occupants(self._node, devices)

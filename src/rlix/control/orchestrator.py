@@ -8,6 +8,7 @@ import ray
 
 from rlix.control.rpc import Patient
 from rlix.control.watchdog import here, watch_over, watch_over_coordinators
+from rlix.node.host import Host
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
@@ -107,6 +108,20 @@ class Orchestrator:
         """The pool's devices, by id; nodes come and go, so ids have gaps."""
         devices: tuple[Device, ...] = self._ask("devices")
         return devices
+
+    def notes(self) -> tuple[str, ...]:
+        """A line for each host that lends no devices: which, and why."""
+        notes: tuple[str, ...] = self._manager.ask("notes", timeout_s=CALL_TIMEOUT_S)
+        return notes
+
+    def hosts(self, paths: Sequence[str] = (), token: str = "", only: Sequence[str] = ()) -> tuple[Host, ...]:
+        """What the hosts (`only` these, by node id) have, and see of `paths`: see `rlix.node.host.host`.
+
+        Raises:
+            RlixError: one does not answer; names it.
+        """
+        hosts: tuple[Host, ...] = self._manager.ask("hosts", paths, token, only, timeout_s=2 * CALL_TIMEOUT_S)
+        return hosts
 
     def registration(self, pipeline_id: str) -> Registration:
         """What a pipeline registered.

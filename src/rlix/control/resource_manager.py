@@ -2,21 +2,25 @@
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlix.control.hosts import Hosts, Keys, Node
 from rlix.control.live_nodes import NodeAgent
 from rlix.control.rpc import Patient, get
 from rlix.control.watchdog import here, watch_over
 from rlix.node.devices import device_keys, virtual_key
+from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Device, DeviceKind, Process
+from rlix.protocol.messages import ControlStatus, Device, DeviceKind, Process
 from rlix.protocol.types import (
     HEAD_RESOURCE,
     NAMESPACE,
@@ -42,9 +46,10 @@ class ResourceManager:
         logging.getLogger("rlix").setLevel(log_level)
         set_oom_score(KEPT)
         self._here = ray.get_runtime_context().get_node_id()
-        self._keys: dict[str, tuple[str, ...]] = {}  # by node
+        self._hosts = Hosts(self._ask_node, software())
         self._looking = threading.Lock()
         self._told: tuple[Device, ...] | None = None
+        self._leaving: tuple[str, ...] = ()
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         threading.Thread(target=self._look_forever, name="nodes", daemon=True).start()
         watch_over((SCHEDULER_ACTOR_NAME, ORCHESTRATOR_ACTOR_NAME))
@@ -56,40 +61,89 @@ class ResourceManager:
             RlixError: there are none.
         """
         with self._looking:
-            devices = self._devices()
-            count: int = self._scheduler.ask("found", devices, timeout_s=_ANSWER_TIMEOUT_S)
-            self._told = devices
-        logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
-        return count
+            devices = self._devices(_ANSWER_TIMEOUT_S)
+            self._tell(devices)
+        return len(devices)
 
     def process(self) -> Process:
         """The process this is."""
         return here()
+
+    def notes(self) -> tuple[str, ...]:
+        """A line for each host that lends no devices: which, and why."""
+        return (*self._hosts.notes, *self._leaving)
+
+    def hosts(self, paths: Sequence[str] = (), token: str = "", only: Collection[str] = ()) -> tuple[Host, ...]:
+        """What hosts (`only` these, by node id) have and see, as `rlix.node.host.host` says.
+
+        Raises:
+            RlixError: one does not answer; names it.
+        """
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        asked = [node for node in nodes if not only or node["NodeID"] in only]
+        with ThreadPoolExecutor(max(1, len(asked))) as pool:
+            return tuple(pool.map(lambda node: self._host(node, nodes, tuple(paths), token), asked))
+
+    def _host(self, node: Node, nodes: Sequence[Node], paths: tuple[str, ...], token: str) -> Host:
+        node_id, address = node["NodeID"], node["NodeManagerAddress"]
+        others = [(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in nodes if n is not node]
+        asked = node_id, address, others, paths, token
+        if node_id == self._here:
+            return host(*asked)
+        found: Host = get(
+            self._agent(node_id).host.remote(*asked), what=f"host {address} of itself", timeout_s=_ANSWER_TIMEOUT_S
+        )
+        return found
 
     def _look_forever(self) -> None:
         waiting = threading.Event()
         while not waiting.wait(_LOOK_EVERY_S):
             try:
                 with self._looking:
-                    changed = self._devices() != self._told
-                if changed:
-                    self.discover()
+                    devices = self._devices()
+                    if devices != self._told:
+                        self._tell(devices)
             except (RayError, RlixError) as error:
                 logger.warning("cannot look for nodes: %s", error)
 
-    def _devices(self) -> tuple[Device, ...]:
-        nodes = ray.nodes()
-        for node in nodes:
-            node_id = node["NodeID"]
-            if node["Alive"] and node_id not in self._keys:
-                self._keys[node_id] = self._ask_keys(node_id, VIRTUAL_DEVICE_RESOURCE in node["Resources"])
-        return devices_of(nodes, self._keys)
+    def _tell(self, devices: tuple[Device, ...]) -> None:
+        self._scheduler.ask("found", devices, timeout_s=_ANSWER_TIMEOUT_S)
+        self._told = devices
+        logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
 
-    def _ask_keys(self, node_id: str, virtual: bool) -> tuple[str, ...]:
-        """The names of a node's GPUs; starts the agent of a node that is not this one."""
+    def _devices(self, patience_s: float = 0.0) -> tuple[Device, ...]:
+        nodes = ray.nodes()
+        keys = self._hosts.lending(nodes, patience_s)
+        devices = devices_of([node for node in nodes if node["NodeID"] in keys], keys)
+        draining = {node for node in ray_state.state.get_draining_nodes() if node in keys}
+        self._leaving = tuple(
+            f"host {node['NodeManagerAddress']} is being drained: its devices leave the pool as they become free"
+            for node in nodes
+            if node["NodeID"] in draining
+        )
+        return self._lent(devices, draining) if draining else devices
+
+    def _lent(self, devices: tuple[Device, ...], draining: Collection[str]) -> tuple[Device, ...]:
+        """Without what is on nodes that are drained, unless somebody has it under a lease."""
+        status: ControlStatus = self._scheduler.ask("status", timeout_s=_ANSWER_TIMEOUT_S)
+        leased = {number for held in status.leases for number in held.lease.devices}
+        in_use = {(device.node_id, device.index) for device in status.devices if device.id in leased}
+        return tuple(d for d in devices if d.node_id not in draining or (d.node_id, d.index) in in_use)
+
+    def _ask_node(self, node_id: str, virtual: bool) -> tuple[Keys, Software]:
+        """The names of a node's GPUs, and its software."""
         if node_id == self._here:
-            return () if virtual else device_keys()
-        agent = (
+            return () if virtual else device_keys(), software()
+        found: tuple[Keys, Software] = get(
+            self._agent(node_id).lends.remote(virtual),
+            what=f"what node {node_id} lends",
+            timeout_s=_ANSWER_TIMEOUT_S,
+        )
+        return found
+
+    def _agent(self, node_id: str) -> Any:
+        """The agent of a node that is not this one, which is started where there is none."""
+        return (
             ray.remote(num_cpus=0)(NodeAgent)
             .options(
                 name=f"{NODE_AGENT_NAME_PREFIX}{node_id}",
@@ -102,10 +156,6 @@ class ResourceManager:
             )
             .remote(node_id)
         )
-        keys: Sequence[str] = get(
-            agent.keys.remote(virtual), what=f"the device keys of node {node_id}", timeout_s=_ANSWER_TIMEOUT_S
-        )
-        return tuple(keys)
 
 
 def devices_of(
@@ -118,9 +168,6 @@ def devices_of(
     Args:
         keys: of each node with GPUs, by its id: what `rlix.node.devices.device_keys` says there. A node that is not
             named gets keys of its own making, and its workers find their GPUs by number.
-
-    Raises:
-        RlixError: Ray counts more GPUs on a node than it has keys.
     """
     alive = [node for node in nodes if node["Alive"]]
     alive.sort(key=lambda node: (HEAD_RESOURCE not in node["Resources"], *_address(node), node["NodeID"]))
@@ -156,15 +203,10 @@ def _kind(node: Mapping[str, Any]) -> DeviceKind:
 
 def _keys_of(node: Mapping[str, Any], known: Sequence[str] | None) -> Sequence[str]:
     count = int(node["Resources"].get("GPU", 0))
-    kind, address = _kind(node), node["NodeManagerAddress"]
+    kind = _kind(node)
     if known is None or kind is DeviceKind.CPU:
         prefix = virtual_key(node["NodeID"]) if kind is DeviceKind.CPU else f"cuda-{node['NodeID'][:12]}-"
         return [f"{prefix}{index}" for index in range(count)]
-    if len(known) < count:
-        raise RlixError(
-            f"Ray was told of {count} GPUs on node {address}, but programs there may use {len(known)} "
-            f"({', '.join(known) or 'none'}): start Ray with --num-gpus={len(known)}, or change CUDA_VISIBLE_DEVICES"
-        )
     return known[:count]
 
 

@@ -1,0 +1,111 @@
+"""Which hosts of a Ray cluster lend devices, and why others do not. Each is asked alone: a bad one is only itself."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rlix.node.host import Software
+from rlix.protocol.errors import RlixError
+from rlix.protocol.types import VIRTUAL_DEVICE_RESOURCE
+
+logger = logging.getLogger(__name__)
+
+Keys = tuple[str, ...]
+Node = Mapping[str, Any]  # of Ray's node table
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+_ASKED_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a node said, or is being asked. `again_at`: when one that did not answer is asked again."""
+
+    answer: "Future[tuple[Keys, Software]]"
+    pause_s: float = _FIRST_PAUSE_S
+    again_at: float = 0.0
+    why_not: str = field(default="it has not answered yet")
+
+
+class Hosts:
+    """Every node that Ray counts.
+
+    Args:
+        ask: a node's keys (names of its GPUs) and software, by its id and whether its devices are virtual. May take
+            long; runs in a thread of its own.
+        head: the head's software, which the others' must equal.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str, bool], tuple[Keys, Software]],
+        head: Software,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask, self._head, self._clock = ask, head, clock
+        self._asked: dict[str, _Asked] = {}
+        self._threads = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hosts")
+        self.notes: tuple[str, ...] = ()
+
+    def lending(self, nodes: Sequence[Node], patience_s: float = 0.0) -> dict[str, Keys]:
+        """The keys of those nodes that lend devices, by id. Those that have not been asked are waited for so long."""
+        alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+        self._asked = {node_id: asked for node_id, asked in self._asked.items() if node_id in alive}
+        for node_id, node in alive.items():
+            asked = self._asked.get(node_id)
+            if asked is None or (asked.again_at and self._clock() >= asked.again_at):
+                answer = self._threads.submit(self._ask, node_id, VIRTUAL_DEVICE_RESOURCE in node["Resources"])
+                self._asked[node_id] = _Asked(answer, _FIRST_PAUSE_S if asked is None else asked.pause_s)
+        wait([asked.answer for asked in self._asked.values()], timeout=patience_s)
+        found = {node_id: keys for node_id, node in alive.items() if (keys := self._keys(node)) is not None}
+        self._note([f"{_called(alive[i])} lends no devices: {a.why_not}" for i, a in self._asked.items() if a.why_not])
+        return found
+
+    def _keys(self, node: Node) -> Keys | None:
+        """None, with the reason noted, of a node that lends nothing."""
+        asked = self._asked[node["NodeID"]]
+        if not asked.answer.done():
+            return None
+        try:
+            keys, software = asked.answer.result()
+        except (RayError, RlixError, AttributeError) as error:  # an agent of another version has no such method
+            if not asked.again_at:
+                asked.again_at = self._clock() + asked.pause_s
+                asked.pause_s = min(2 * asked.pause_s, _LONGEST_PAUSE_S)
+                asked.why_not = _reason(error)
+            return None
+        asked.why_not = software.differs(self._head) or _too_few(node, keys)
+        return None if asked.why_not else keys
+
+    def _note(self, notes: Sequence[str]) -> None:
+        for line in notes:
+            if line not in self.notes:
+                logger.warning("%s", line)
+        self.notes = tuple(notes)
+
+
+def _called(node: Node) -> str:
+    return f"host {node.get('NodeManagerHostname') or node['NodeID'][:8]} ({node['NodeManagerAddress']})"
+
+
+def _too_few(node: Node, keys: Keys) -> str:
+    count = int(node["Resources"].get("GPU", 0))
+    if VIRTUAL_DEVICE_RESOURCE in node["Resources"] or len(keys) >= count:
+        return ""
+    return (
+        f"Ray was told of {count} GPUs there, but programs may use {len(keys)} ({', '.join(keys) or 'none'}): start "
+        f"Ray with --num-gpus={len(keys)}, or change CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Of Ray's pages the line that says what happened."""
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    missing = [line for line in lines if line.startswith(("ModuleNotFoundError", "ImportError", "AttributeError"))]
+    if missing:
+        return f"RLix is not there, or another version of it ({missing[-1]}); install what the head has"
+    return str(error).splitlines()[0]
