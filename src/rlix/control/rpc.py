@@ -15,6 +15,9 @@ from rlix.protocol.types import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
+UNREACHABLE_S = 300.0
+"""So long somebody may be out of reach whom Ray does not give up; it gives up hosts within about a minute."""
+_PROBE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -76,6 +79,37 @@ async def _value(ref: Any) -> Any:
         return await ref
     except RayTaskError as error:
         raise root_cause(error) from None
+
+
+async def outlast(actor: Any, ask: Callable[[], Any], *, what: str, patience_s: float = UNREACHABLE_S) -> Any:
+    """What an actor answers, asked again whenever the connection to it was lost: that is no death.
+
+    For calls that may be made twice.
+
+    Raises:
+        RayActorError: the actor has died.
+        WaitTimeoutError: it could not be reached for `patience_s` seconds, and Ray does not count it as dead.
+    """
+    while True:
+        try:
+            return await ask()
+        except ActorUnavailableError as error:
+            logger.warning("%s cannot be reached: waiting for it, or for Ray to know that it is dead: %s", what, error)
+            await _reachable(actor, what, patience_s)
+
+
+async def _reachable(actor: Any, what: str, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            await asyncio.wait_for(_value(actor.__ray_ready__.remote()), _PROBE_S)
+        except (ActorUnavailableError, TimeoutError):
+            if time.monotonic() > deadline:
+                text = f"{what} could not be reached for {patience_s:g} s, although Ray does not count it as dead"
+                raise WaitTimeoutError(f"{text}: is its host cut off?") from None
+            await asyncio.sleep(_LONGEST_PAUSE_S)
+        else:
+            return
 
 
 def comes_back(name: str) -> bool:

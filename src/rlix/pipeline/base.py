@@ -16,6 +16,7 @@ from rlix.engine.declared import Deadlines
 from rlix.node import output
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
+from rlix.pipeline.jobs.hosts import check_hosts
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
@@ -220,6 +221,7 @@ class Pipeline(ABC):
         """Open the run folder, build, and restore: the number of the first step to do."""
         if self.spec.evaluation is not None and type(self).evaluate is Pipeline.evaluate:
             raise SpecError(f"evaluation: {type(self).__name__} has no method 'evaluate': write it, or drop this")
+        check_hosts(self.spec, self.config.run_dir, self.registration, self.devices)
         changes = resumption(self.spec, self.config.run_dir).changes if self.config.resume else ()
         if self.spec.declared_speed is not None and any(d.kind is DeviceKind.CUDA for d in self.devices.values()):
             raise SpecError("declared_speed: these are GPUs, which are as fast as they are; leave the section out")

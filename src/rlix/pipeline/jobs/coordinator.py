@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlix.control.rpc import get, outlast
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.node.memory import KEPT, set_oom_score
+from rlix.pipeline.jobs.hosts import home
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
 from rlix.pipeline.spec.named import import_object
-from rlix.protocol.errors import SpecError
-from rlix.protocol.types import pipeline_namespace
+from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.types import HEAD_RESOURCE, NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_namespace
 
 if TYPE_CHECKING:
     from rlix.pipeline.base import Pipeline
@@ -33,6 +36,7 @@ _SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLoraPipeline"}
 _PIPELINE_FORMS = "write file.py:Class or package.module:Class"
 _CHANGES = ("add", "pause", "resume", "remove")
 _LOOK_S = 1.0
+_CALL_TIMEOUT_S = 60.0
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
 
@@ -62,6 +66,7 @@ class PipelineCoordinator:
             raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
         config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
         check_importable(config.spec)
+        where = await asyncio.to_thread(self._where)
         actor_class = ray.remote(PipelineActor)
         self._pipeline = actor_class.options(
             name=f"pipeline:{self._pipeline_id}",
@@ -69,9 +74,20 @@ class PipelineCoordinator:
             num_cpus=0,
             max_concurrency=_PIPELINE_THREADS,
             runtime_env=runtime_env(WORKER_ENVIRONMENT),
+            **where,
         ).remote(self._pipeline_id, config)
         self._watch = asyncio.create_task(self._watch_pipeline())
         return self._pipeline
+
+    def _where(self) -> dict[str, Any]:
+        """Ray's options for a process on the job's own host."""
+        orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+        asked = [orchestrator.registration.remote(self._pipeline_id), orchestrator.devices.remote()]
+        registration, devices = get(asked, what=f"where {self._pipeline_id} was placed", timeout_s=_CALL_TIMEOUT_S)
+        node = home(registration, {device.id: device for device in devices})
+        if node is None:
+            return {"resources": {HEAD_RESOURCE: 0.001}}
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
 
     async def status(self) -> JobStatus | None:
         """None until the pipeline actor exists."""
@@ -80,7 +96,8 @@ class PipelineCoordinator:
     async def stop(self) -> None:
         """Ask the job to stop cleanly; `run()` then returns early."""
         if self._pipeline is not None:
-            await self._pipeline.request_stop.remote()
+            pipeline = self._pipeline
+            await outlast(pipeline, pipeline.request_stop.remote, what=f"the pipeline of {self._pipeline_id}")
 
     async def change_run(self, verb: str, name: str, run: RunSpec | None = None) -> None:
         """Of a multi_lora job: "add" a run, or "pause", "resume" or "remove" one. Raises SpecError when it cannot."""
@@ -93,10 +110,11 @@ class PipelineCoordinator:
         await self._closed.wait()
 
     async def _watch_pipeline(self) -> None:
+        pipeline = self._pipeline
         try:
-            await self._pipeline.wait_ended.remote()
-        except RayActorError as error:
-            logger.warning("the pipeline actor of %s died: %s", self._pipeline_id, error)
+            await outlast(pipeline, pipeline.wait_ended.remote, what=f"the pipeline of {self._pipeline_id}")
+        except (RayActorError, WaitTimeoutError) as error:
+            logger.warning("the pipeline actor of %s is lost: %s", self._pipeline_id, error)
         self._closed.set()
 
 
@@ -107,13 +125,27 @@ class PipelineActor:
         self._pipeline: Pipeline = resolve_pipeline(config.spec)(pipeline_id, config)
         self._pipeline.keeps_output = True
         self._pipeline.client.join(config.spec.name)
+        self._starting, self._begun = threading.Lock(), False
+        self._outcome: Future[JobSummary] = Future()
 
     def run(self) -> JobSummary:
         """Trains to the end, however it comes; then nothing of the job is left but its run folder.
 
+        Whoever lost the connection calls it again, and gets what becomes of the one run.
+
         Raises:
             WaitTimeoutError: code of the job's own hung while it held devices.
         """
+        with self._starting:
+            first, self._begun = not self._begun, True
+        if first:
+            try:
+                self._outcome.set_result(self._run())
+            except BaseException as error:  # noqa: BLE001 - raised below, to whoever asks
+                self._outcome.set_exception(error)
+        return self._outcome.result()
+
+    def _run(self) -> JobSummary:
         ended: Future[JobSummary] = Future()
         threading.Thread(target=_run_into, args=(ended, self._pipeline.run), name="run", daemon=True).start()
         try:

@@ -11,13 +11,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlix.control.rpc import call, in_words, root_cause
+from rlix.control.rpc import call, in_words, outlast, root_cause
+from rlix.flow.workers.futures import read_error
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
-from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError
+from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
 logger = logging.getLogger(__name__)
@@ -122,9 +123,11 @@ class JobCoordinator(PipelineCoordinator):
         if self._stop_wanted:
             await self.stop()
         self._may_be_a_node = True
+        what = f"the pipeline of {self._last.name} ({self._pipeline_id})"
         try:
-            run = pipeline.run.remote()
-            self._nodes = await pipeline.nodes.remote()
+            run = asyncio.create_task(outlast(pipeline, pipeline.run.remote, what=what))
+            run.add_done_callback(read_error)
+            self._nodes = await outlast(pipeline, pipeline.nodes.remote, what=what)
             summary = await run
             self._other = summary.goes_on
         except RayTaskError as error:
@@ -137,6 +140,8 @@ class JobCoordinator(PipelineCoordinator):
             return self._failed(what + await self._why_taken())
         except RayActorError as error:
             return self._failed(await self._why_it_died(error))
+        except WaitTimeoutError as error:
+            return self._failed(str(error))
         await self._refresh()
         return replace(self._last, state=summary.state, phase=summary.state)
 

@@ -16,6 +16,7 @@ from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.handle import JobHandle
+from rlix.pipeline.jobs.hosts import check_hosts
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import check_resumable
@@ -25,7 +26,7 @@ from rlix.pipeline.planning.choose import choose
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import ControlStatus, DeviceKind
+from rlix.protocol.messages import ControlStatus, DeviceKind, Registration
 from rlix.protocol.types import (
     HEAD_RESOURCE,
     NAMESPACE,
@@ -67,6 +68,9 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
         for spec in specs:
             handles.append(_create(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator))
             started.callback(handles[-1].close)
+            asked = orchestrator.registration.remote(handles[-1].pipeline_id)
+            registration: Registration = ray.get(asked, timeout=_CALL_TIMEOUT_S)
+            check_hosts(spec, runs_dir.absolute() / spec.name, registration, {d.id: d for d in status.devices})
         for handle in handles:
             handle.start()
         started.pop_all()
