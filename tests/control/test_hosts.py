@@ -29,11 +29,13 @@ class Clock:
         return self.now
 
 
-def hosts(answers: dict[str, Callable[[], Software]], clock: Clock | None = None) -> Hosts:
+def hosts(
+    answers: dict[str, Callable[[], Software]], clock: Clock | None = None, known: dict[str, Keys] | None = None
+) -> Hosts:
     def ask(node_id: str, virtual: bool) -> tuple[Keys, Software]:
         return KEYS[node_id], answers.get(node_id, lambda: HEAD)()
 
-    return Hosts(ask, HEAD, clock or Clock())
+    return Hosts(ask, HEAD, known or {}, clock or Clock())
 
 
 def without(*names: str, **other: str) -> Callable[[], Software]:
@@ -113,6 +115,22 @@ def test_a_host_of_which_ray_was_told_too_much_is_only_itself() -> None:
     pool = hosts({})
     assert pool.lending(nodes, 10.0) == {"a": ()}
     assert "Ray was told of 4 GPUs there, but programs may use 2 (GPU-1, GPU-2)" in pool.notes[0]
+
+
+def test_a_host_that_lent_devices_before_goes_on_while_it_does_not_answer() -> None:
+    """A manager that is started again must not take for lost whoever has not answered it yet, or is cut off."""
+    answered = threading.Event()
+
+    def late() -> Software:
+        assert answered.wait(30)
+        return HEAD
+
+    pool = hosts({"b": late, "c": failing(WaitTimeoutError("no answer"))}, known=KEYS)
+    assert pool.lending(NODES) == KEYS
+    answered.set()
+    assert pool.lending(NODES, 10.0) == KEYS
+    assert pool.lending(NODES[:2], 10.0) == {"a": (), "b": KEYS["b"]}  # Ray has given it up
+    assert hosts({"c": without("RLix")}, known=KEYS).lending(NODES, 10.0) == {"a": (), "b": KEYS["b"]}
 
 
 def test_a_host_that_leaves_is_forgotten_with_its_note() -> None:

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from rlix.control import rpc
 from rlix.protocol.errors import WaitTimeoutError
@@ -59,3 +60,50 @@ def test_a_death_is_one_while_it_is_asked_and_while_it_is_looked_for() -> None:
 def test_the_wait_is_bounded_and_says_for_whom() -> None:
     with pytest.raises(WaitTimeoutError, match="the pipeline of job 1 could not be reached for 0 s, although Ray"):
         outlast(Actor(unavailable()), Method([unavailable()]))
+
+
+class Silent:
+    """A connection on which answers are lost: the first ones."""
+
+    def __init__(self, lost: int, answer: object = "its answer") -> None:
+        self.asked, self._lost, self._answer = 0, lost, answer
+        self.method = self
+
+    def remote(self) -> "Silent":
+        self.asked += 1
+        return self
+
+    def get(self) -> object:
+        if self.asked <= self._lost:
+            raise GetTimeoutError("nothing came")
+        if isinstance(self._answer, BaseException):
+            raise self._answer
+        return self._answer
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = MagicMock()
+    ray.get.side_effect = lambda ref, timeout: ref.get()
+    ray.wait.side_effect = lambda refs, timeout: ([ref for ref in refs if ref.asked > ref._lost], [])
+    monkeypatch.setattr(rpc, "ray", ray)
+    monkeypatch.setattr(rpc, "_FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.usefixtures("silent")
+def test_who_does_not_answer_is_asked_again_for_a_while() -> None:
+    actor = Silent(2)
+    assert rpc.Patient(lambda: actor, "the scheduler").ask("method", timeout_s=1.0) == "its answer"
+    assert actor.asked == 3
+    gone = Silent(10)
+    with pytest.raises(WaitTimeoutError, match=r"no answer within 1\.0 s: the scheduler's method"):
+        rpc.Patient(lambda: gone, "the scheduler", patience_s=0.0).ask("method", timeout_s=1.0)
+    assert gone.asked == 1
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_wait_that_ended_over_there_is_an_answer() -> None:
+    actor = Silent(0, WaitTimeoutError("devices [0] were not granted within 1 s"))
+    with pytest.raises(WaitTimeoutError, match="were not granted"):
+        rpc.Patient(lambda: actor, "the scheduler").ask("method", timeout_s=1.0)
+    assert actor.asked == 1

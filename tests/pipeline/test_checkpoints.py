@@ -69,7 +69,11 @@ class Slow:
     """A save that ends when a test says so."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.ended, self.failed = path, False, False
+        self.folder, self.ended, self.failed = path / "state", False, False
+        self.folder.mkdir()
+        (self.folder / "state.json").write_text('{"world_size": 2}')
+        for rank in range(2):
+            (self.folder / f"rng_{rank}.json").touch()
 
     def done(self) -> bool:
         if self.failed:
@@ -88,6 +92,17 @@ def slow(into: list[Slow]) -> Any:
         return into[-1:]
 
     return begin
+
+
+def test_a_checkpoint_in_which_a_ranks_part_is_missing_does_not_count(tmp_path: Path) -> None:
+    for lost in ("rng_1.json", "state.json"):
+        made, savings = opened(tmp_path / lost), list[Slow]()
+        made.begin(1, slow(savings))
+        (savings[0].folder / lost).unlink()
+        savings[0].ended = True
+        with pytest.raises(RlixError, match=f"{lost} of .* did not come to host .*must share its run folder"):
+            made.settle()
+        assert steps(tmp_path / lost) == []
 
 
 def test_a_checkpoint_counts_when_all_of_it_is_written(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import ray
 from ray.exceptions import RayError
 from rich.console import Console
 
 from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
-from rlix.cli.pool import Pool, StatusSource, elsewhere, running_pool
+from rlix.cli.pool import STATUS_TIMEOUT_S, Pool, StatusSource, elsewhere, running_pool
 from rlix.cli.programs import AttachedProgram, asking, find_programs
 from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
@@ -49,6 +50,7 @@ def show_status() -> int:
         if pool is None:
             _say_nothing_runs(console)
             return 0
+        asked = pool.orchestrator.notes.remote()
         control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
         statuses = tuple(job.known for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
@@ -63,6 +65,9 @@ def show_status() -> int:
             if pipeline.pipeline_id not in launched:
                 state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
                 _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
+        with contextlib.suppress(RayError):
+            for note in ray.get(asked, timeout=STATUS_TIMEOUT_S):
+                _say(console, note)
         for ending in control.endings:
             _say(console, f"ended at {_time_of_day(ending.time)}: {ending}")
     return 0

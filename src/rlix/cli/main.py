@@ -176,6 +176,19 @@ def status() -> None:
 
 
 @app.command()
+def doctor(
+    paths: Annotated[list[Path] | None, typer.Argument(metavar="[PATH...]", help="What all hosts must have.")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+) -> None:
+    """Examine the hosts of the pool: versions, names, addresses, what they share and whether they reach each other."""
+    from rlix.cli.doctor import examine
+
+    with one_message_per_mistake():
+        code = examine(runs_dir, paths or [])
+    raise typer.Exit(code)
+
+
+@app.command()
 def watch(
     jobs: Annotated[
         list[str] | None, typer.Argument(metavar="[JOB...]", help="Names or ids; all, if left out.")

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
@@ -19,6 +19,7 @@ Keys = tuple[str, ...]
 Node = Mapping[str, Any]  # of Ray's node table
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _ASKED_AT_ONCE = 64
+_PENDING = "it has not answered yet"
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class _Asked:
     answer: "Future[tuple[Keys, Software]]"
     pause_s: float = _FIRST_PAUSE_S
     again_at: float = 0.0
-    why_not: str = field(default="it has not answered yet")
+    why_not: str = _PENDING
 
 
 class Hosts:
@@ -38,15 +39,19 @@ class Hosts:
         ask: a node's keys (names of its GPUs) and software, by its id and whether its devices are virtual. May take
             long; runs in a thread of its own.
         head: the head's software, which the others' must equal.
+        known: the keys of nodes that lend devices already: one of them that does not answer goes on doing so, as long
+            as Ray counts it.
     """
 
     def __init__(
         self,
         ask: Callable[[str, bool], tuple[Keys, Software]],
         head: Software,
+        known: Mapping[str, Keys],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ask, self._head, self._clock = ask, head, clock
+        self._known = dict(known)
         self._asked: dict[str, _Asked] = {}
         self._threads = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hosts")
         self.notes: tuple[str, ...] = ()
@@ -62,14 +67,22 @@ class Hosts:
                 self._asked[node_id] = _Asked(answer, _FIRST_PAUSE_S if asked is None else asked.pause_s)
         wait([asked.answer for asked in self._asked.values()], timeout=patience_s)
         found = {node_id: keys for node_id, node in alive.items() if (keys := self._keys(node)) is not None}
-        self._note([f"{_called(alive[i])} lends no devices: {a.why_not}" for i, a in self._asked.items() if a.why_not])
+        notes = [
+            f"{_called(alive[i])} lends no devices: {asked.why_not}"
+            for i, asked in self._asked.items()
+            if asked.why_not and i not in found
+        ]
+        for line in notes:
+            if line not in self.notes and _PENDING not in line:
+                logger.warning("%s", line)
+        self.notes = tuple(notes)
         return found
 
     def _keys(self, node: Node) -> Keys | None:
         """None, with the reason noted, of a node that lends nothing."""
-        asked = self._asked[node["NodeID"]]
+        asked, known = self._asked[node["NodeID"]], self._known.get(node["NodeID"])
         if not asked.answer.done():
-            return None
+            return known
         try:
             keys, software = asked.answer.result()
         except (RayError, RlixError, AttributeError) as error:  # an agent of another version has no such method
@@ -77,15 +90,12 @@ class Hosts:
                 asked.again_at = self._clock() + asked.pause_s
                 asked.pause_s = min(2 * asked.pause_s, _LONGEST_PAUSE_S)
                 asked.why_not = _reason(error)
-            return None
+            return known
         asked.why_not = software.differs(self._head) or _too_few(node, keys)
-        return None if asked.why_not else keys
-
-    def _note(self, notes: Sequence[str]) -> None:
-        for line in notes:
-            if line not in self.notes:
-                logger.warning("%s", line)
-        self.notes = tuple(notes)
+        if asked.why_not:
+            return None
+        self._known[node["NodeID"]] = keys
+        return keys
 
 
 def _called(node: Node) -> str:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_TIMEOUT_S = 30.0
+_FIRST_LOOK_S = 20.0  # for nodes that have not been asked before
 
 
 class ResourceManager:
@@ -46,7 +47,7 @@ class ResourceManager:
         logging.getLogger("rlix").setLevel(log_level)
         set_oom_score(KEPT)
         self._here = ray.get_runtime_context().get_node_id()
-        self._hosts = Hosts(self._ask_node, software())
+        self._hosts: Hosts | None = None  # until the scheduler has said what it knows
         self._looking = threading.Lock()
         self._told: tuple[Device, ...] | None = None
         self._leaving: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class ResourceManager:
             RlixError: there are none.
         """
         with self._looking:
-            devices = self._devices(_ANSWER_TIMEOUT_S)
+            devices = self._devices(_FIRST_LOOK_S)
             self._tell(devices)
         return len(devices)
 
@@ -71,7 +72,7 @@ class ResourceManager:
 
     def notes(self) -> tuple[str, ...]:
         """A line for each host that lends no devices: which, and why."""
-        return (*self._hosts.notes, *self._leaving)
+        return (*(self._hosts.notes if self._hosts else ()), *self._leaving)
 
     def hosts(self, paths: Sequence[str] = (), token: str = "", only: Collection[str] = ()) -> tuple[Host, ...]:
         """What hosts (`only` these, by node id) have and see, as `rlix.node.host.host` says.
@@ -113,6 +114,9 @@ class ResourceManager:
 
     def _devices(self, patience_s: float = 0.0) -> tuple[Device, ...]:
         nodes = ray.nodes()
+        if self._hosts is None:
+            before: Sequence[Device] = self._scheduler.ask("devices", timeout_s=_ANSWER_TIMEOUT_S)
+            self._hosts = Hosts(self._ask_node, software(), _keys_by_node(before))
         keys = self._hosts.lending(nodes, patience_s)
         devices = devices_of([node for node in nodes if node["NodeID"] in keys], keys)
         draining = {node for node in ray_state.state.get_draining_nodes() if node in keys}
@@ -195,6 +199,15 @@ def numbered(known: Sequence[Device], found: Sequence[Device], next_id: int) -> 
             number, next_id = next_id, next_id + 1
         devices.append(Device(number, device.node_id, device.node_ip, device.index, device.kind, device.key))
     return tuple(sorted(devices, key=lambda device: device.id))
+
+
+def _keys_by_node(devices: Sequence[Device]) -> dict[str, Keys]:
+    """What the nodes of these devices said of them; virtual ones' names are made."""
+    keys: dict[str, Keys] = {device.node_id: () for device in devices}
+    for device in sorted(devices, key=lambda device: device.index):
+        if device.kind is DeviceKind.CUDA:
+            keys[device.node_id] += (device.key,)
+    return keys
 
 
 def _kind(node: Mapping[str, Any]) -> DeviceKind:

@@ -138,17 +138,23 @@ class Patient:
 
         Raises:
             RlixError: the actor did not come back within `patience_s`, or this process has left Ray.
-            WaitTimeoutError: it is there and did not answer within `timeout_s`.
+            WaitTimeoutError: it is there and does not answer within `timeout_s`, nor, until `patience_s` are over,
+                when it is asked again: an answer may be lost with its connection, of which Ray does not always know.
         """
         deadline = time.monotonic() + self._patience_s
         pause_s = _FIRST_PAUSE_S
         while True:
             if not ray.is_initialized():  # else a call would start a Ray of its own
                 raise RlixError(f"{self._name} cannot be asked: this process has left Ray")
+            ref = None
             try:
-                return get(
-                    getattr(self._handle, method).remote(*args), what=f"{self._name}'s {method}", timeout_s=timeout_s
-                )
+                ref = getattr(self._handle, method).remote(*args)
+                return get(ref, what=f"{self._name}'s {method}", timeout_s=timeout_s)
+            except WaitTimeoutError as error:
+                answered = ray.wait([ref], timeout=0)[0]  # then this is what it raised
+                if answered or time.monotonic() >= deadline:
+                    raise
+                logger.warning("%s; asking again", error)
             except RayActorError as error:
                 if time.monotonic() > deadline:
                     raise RlixError(

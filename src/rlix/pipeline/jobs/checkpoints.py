@@ -22,7 +22,10 @@ SETTLE_TIMEOUT_S = 600.0
 
 
 class Saving(Protocol):
-    """A save that goes on beside training; a train engine's `SaveHandle` is one."""
+    """A save that goes on beside training, of one engine into `folder`; a train engine's `SaveHandle` is one."""
+
+    @property
+    def folder(self) -> Path: ...
 
     def done(self) -> bool: ...
 
@@ -129,7 +132,7 @@ class Checkpoints:
     def _complete(self, begun: _Begun) -> None:
         self._begun = None
         target = begun.partial.with_suffix("")
-        write_manifest(begun.partial)
+        write_manifest(begun.partial, (saving.folder for saving in begun.savings))
         sync_folder(begun.partial)
         begun.partial.rename(target)  # a checkpoint that has its name is complete
         sync(self._folder)  # before an older one goes

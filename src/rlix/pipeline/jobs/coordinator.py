@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlix.control.rpc import get, outlast
+from rlix.control.rpc import call, outlast
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.node.memory import KEPT, set_oom_score
@@ -66,7 +66,7 @@ class PipelineCoordinator:
             raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
         config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
         check_importable(config.spec)
-        where = await asyncio.to_thread(self._where)
+        where = await self._where()
         actor_class = ray.remote(PipelineActor)
         self._pipeline = actor_class.options(
             name=f"pipeline:{self._pipeline_id}",
@@ -79,15 +79,16 @@ class PipelineCoordinator:
         self._watch = asyncio.create_task(self._watch_pipeline())
         return self._pipeline
 
-    def _where(self) -> dict[str, Any]:
+    async def _where(self) -> dict[str, Any]:
         """Ray's options for a process on the job's own host."""
-        orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
-        asked = [orchestrator.registration.remote(self._pipeline_id), orchestrator.devices.remote()]
-        registration, devices = get(asked, what=f"where {self._pipeline_id} was placed", timeout_s=_CALL_TIMEOUT_S)
+        orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+        asked = orchestrator.registration.remote(self._pipeline_id), orchestrator.devices.remote()
+        bounds: dict[str, Any] = {"what": f"where {self._pipeline_id} was placed", "timeout_s": _CALL_TIMEOUT_S}
+        registration, devices = [await call(each, **bounds) for each in asked]
         node = home(registration, {device.id: device for device in devices})
         if node is None:
             return {"resources": {HEAD_RESOURCE: 0.001}}
-        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
     async def status(self) -> JobStatus | None:
         """None until the pipeline actor exists."""

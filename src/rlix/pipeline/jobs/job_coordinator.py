@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.flow.workers.futures import read_error
@@ -138,7 +138,7 @@ class JobCoordinator(PipelineCoordinator):
                 self._last = replace(self._last, step=max(self._last.step, said.step), moved_to=said.moved_to)
             what = (said and said.error) or f"{type(cause).__name__}: {cause}"
             return self._failed(what + await self._why_taken())
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError) as error:  # or its node left before it began
             return self._failed(await self._why_it_died(error))
         except WaitTimeoutError as error:
             return self._failed(str(error))
@@ -221,7 +221,7 @@ class JobCoordinator(PipelineCoordinator):
                 return f" (the control plane ended what held {ended[-1].cluster or 'it'}: {ended[-1].why})"
         return ""
 
-    async def _why_it_died(self, error: RayActorError) -> str:
+    async def _why_it_died(self, error: RayError) -> str:
         """The control plane may have ended it, and then knows why."""
         with contextlib.suppress(RayError, ValueError, TimeoutError):
             orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
