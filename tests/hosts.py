@@ -127,11 +127,19 @@ class Hosts:
         Raises:
             AssertionError: it failed; says what it wrote.
         """
-        command = self[number].command(*arguments, env={**self.env, **env})
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = self._done(number, *arguments, timeout_s=timeout_s, **env)
         said = f"{shlex.join(arguments)} on node{number}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
         assert done.returncode == 0, said
         return done.stdout
+
+    def attempt(self, number: int, *arguments: str, timeout_s: float = COMMAND_S) -> tuple[int, str]:
+        """A command's exit code, and all that it prints."""
+        done = self._done(number, *arguments, timeout_s=timeout_s)
+        return done.returncode, done.stdout + done.stderr
+
+    def _done(self, number: int, *arguments: str, timeout_s: float, **env: str) -> "subprocess.CompletedProcess[str]":
+        command = self[number].command(*arguments, env={**self.env, **env})
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def start(self, number: int, *arguments: str, output: Path, **env: str) -> "subprocess.Popen[bytes]":
         """A command that runs on; it ends with its host."""

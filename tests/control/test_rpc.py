@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from rlix.control import rpc
 from rlix.protocol.errors import WaitTimeoutError
@@ -49,6 +49,16 @@ def test_a_lost_connection_is_no_death() -> None:
     asked = Method([unavailable(), unavailable(), "its end"])
     assert outlast(Actor(None, None), asked) == "its end"
     assert asked.calls == 3
+
+
+def test_what_it_raised_itself_is_an_answer() -> None:
+    """Also that somebody else was out of reach for it."""
+    raised = RayTaskError("run", "its traceback", unavailable()).as_instanceof_cause()
+    assert isinstance(raised, ActorUnavailableError)
+    asked = Method([raised])
+    with pytest.raises(ActorUnavailableError):
+        outlast(Actor(), asked)
+    assert asked.calls == 1
 
 
 def test_a_death_is_one_while_it_is_asked_and_while_it_is_looked_for() -> None:

@@ -94,6 +94,8 @@ async def outlast(actor: Any, ask: Callable[[], Any], *, what: str, patience_s: 
         try:
             return await ask()
         except ActorUnavailableError as error:
+            if isinstance(error, RayTaskError):  # it was there, and this is what it raised
+                raise
             logger.warning("%s cannot be reached: waiting for it, or for Ray to know that it is dead: %s", what, error)
             await _reachable(actor, what, patience_s)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError
 
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
@@ -191,7 +191,7 @@ class TrainWorkers(Engine):
         try:
             return group.results(name, refs, timeout_s=timeout_s)
         except WorkerError as error:
-            lost, fix = self._recover(group, name, dead=isinstance(error.__cause__, RayActorError))
+            lost, fix = self._recover(group, name, dead=isinstance(error.__cause__, ActorDiedError))
             own = plainly(error)
             if lost:
                 own.args = (f"{own}; {lost}",)

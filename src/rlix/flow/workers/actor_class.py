@@ -1,12 +1,13 @@
 """The class that Ray instantiates for a worker."""
 
 from collections.abc import Mapping
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, iscoroutinefunction, isgeneratorfunction
 from types import FunctionType
 from typing import Any
 
 import ray
 
+from rlix.flow.workers.once import Answers, once
 from rlix.flow.workers.worker import Worker, WorkerContext, prepare_process
 from rlix.node.process import this_process
 from rlix.protocol.messages import Process
@@ -19,6 +20,7 @@ def actor_class(worker_cls: type[Worker]) -> type[Worker]:
         prepare_process(context)
         self.ctx = context
         self._rlix_constructed = False
+        self._rlix_answers = Answers()
 
     def construct(self: Any, kwargs: Mapping[str, Any]) -> Process:
         worker_cls.__init__(self, **kwargs)
@@ -32,8 +34,15 @@ def actor_class(worker_cls: type[Worker]) -> type[Worker]:
     members: dict[str, Any] = {name: getattr(worker_cls, name) for name in dir(worker_cls) if not name.startswith("__")}
     members |= {"__init__": bare, "_rlix_construct": construct, "close": close}
     members = {name: _without_types(m) for name, m in members.items() if isinstance(m, FunctionType)}
+    members |= {name: once(m) for name, m in members.items() if may_be_made_again(worker_cls, name)}
     members["__module__"] = worker_cls.__module__
     return type(worker_cls.__name__, (worker_cls,), members)
+
+
+def may_be_made_again(worker_cls: type[Worker], method: str) -> bool:
+    """Whether a call of this method can be told from another one: that of a plain function's can."""
+    found = getattr(worker_cls, method, None)
+    return method != "__init__" and not (iscoroutinefunction(found) or isgeneratorfunction(found))
 
 
 def _without_types(method: FunctionType) -> FunctionType:

@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlix.flow import prefork
 from rlix.flow.messages.peer import MAIL
 from rlix.flow.scratch import Scratch, shared_memory, sweep
-from rlix.flow.workers.actor_class import actor_class
+from rlix.flow.workers.actor_class import actor_class, may_be_made_again
 from rlix.flow.workers.futures import failures, futures_of, read_error
+from rlix.flow.workers.once import CALL
 from rlix.flow.workers.user_errors import failure
 from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.node import output
@@ -168,13 +169,34 @@ class WorkerGroup:
         self.check_usable(method)
         called = self._ranks(ranks)
         self._check_per_rank(method, called, args, kwargs)
-        methods = [getattr(self._handles[rank], method) for rank in called]
-        if at_once:
-            methods = [each.options(concurrency_group=CONTROL) for each in methods]
+        options = {"concurrency_group": CONTROL} if at_once else {}
         return [
-            each.remote(*(_pick(value, i) for value in args), **{key: _pick(value, i) for key, value in kwargs.items()})
-            for i, each in enumerate(methods)
+            self._remote(
+                rank,
+                method,
+                [_pick(value, i) for value in args],
+                {key: _pick(value, i) for key, value in kwargs.items()},
+                options,
+            )
+            for i, rank in enumerate(called)
         ]
+
+    def _remote(
+        self,
+        rank: int,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = NO_ARGUMENTS,
+        options: Mapping[str, Any] = NO_ARGUMENTS,
+    ) -> "ray.ObjectRef[Any]":
+        """A connection to another host may be lost for a while: Ray then makes the call again, as long as it counts the
+        worker, which carries it out once."""
+        found = getattr(self._handles[rank], method)
+        call: Any = found.options(**options) if options else found
+        if not _on_this_node(self.placements[rank : rank + 1]) and may_be_made_again(self.worker_cls, method):
+            call, kwargs = found.options(max_task_retries=-1, **options), {**kwargs, CALL: uuid.uuid4().hex}
+        made: ray.ObjectRef[Any] = call.remote(*args, **kwargs)
+        return made
 
     def check_usable(self, method: str) -> None:
         """Raise WorkerError when there is nobody to call."""
@@ -263,7 +285,7 @@ class WorkerGroup:
         if not ray.is_initialized():
             return
         if graceful:
-            futures = futures_of([handle.close.remote() for handle in self._handles])
+            futures = futures_of([self._remote(rank, "close") for rank in range(len(self._handles))])
             wait(futures, timeout=timeout_s)
             for rank, future in enumerate(futures):
                 if not future.done():
@@ -316,7 +338,7 @@ class WorkerGroup:
         """Run the workers' `__init__`, as a method: its error then arrives with its type."""
         self._check_per_rank("__init__", range(self.world_size), (), self._kwargs)
         futures = futures_of(
-            self._handles[rank]._rlix_construct.remote({key: _pick(value, rank) for key, value in self._kwargs.items()})
+            self._remote(rank, "_rlix_construct", [{key: _pick(value, rank) for key, value in self._kwargs.items()}])
             for rank in ranks
         )
         pids = self._wait("__init__", ranks, futures, self._start_timeout_s)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from rlix.control.rpc import in_words
 from rlix.protocol.errors import RlixError, SpecError, WorkerError
@@ -39,7 +39,7 @@ def sent(where: str, values: Iterable[tuple[str, object]]) -> Iterator[None]:
 
 def worker_error(message: str, rank: int, cause: BaseException) -> WorkerError:
     """An error that is caught as `WorkerError` and as the cause's own type, and has the cause's attributes."""
-    own = isinstance(cause, Exception) and not isinstance(cause, RlixError)
+    own = isinstance(cause, Exception) and not isinstance(cause, RlixError | RayError)
     return _made(type(cause) if own else WorkerError, message, {**(cause.__dict__ if own else {}), "rank": rank})
 
 
