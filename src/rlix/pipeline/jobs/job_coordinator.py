@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import call, in_words, outlast, root_cause
@@ -173,8 +174,7 @@ class JobCoordinator(PipelineCoordinator):
             NODE_LOSS_S if self._may_be_a_node and self._nodes - {here} else 0.0
         )
         while True:
-            alive = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
-            if gone := sorted(self._nodes - alive):
+            if gone := sorted(self._nodes - await asyncio.to_thread(_staying)):
                 return f"node {gone[0]} left"
             if self._stop_wanted or asyncio.get_running_loop().time() >= deadline:
                 return ""
@@ -241,6 +241,12 @@ class JobCoordinator(PipelineCoordinator):
 
     def _failed(self, error: str) -> JobStatus:
         return replace(self._last, state="failed", phase="failed", error=error)
+
+
+def _staying() -> set[str]:
+    """The nodes that are there and are not being drained."""
+    draining = ray_state.state.get_draining_nodes()
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining}
 
 
 def _never_again(spec: JobSpec) -> JobSpec:
