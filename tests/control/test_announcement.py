@@ -9,8 +9,16 @@ import pytest
 
 from rlix.cli.jobs import take_down
 from rlix.control import announcement
-from rlix.control.announcement import Announcement, Claim, DeathNotice, await_end, await_start, is_claimed
-from rlix.protocol.errors import WaitTimeoutError
+from rlix.control.announcement import (
+    Announcement,
+    Claim,
+    DeathNotice,
+    await_end,
+    await_start,
+    is_claimed,
+    read_announcement,
+)
+from rlix.protocol.errors import RlixError, WaitTimeoutError
 
 READY = Announcement("127.0.0.1:1", 4711, 1e9, 2, "cpu", 30.0, None)
 
@@ -86,3 +94,28 @@ def test_down_waits_for_a_daemon_that_is_starting(
     assert take_down() == 0
     assert awaited == [tmp_path]
     assert "no control plane runs here" in capsys.readouterr().out
+
+
+def test_a_home_of_another_host_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = Claim(tmp_path)
+    assert claim.take()
+    claim.announce(READY)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(announcement, "host_name", lambda: "login2")
+    for command in (lambda: read_announcement(tmp_path), Claim(tmp_path).take):
+        with pytest.raises(RlixError, match=f"RLIX_HOME {tmp_path} is that of a control plane on host .*login2"):
+            command()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    claim.close()  # killed: on a disk of this host its lock says so, on others' it may not
+    monkeypatch.setattr(announcement, "on_network", lambda folder: True)
+    with pytest.raises(RlixError, match="any more, delete"):
+        read_announcement(tmp_path)
+    monkeypatch.setattr(announcement, "on_network", lambda folder: False)
+    assert read_announcement(tmp_path) is None
+    later = Claim(tmp_path)
+    assert later.take()
+    later.disown()
+    later.close()
+    monkeypatch.setattr(announcement, "on_network", lambda folder: True)
+    monkeypatch.setattr(announcement, "host_name", lambda: "login3")
+    assert Claim(tmp_path).take()

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlix.control.home import check_home, in_home
+from rlix.node.addresses import host_name
+from rlix.node.shared_folder import on_network
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -51,11 +53,34 @@ def pool_text(devices: int, *, virtual: bool) -> str:
     return f"{devices} {'virtual ' if virtual else ''}GPU{'' if devices == 1 else 's'}"
 
 
+def check_owner(home: Path) -> None:
+    """A home that several hosts see is one host's at a time: a daemon can be joined on its own host only.
+
+    Raises:
+        RlixError: it is another host's; names it. Where locks may not reach over the network, a daemon that was killed
+            there counts as one that runs.
+    """
+    with in_home(home):
+        try:
+            owner = _lock(home).read_text()
+        except FileNotFoundError:
+            return
+    if owner in ("", host_name()) or not (is_claimed(home) or on_network(home)):
+        return
+    raise RlixError(
+        f"RLIX_HOME {home} is that of a control plane on host {owner}, which only commands on that host can join: give "
+        f"the command there, or set RLIX_HOME to a folder on a disk of this host ({host_name()}). If none runs on "
+        f"{owner} any more, delete {_lock(home)}"
+    )
+
+
 def read_announcement(home: Path) -> Announcement | None:
     """The announcement of the daemon that runs with this home; None where there is none, or none that is ready.
 
-    Raises SpecError when the home cannot be looked into, or only another user may join its daemon.
+    Raises SpecError when the home cannot be looked into, or only another user may join its daemon; what `check_owner`
+    raises.
     """
+    check_owner(home)
     if not is_claimed(home):
         return None
     with in_home(home):
@@ -99,10 +124,13 @@ class Claim:
         os.set_inheritable(self.descriptor, False)
 
     def take(self) -> bool:
-        """False when another process has it."""
+        """False when another process has it. Raises what `check_owner` raises."""
+        check_owner(self._home)
         for _ in range(_CLAIM_TRIES):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.disown()
+                os.pwrite(self.descriptor, host_name().encode(), 0)
                 self.withdraw()  # what a daemon that was killed has left
                 return True
             time.sleep(_POLL_S)  # somebody may just be looking, as `is_claimed` does
@@ -116,6 +144,10 @@ class Claim:
     def withdraw(self) -> None:
         """Nobody new comes; those who are attached stay."""
         _file(self._home).unlink(missing_ok=True)
+
+    def disown(self) -> None:
+        """The home is no host's: a daemon of any may have it next."""
+        os.ftruncate(self.descriptor, 0)
 
     def close(self) -> None:
         """Gives the right back, if it was taken and not passed on."""

@@ -76,6 +76,7 @@ class Daemon:
             shutdown()
             if token_path is not None:
                 Path(token_path).unlink(missing_ok=True)
+            self._claim.disown()
 
     def _listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

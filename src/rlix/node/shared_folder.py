@@ -4,9 +4,20 @@ import secrets
 import time
 from pathlib import Path
 
+import psutil
+
 SEEN_WITHIN_S = 5.0
 """So long a network file system may go on saying what it knew of a folder before."""
 _LOOK_EVERY_S = 0.1
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "fuse", "9p", "virtiofs", "afs")
+
+
+def on_network(folder: Path) -> bool:
+    """Whether other hosts may have `folder`, too: it is not on a disk of this one."""
+    path = folder.resolve()
+    mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
+    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
+    return kind.startswith(_NETWORK)
 
 
 class Token:
