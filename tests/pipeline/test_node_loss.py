@@ -6,7 +6,7 @@ import pytest
 
 from tests.control.test_lifecycle import LOCAL, run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NODE_LEAVES = """
 import json, pathlib, time, ray, rlix
