@@ -46,6 +46,7 @@ from rlix.scheduler.validate import check
 
 SIZES = ("16x4", "256x32", "1024x128", "16384x1000")
 NOW = 0.0  # nobody has waited
+HELD_S = 15.0  # in a steady pool everybody has had his bundles for so long, which has paid for their loads
 Row = dict[str, str | int | float]
 
 
@@ -161,7 +162,7 @@ def p99(times: list[float]) -> float:
 def measure(size: str, placement: str, scenario: str, repeat: int, policy: Policy) -> Row:
     gpus, jobs = (int(part) for part in size.split("x"))
     state = SCENARIOS[scenario](gpus, jobs, placement, random.Random(7), policy)
-    snapshot = state.snapshot(NOW)
+    snapshot = state.snapshot(NOW + (HELD_S if scenario == "steady" else 0.0))
     changes = plan(snapshot, policy)
     check(snapshot, changes)
     repeat = repeat if gpus <= 1024 else max(3, repeat // 2)

@@ -21,9 +21,9 @@ from rlix.protocol.messages import Cluster, Demand, LeaseState, Registration, Re
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.policies import Policy
-from rlix.scheduler.policies.static import Partitioned, PoolShape, confined, least_part
 from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
+from rlix.sim.baselines import Partitioned, PoolShape, confined, least_part
 from tests.scheduler.world import INFER, TRAIN, devices
 
 DRAIN_S = 2.0

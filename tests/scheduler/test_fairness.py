@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rlix.protocol.messages import Demand
 from rlix.protocol.types import Phase as GangPhase
 from rlix.scheduler.policies import POLICIES, Policy, Proportional, Rlix, Timeslice
-from rlix.scheduler.policies.exclusive import exclusive
-from rlix.scheduler.policies.slots import slots
-from rlix.scheduler.policies.static import static
 from rlix.scheduler.snapshot import GANG_PATIENCE_S
+from rlix.sim.baselines import exclusive, slots, static
 from tests.scheduler.life import DRAIN_S, Life
 
 JOBS = 6

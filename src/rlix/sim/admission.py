@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rlix.protocol.messages import Registration
 from rlix.scheduler.policies.base import Policy
-from rlix.scheduler.policies.static import Partitioned, PoolShape, confined, least_part
+from rlix.sim.baselines import Partitioned, PoolShape, confined, least_part
 from rlix.sim.jobs import Job
 from rlix.sim.workload import JobSpec, Workload
 

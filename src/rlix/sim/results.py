@@ -8,9 +8,7 @@ import numpy as np
 from rlix.protocol.errors import SpecError
 from rlix.scheduler.policies import POLICIES as SELECTABLE
 from rlix.scheduler.policies.base import Policy
-from rlix.scheduler.policies.exclusive import exclusive
-from rlix.scheduler.policies.slots import slots
-from rlix.scheduler.policies.static import Partitioned, static
+from rlix.sim.baselines import Partitioned, exclusive, slots, static
 from rlix.sim.bounds import Bounds, bounds
 from rlix.sim.engine import Simulation
 from rlix.sim.jobs import Job, draw_jobs

@@ -225,7 +225,7 @@ class _Division:
 
     def _standing(self, i: int, count: int) -> int:
         """Of bundle number `count + 1` of rollout i: 0 where it is not due to it, else the more the more it is owed."""
-        if self.gain(i, count) < _A_GPU_WELL_USED or count * self.width[i] >= self.queueing.equal_share:
+        if count * self.width[i] >= self.queueing.equal_share or self.gain(i, count) < _A_GPU_WELL_USED:
             return 0
         return 3 if self.queueing.owed[i] else 1 if self.queueing.owing[i] else 2
 
@@ -387,6 +387,9 @@ class _Division:
             within = (count - 1) * self.width[j] <= queueing.equal_share
             if within and queueing.owes(i, j):
                 return math.inf  # it has been given less than i, and no more than its share
-            if self.gained[j] or self._standing(j, count - 1) > self._standing(i, self.count[i]):
+            if self.gained[j]:
+                return math.inf
+            standing = self._standing(j, count - 1)
+            if standing and standing > self._standing(i, self.count[i]):
                 return math.inf
         return self.gain(j, count - 1)

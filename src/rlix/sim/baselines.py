@@ -1,4 +1,4 @@
-"""Fixed parts: each job keeps an equal share of the pool for itself and trains within it."""
+"""Baselines that cut the pool into parts: equal ones, ones as large as a gang, or the whole for one job at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +47,9 @@ class Fill:
 
 
 class Static(Fill):
-    """As many equal parts as there are jobs, each of at least one bundle of its job.
+    """Each job keeps an equal share of the pool for itself and trains within it.
+
+    As many equal parts as there are jobs, each of at least one bundle of its job.
 
     What the division leaves over goes to the first who come, a bundle each, if it leaves everybody after them a part.
     """
@@ -58,6 +60,23 @@ class Static(Fill):
         more = -(-pool.gpus // pool.jobs) // bundle * bundle
         fits = len(pool.free) - more >= pool.least_to_come
         return first_free(max(least, more) if fits else least, bundle, pool)
+
+
+class Slots(Fill):
+    """Fixed parts as large as the job's largest gang; jobs queue for a part, first come, first served."""
+
+    def part(self, registration: Registration, pool: PoolShape) -> tuple[int, ...] | None:
+        bundle = bundle_size(registration)
+        gang = max(len(c.devices) for c in registration.clusters if not c.elastic)
+        size = min(pool.gpus, -(-gang // bundle) * bundle)
+        return first_free(size, size, pool)
+
+
+class Exclusive(Fill):
+    """Jobs one after another, each on the whole pool."""
+
+    def part(self, registration: Registration, pool: PoolShape) -> tuple[int, ...] | None:
+        return first_free(pool.gpus, pool.gpus, pool)
 
 
 def least_part(bundle: int, gpus: int, jobs: int) -> int:
@@ -87,4 +106,4 @@ def _confined(cluster: Cluster, part: tuple[int, ...]) -> Cluster:
     return replace(cluster, devices=part[:size], alternatives=())
 
 
-static = Static()
+static, slots, exclusive = Static(), Slots(), Exclusive()
