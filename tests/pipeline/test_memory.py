@@ -17,6 +17,7 @@ from rlix.pipeline.memory.estimate import Generation, Training
 from rlix.pipeline.memory.job import job_memory, memory_problems
 from rlix.pipeline.memory.shape import ModelShape, counted, shape_of
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
 from tests.pipeline.chat_models import qwen_7b
 
@@ -139,6 +140,7 @@ class TestJob:
 
     def test_a_layer_that_the_model_has_not_is_found_with_its_configuration(self, tmp_path: Path) -> None:
         qwen_7b().save_pretrained(tmp_path)
+        character_tokenizer("0123456789>").save_pretrained(tmp_path)
         spec = job(source={"task": "sort_digits"}, model={"path": str(tmp_path)}, pipeline="multi_lora", runs={"a": {}})
         runs = {"a": {}, "b": {"lora": {"targets": ["q_proj", "gate"]}}}
         for name, changes in (("runs.b.lora", {"runs": runs}), ("lora", {"lora": {"targets": "gate"}})):
@@ -151,6 +153,7 @@ class TestJob:
 
     def test_each_job_whose_configuration_is_of_no_use_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 0}))
+        (tmp_path / "tokenizer.json").touch()
         spec = job(source={"task": "sort_digits"}, model={"path": str(tmp_path)})
         for name in ("a", "b"):
             values = spec.model_dump(mode="json", exclude_unset=True) | {"name": name}
