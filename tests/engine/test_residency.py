@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -300,3 +301,19 @@ def test_what_is_dropped_goes_back_to_the_system() -> None:
     assert process.memory_full_info().uss - before > 150e6
     resident.to_meta()
     assert process.memory_full_info().uss - before < 50e6, f"kept below {above.data_ptr():#x}"
+
+
+def test_who_shares_borrowed_bytes_shares_them_still() -> None:
+    """As views, tied weights and a `state_dict` of a model that was read from a file do."""
+    whole = torch.from_numpy(np.arange(12, dtype=np.float32))
+    weight, other = torch.nn.Parameter(whole[2:10].view(2, 4)), whole[10:]
+    tied, row, transposed = weight.data.view(8), weight.data[1], weight.data.t()
+    moved = resident([weight, other, tied], SwapMover(CPU))
+    moved.to_host()
+    assert {each.untyped_storage().nbytes() for each in (weight, other, tied, row, transposed)} == {0}
+    moved.to_device()
+    assert moved.device_bytes == 10 * 4
+    with torch.no_grad():
+        weight += 1
+    assert [tied.tolist(), row.tolist(), other.tolist()] == [[*range(3, 11)], [*range(7, 11)], [10, 11]]
+    assert torch.equal(transposed, weight.t())

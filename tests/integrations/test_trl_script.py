@@ -36,8 +36,9 @@ def test_two_ranks_train_the_same_as_a_job_and_are_in_the_report(ray_session: An
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["ranks"] == 2
     assert result["attached"] == result["plain"]
-    saved = [(tmp_path / kind / "model.safetensors").read_bytes() for kind in ("plain", "attached")]
-    assert saved[0] == saved[1]
+    for file in ("model.safetensors", "first/model.safetensors", "other.pt"):
+        plain, attached = ((tmp_path / kind / file).read_bytes() for kind in ("plain", "attached"))
+        assert plain == attached, file
     record = load_run(tmp_path / "runs" / "digits")
     assert (record.name, record.state, len(record.metrics)) == ("digits", "finished", 2)
     assert {lease.phase for lease in record.leases} >= {"initialization", "value_compute", "actor_training"}

@@ -35,6 +35,11 @@ def train(name):
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
+    if trainer.accelerator.is_main_process:  # alone
+        trainer.model.save_pretrained(out / name / "first")
+    else:
+        (out / name).mkdir(exist_ok=True)
+        torch.save(trainer.model.state_dict(), out / name / "other.pt")
     return [(row["loss"], row["reward"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
 
 

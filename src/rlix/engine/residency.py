@@ -9,8 +9,9 @@ side stream, at once or part by part. `VirtualMover` (a virtual GPU) counts the 
 *is* host memory.
 """
 
+import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -209,19 +210,10 @@ class ResidentSet:
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """The distinct storages of the set on this device, each resizable."""
-        found: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors():
-            local = local_tensor(tensor)
-            if local.device.type != self._device.type:
-                continue
-            storage = local.untyped_storage()
-            if storage.nbytes() and not storage.resizable():
-                # Memory-mapped or borrowed bytes (safetensors, numpy) cannot be freed: take a copy that can.
-                local.data = local.detach().clone()
-                storage = local.untyped_storage()
-            if storage.nbytes():
-                found[storage._cdata] = storage
-        return list(found.values())
+        here = [each for each in map(local_tensor, self._tensors()) if each.device.type == self._device.type]
+        _make_resizable(here)
+        storages = (each.untyped_storage() for each in here)
+        return list({storage._cdata: storage for storage in storages if storage.nbytes()}.values())
 
 
 class HostHome:
@@ -280,6 +272,52 @@ def module_tensors(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) 
         for state in optimizer.state.values():
             tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
     return tensors
+
+
+def tensors_over(storages: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """All tensors of this process that see bytes of these storages (by `_cdata`), which are named with each."""
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            try:
+                storage = each.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):  # sparse and functional ones have none
+                continue
+            if storage in storages:
+                yield storage, each
+
+
+def _make_resizable(tensors: Iterable[torch.Tensor]) -> None:
+    """Memory-mapped or borrowed bytes (safetensors, numpy) cannot be freed: they get copies that can.
+
+    Whoever sees the same bytes, as a tied weight or a `state_dict` does, sees them still.
+    """
+    fixed: dict[int, list[torch.Tensor]] = {}
+    for each in tensors:
+        storage = each.untyped_storage()
+        if storage.nbytes() and not storage.resizable():
+            fixed.setdefault(storage._cdata, []).append(each)
+    if not fixed:
+        return
+    views: dict[int, list[torch.Tensor]] = {}
+    for storage_id, view in tensors_over(fixed):
+        views.setdefault(storage_id, []).append(view)
+    for storage_id, mine in fixed.items():
+        whole = mine[0].untyped_storage()
+        for start, end in sorted(map(_extent, mine), key=lambda extent: extent[0] - extent[1]):  # the longest first
+            copy = whole[start:end].clone()
+            for view in views[storage_id]:
+                first, last = _extent(view)
+                if view.untyped_storage()._cdata == storage_id and start <= first and last <= end:
+                    place = (first - start) // view.element_size(), view.size(), view.stride()
+                    view.data = torch.empty(0, dtype=view.dtype, device=view.device).set_(copy, *place)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from the first to behind the last that the tensor sees."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    return first, first + int(count) * tensor.element_size()
 
 
 def _as_stored(copy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,23 @@
 """When a trainer that somebody else wrote holds its devices: one stage at a time, with the bytes that it needs."""
 
 import contextlib
-import json
+import functools
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlix.control.program import Program
-from rlix.protocol.errors import RlixError, WaitTimeoutError
+from rlix.engine.guarded import GuardedSet
+from rlix.protocol.errors import RlixError
 from rlix.protocol.types import Phase
 
-LEAVE_TIMEOUT_S = 300.0  # for the other ranks to have moved their bytes away
-_POLL_S = 0.01
+logger = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""Between stages: how long after its last touch of the bytes a program keeps the devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +28,15 @@ class Stage:
     phase: Phase
 
 
+SCRIPT = Stage("script", Phase.VALUE_COMPUTE)
+"""What the program itself does with the bytes between stages. It cannot be preempted: the least urgent gang."""
+
+
 class Gate(Protocol):
     """Who lets a trainer onto its devices."""
 
-    def enter(self, phase: Phase) -> tuple[int, ...]:
-        """Waits for the devices; returns them."""
+    def enter(self, phase: Phase, *, alone: bool = False) -> tuple[int, ...]:
+        """Waits for the devices; returns them. `alone`: of several ranks this one, without the others."""
         ...
 
     def leave(self) -> None:
@@ -42,73 +51,11 @@ class ProgramGate:
         self._program = program
         self._held = contextlib.ExitStack()
 
-    def enter(self, phase: Phase) -> tuple[int, ...]:
+    def enter(self, phase: Phase, *, alone: bool = False) -> tuple[int, ...]:
         return self._held.enter_context(self._program.phase(phase)).devices
 
     def leave(self) -> None:
         self._held.close()
-
-
-class RankGate:
-    """The same for several ranks: rank 0 asks, the others wait at a store on the CPU.
-
-    A collective would not do: ranks that wait inside one keep their devices busy, and it times out.
-
-    Args:
-        store: a torch.distributed store that all ranks use.
-        inner: rank 0's gate; None for the others.
-    """
-
-    def __init__(self, rank: int, world_size: int, store: Any, inner: Gate | None) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._store = store
-        self._inner = inner
-        self._number = 0
-
-    def enter(self, phase: Phase) -> tuple[int, ...]:
-        self._number += 1
-        key = f"{self._number}/granted"
-        if self._inner is None:
-            granted = json.loads(self._await(key))
-            if "error" in granted:
-                raise RlixError(f"rank 0 got no lease: {granted['error']}")
-            if granted["phase"] != phase.name:
-                raise RlixError(
-                    f"rank {self._rank} is about to do {phase.name} while rank 0 does {granted['phase']}: every rank "
-                    "must generate, train and evaluate together"
-                )
-            return tuple(granted["devices"])
-        try:
-            devices = self._inner.enter(phase)
-        except BaseException as error:  # raised again; the others would wait for ever
-            self._store.set(key, json.dumps({"error": str(error)}))
-            raise
-        self._store.set(key, json.dumps({"phase": phase.name, "devices": devices}))
-        return devices
-
-    def leave(self) -> None:
-        if self._inner is None:
-            self._store.set(f"{self._number}/gone/{self._rank}", "")
-            return
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        left = list(range(1, self._world_size))
-        while left := [rank for rank in left if not self._store.check([f"{self._number}/gone/{rank}"])]:
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"ranks {left} have not moved their bytes away within {LEAVE_TIMEOUT_S:.0f} s; rank 0 keeps the "
-                    "lease until the program ends"
-                )
-            time.sleep(_POLL_S)
-        for key in ("granted", *(f"gone/{rank}" for rank in range(1, self._world_size))):
-            self._store.delete_key(f"{self._number}/{key}")
-        self._inner.leave()
-
-    def _await(self, key: str) -> str:
-        """Standing in the queue is no error; when rank 0 dies, whoever started the ranks ends the others."""
-        while not self._store.check([key]):
-            time.sleep(_POLL_S)
-        return str(self._store.get(key).decode())
 
 
 class Movable(Protocol):
@@ -131,15 +78,29 @@ class Listener(Protocol):
 
 
 class Stages:
-    """Which stage a trainer is in: its lease is held, and on the devices are the bytes that it needs and no others."""
+    """Which stage a trainer is in: its lease is held, and on the devices are the bytes that it needs and no others.
 
-    def __init__(self, gate: Gate, listener: Listener | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    Between stages the bytes are the program's own (`lent`): whoever touches them has a lease for it.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        listener: Listener | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        idle_s: float = IDLE_S,
+    ) -> None:
         self._gate = gate
         self._listener = listener
         self._clock = clock
+        self._idle_s = idle_s
         self._sets: list[Movable] = []
         self._devices: tuple[int, ...] = ()
         self._busy_since = 0.0
+        self._touched = 0.0
+        self._moving = threading.RLock()  # who touches the bytes between stages, and who takes them away
+        self._over = threading.Event()
         self.stage: Stage | None = None
 
     def add(self, *sets: Movable) -> None:
@@ -148,34 +109,26 @@ class Stages:
 
     def begin(self, stage: Stage, *sets: Movable) -> None:
         """Holds the lease of `stage`, with these bytes on the device; the stage before ends."""
-        if self.stage != stage:
-            self.end()
-            self._devices = self._gate.enter(stage.phase)
-            self.stage = stage
-            self._busy_since = self._clock()
-        if all(each.on_device for each in sets):
-            return
-        start = self._clock()
-        try:
-            for each in sets:
-                each.to_device()
-        except BaseException:  # raised again: what does not fit must not stay half
-            self.end()
-            raise
-        self._busy_since = self._clock()
-        self._told(stage, "load", start, self._busy_since)
+        with self._moving:
+            if self.stage != stage:
+                self.end()
+                self._devices = self._gate.enter(stage.phase, alone=stage == SCRIPT)
+                self.stage = stage
+                self._busy_since = self._clock()
+            self._bring(stage, [each.to_device for each in sets if not each.on_device])
 
     def end(self) -> None:
         """Every byte leaves, then the lease is given back. Nothing happens between stages."""
-        if self.stage is None:
-            return
-        stage, start = self.stage, self._clock()
-        self._told(stage, "busy", self._busy_since, start)
-        for each in self._sets:
-            each.to_host()
-        self._told(stage, "offload", start, self._clock())
-        self.stage = None
-        self._gate.leave()
+        with self._moving:
+            if self.stage is None:
+                return
+            stage, start = self.stage, self._clock()
+            self._told(stage, "busy", self._busy_since, start)
+            for each in self._sets:
+                each.to_host()
+            self._told(stage, "offload", start, self._clock())
+            self.stage = None
+            self._gate.leave()
 
     @contextlib.contextmanager
     def within(self, stage: Stage, *sets: Movable) -> Iterator[None]:
@@ -184,8 +137,10 @@ class Stages:
             with self.beside(*sets):
                 yield
             return
-        before, had = self.stage, [each for each in self._sets if each.on_device]
-        self.begin(stage, *sets)
+        with self._moving:
+            before = None if self.stage == SCRIPT else self.stage
+            had = [each for each in self._sets if each.on_device]
+            self.begin(stage, *sets)
         try:
             yield
         finally:
@@ -208,10 +163,63 @@ class Stages:
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
         """Everything may be read where it is, to save it, which needs no device."""
-        with contextlib.ExitStack() as reading:
+        with self._moving, contextlib.ExitStack() as reading:
             for each in self._sets:
                 reading.enter_context(each.readable())
             yield
+
+    # ---- between stages: what a `GuardedSet` asks for ----------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lent(self, sets: Sequence[GuardedSet]) -> Iterator[None]:
+        """Somebody touches these. In a stage they stay until it ends. Between stages the program gets the lease for it,
+        until it has not touched anything for a while, or a stage begins."""
+        with self._moving:
+            if self.stage is None:
+                self.begin(SCRIPT)
+                threading.Thread(target=self._watch, name="script's lease", daemon=True).start()
+            stage = self.stage or SCRIPT
+            away = [each for each in sets if not each.on_device]
+            self._bring(stage, [functools.partial(each.to_device, guarded=stage == SCRIPT) for each in away])
+            try:
+                yield
+            finally:
+                self._touched = self._clock()
+
+    def end_if_idle(self) -> bool:
+        """Ends what the program does between stages, if it does nothing; says whether that is over."""
+        with self._moving:
+            if self.stage != SCRIPT:
+                return True
+            lent = [each for each in self._sets if each.on_device and isinstance(each, GuardedSet)]
+            if self._clock() - self._touched < self._idle_s or any(each.in_use for each in lent):
+                return False
+            self.end()
+            return True
+
+    def close(self) -> None:
+        """The process ends: what is held now it keeps until then."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        try:
+            while not (self._over.wait(self._idle_s / 2) or self.end_if_idle()):
+                pass
+        except RlixError as error:
+            logger.warning("what the program holds between stages was not given back: %s", error)
+
+    def _bring(self, stage: Stage, moves: Sequence[Callable[[], object]]) -> None:
+        if not moves:
+            return
+        start = self._clock()
+        try:
+            for move in moves:
+                move()
+        except BaseException:  # raised again: what does not fit must not stay half
+            self.end()
+            raise
+        self._busy_since = self._clock()
+        self._told(stage, "load", start, self._busy_since)
 
     def _told(self, stage: Stage, kind: str, start: float, end: float) -> None:
         if self._listener is not None and end > start:

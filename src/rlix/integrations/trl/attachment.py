@@ -1,7 +1,7 @@
 """A trainer's phases from outside: leases around the methods in which it touches the device.
 
 A callback cannot do it: no event of the trainer lies between generation and the loss. So methods of the one object are
-wrapped. What a trainer does on the device outside of those raises NotResidentError and names the tensor.
+wrapped. What a script or a callback does with the tensors outside of those gets a lease, too (`Stages.lent`).
 """
 
 import functools
@@ -69,6 +69,8 @@ class Attachment:
         if self.served is not None:
             self.served.seed = trainer.args.seed
         stages.add(*parts.all)
+        for each in parts.all:
+            each.lend = stages.lent
         self._wrap_life()
         names = {each.__name__ for each in type(trainer).__mro__}
         if "OnlineDPOTrainer" in names:

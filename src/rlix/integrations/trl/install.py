@@ -11,6 +11,7 @@ import runpy
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from rlix.control.program import Program, attach
-from rlix.integrations.leases import Gate, ProgramGate, RankGate, Stages
+from rlix.integrations.leases import SCRIPT, Gate, ProgramGate, Stages
+from rlix.integrations.ranks import LEAVE_TIMEOUT_S, Desk, RankGate, say_ended
 from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
@@ -69,12 +71,13 @@ class Session:
         name: str,
         stages: Stages,
         record: RunRecord | None = None,
-        dismiss: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
-        """`record` and `dismiss`, which says that the other ranks keep no bytes any more, are rank 0's."""
+        """`record` is rank 0's. `leave` is called when the process ends."""
         self._name = name
         self._record = record
-        self._dismiss = dismiss
+        self._leave = leave
+        self._built: list[weakref.ref[Any]] = []
         self.stages = stages
         self.training = False  # who is ended by a signal does not return from it
         self._used = False
@@ -87,14 +90,23 @@ class Session:
     def start(self) -> None:
         """Something is about to be put on the device: not without a lease."""
         self._used = True
-        if self.stages.stage is None:
+        if self.stages.stage in (None, SCRIPT):
             self.stages.begin(INITIALIZATION)
 
+    def built(self, trainer: Any) -> None:
+        """The trainer's bytes are on the device from now on."""
+        self._built.append(weakref.ref(trainer))
+
     def attached(self, trainer: Any) -> Attachment:
-        """The trainer's attachment; its bytes have to be on the device, under a lease, when it gets one."""
-        if not hasattr(trainer, "_rlix"):
-            on_log = None if self._record is None else self._record.step
-            trainer._rlix = Attachment(trainer, parts_of(trainer, self._name), self.stages, on_log)
+        """The trainer's attachment; its bytes have to be on the device, under a lease, when it gets one.
+
+        Other trainers that were built meanwhile get theirs, too: their bytes are there as well.
+        """
+        for each in (trainer, *filter(None, (built() for built in self._built))):
+            if not hasattr(each, "_rlix"):
+                on_log = None if self._record is None else self._record.step
+                each._rlix = Attachment(each, parts_of(each, self._name), self.stages, on_log)
+        self._built.clear()
         found: Attachment = trainer._rlix
         return found
 
@@ -104,14 +116,15 @@ class Session:
             self._record.broken(error)
 
     def close(self) -> None:
+        self.stages.close()
         if self._record is not None:
             if not (self._used or self._record.is_broken):
                 logger.warning("%s ended without building a trainer: it has not used the pool", self._name)
                 self._used = True  # said once
             self._record.close(stopped=self.training)
-        if self._dismiss is not None and self.stages.stage is None:
+        if self._leave is not None:
             with contextlib.suppress(RlixError):
-                self._dismiss()  # else they would be ended with the job, while they are about to end by themselves
+                self._leave()
 
 
 def install(name: str | None = None) -> Session:
@@ -142,22 +155,34 @@ def _first(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     program = attach(name, gangs={_CLUSTER: ranks.world_size}, rollouts={CLUSTER: None}, stay=True)
     visible = _visible(program)
     _show(visible)
+    record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
     gate: Gate = ProgramGate(program)
+    leave = None
     if store is not None:
         store.set("devices", json.dumps(visible))
-        program.name_holders(_CLUSTER, _holders(program, ranks, store))
-        gate = RankGate(0, ranks.world_size, store, gate)
-    record = RunRecord(program, _KIND, Path(os.environ.get("RLIX_RUNS_DIR") or "runs"), _CLUSTER)
+        holders = _holders(program, ranks, store)
+        program.name_holders(_CLUSTER, holders)
+        desk = Desk(ranks.world_size, store, ProgramGate(program))
+        gate = RankGate(0, ranks.world_size, store, gate, desk)
+
+        def leave() -> None:
+            """Ends after the others; where it failed, they wait for it, and whoever started the ranks ends them."""
+            desk.close(lambda rank: _is_gone(holders[rank]), 0.0 if record.is_broken else LEAVE_TIMEOUT_S)
+            # Else they would be ended with the job, while they are about to end by themselves.
+            program.name_holders(_CLUSTER, dict.fromkeys(range(ranks.world_size), program.client.process))
 
     def start_rollouts(model: str, dtype: str) -> Rollouts:
         rollouts = Rollouts(program, model, record.folder, dtype=dtype)
         atexit.register(rollouts.close)  # before the job leaves, which would end the replicas by force
         return rollouts
 
-    mine = dict.fromkeys(range(ranks.world_size), program.client.process)
-    session = Session(name, Stages(gate, record), record, lambda: program.name_holders(_CLUSTER, mine))
+    session = Session(name, Stages(gate, record), record, leave)
     atexit.register(session.close)
     return session, _only_on_one_rank if ranks.world_size > 1 else once(start_rollouts)
+
+
+def _is_gone(process: Process) -> bool:
+    return start_time(process.pid) != process.started
 
 
 def once(start: Start) -> Start:
@@ -193,7 +218,10 @@ def _other(name: str, ranks: Ranks, store: Any) -> tuple[Session, Start]:
     store.set(f"process/{ranks.rank}", json.dumps([pid, start_time(pid) or 0]))
     _await(store, "devices", "rank 0 to join the pool")
     _show(json.loads(store.get("devices").decode()))
-    return Session(name, Stages(RankGate(ranks.rank, ranks.world_size, store, None))), _only_on_one_rank
+    gate = RankGate(ranks.rank, ranks.world_size, store, None)
+    session = Session(name, Stages(gate), leave=functools.partial(say_ended, store, ranks.rank))
+    atexit.register(session.close)
+    return session, _only_on_one_rank
 
 
 def _holders(program: Program, ranks: Ranks, store: Any) -> dict[int, Process]:
@@ -252,6 +280,7 @@ def hook(session: Session, start_rollouts: Start) -> None:
         _serve(start_rollouts)  # TRL, which takes seconds to import, is there by now
         session.start()
         init(self, *args, **kwargs)
+        session.built(self)
 
     @functools.wraps(train)
     def leased_train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
