@@ -68,12 +68,18 @@ if (_parent := multiprocessing.parent_process()) is not None and LOCK_VARIABLE i
 
 
 @contextmanager
-def _warnings_shown() -> Iterator[None]:
-    """What vLLM says of tensors that nobody loaded and the like, whatever it has been told to log."""
+def _warnings_shown(model: torch.nn.Module) -> Iterator[None]:
+    """What vLLM says of tensors that nobody loaded and the like, whatever it has been told to log.
+
+    It says so of layers too that have nothing but what they computed themselves, such as rotary embeddings.
+    """
+    loaded = {type(layer).__name__ for layer in model.modules() if any(True for _ in layer.parameters(recurse=False))}
 
     class Shown(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            logger.warning("vLLM, while it replaced weights: %s", record.getMessage())
+            layer = record.args[0] if isinstance(record.args, tuple) and record.args else None
+            if not str(record.msg).endswith("Failed to load weights") or layer in loaded:
+                logger.warning("vLLM, while it replaced weights: %s", record.getMessage())
 
     theirs, shown = logging.getLogger("vllm.model_executor"), Shown(logging.WARNING)
     before = theirs.level
@@ -178,7 +184,7 @@ class ReplicaWorker:
             for layer in self.model_runner.get_model().modules():
                 if getattr(method := getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
                     method.moe_kernel = None  # type: ignore[union-attr]
-        with _warnings_shown():
+        with _warnings_shown(self.model_runner.get_model()):
             self.reload_weights(**of)
 
     def rlix_put_adapter(self, number: int, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
