@@ -148,3 +148,13 @@ def test_whatever_is_dead_or_stopped_commands_say_it_in_a_sentence_and_down_ends
     assert stays.wait() == 1
     assert "Traceback" not in stays.output()
     assert left.marked() == []
+
+
+def test_jobs_for_which_there_is_no_memory_wait_and_say_so(terminals: Terminals) -> None:
+    """As on a machine with 1.2 GB, which is enough for one of them at a time before anything is measured."""
+    left, right = write_jobs(terminals.folder, steps=3)
+    run = terminals.start("run", left, right, "--no-live", "--private", RLIX_HOST_MEMORY_GB="1.2")
+    assert run.wait() == 0, run.output()
+    said = re.sub(r"\s+", " ", run.output())
+    assert "right: starting, step 0/3, waits to start: needs about 1.0 GB of memory, 0." in said
+    assert "left: finished" in said and "right: finished" in said

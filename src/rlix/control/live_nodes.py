@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from rlix.control.rpc import call
 from rlix.node.devices import device_keys
 from rlix.node.host import Host, Software, host, software
-from rlix.node.memory import KEPT, set_oom_score
+from rlix.node.memory import KEPT, HostMemory, set_oom_score
 from rlix.node.node import Node
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, Occupant, Process
@@ -51,6 +51,9 @@ class NodeAgent:
 
     async def states(self, processes: Sequence[Process]) -> Mapping[Process, str]:
         return self._node.states(processes)
+
+    async def memory(self, processes: Sequence[Process]) -> HostMemory:
+        return await asyncio.to_thread(self._node.memory, processes)
 
 
 def occupants(node: Node, devices: Sequence[Device]) -> tuple[Occupant, ...]:
@@ -139,6 +142,30 @@ class LiveNodes:
             else:
                 states |= await self._ask(node_id, "states", group) or {}
         done(states)
+
+    def memory(
+        self,
+        nodes: Sequence[str],
+        processes: Sequence[Process],
+        done: Callable[[Mapping[str, HostMemory]], None],
+    ) -> None:
+        """What each node has, and what these processes use there. A node that does not answer is left out."""
+        self._spawn(self._memory(nodes, processes, done))
+
+    async def _memory(
+        self,
+        nodes: Sequence[str],
+        processes: Sequence[Process],
+        done: Callable[[Mapping[str, HostMemory]], None],
+    ) -> None:
+        found: dict[str, HostMemory] = {}
+        for node_id in nodes:
+            there = tuple(process for process in processes if process.node_id == node_id)
+            if node_id == self._here:
+                found[node_id] = await asyncio.to_thread(self._node.memory, there)
+            elif node_id not in self.gone and (answer := await self._ask(node_id, "memory", there)) is not None:
+                found[node_id] = answer
+        done(found)
 
     async def _ask(self, node_id: str, method: str, *args: object) -> Any:
         """None when the node's agent does not answer."""

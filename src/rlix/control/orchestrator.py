@@ -10,7 +10,7 @@ from rlix.control.rpc import Patient
 from rlix.control.watchdog import here, watch_over, watch_over_coordinators
 from rlix.node.host import Host
 from rlix.node.memory import KEPT, set_oom_score
-from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration
+from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration, StartNeed
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 
 CALL_TIMEOUT_S = 30.0
@@ -84,6 +84,13 @@ class Orchestrator:
     def admit_pipeline(self, pipeline_id: str) -> None:
         """Lets a registered pipeline ask for devices."""
         self._ask("admit_pipeline", pipeline_id)
+
+    def may_start(self, pipeline_id: str, need: StartNeed) -> str:
+        """Whether the hosts have the memory for an admitted pipeline's processes: "" or why it waits, in its order.
+
+        Who waits asks again every few seconds, or loses its place.
+        """
+        return str(self._ask("may_start", pipeline_id, need))
 
     def unregister_pipeline(self, pipeline_id: str, reason: str = "") -> None:
         """Ends a pipeline: its program and workers are killed, its devices freed, its waiting requests refused. May be

@@ -23,6 +23,7 @@ from rlix.control.registration import (
 )
 from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
+from rlix.control.starts import Starts
 from rlix.control.status import status_of
 from rlix.control.watchdog import here
 from rlix.node.memory import KEPT, set_oom_score
@@ -39,6 +40,7 @@ from rlix.protocol.messages import (
     Process,
     Registration,
     RolloutAnswer,
+    StartNeed,
 )
 from rlix.protocol.types import Phase
 
@@ -66,6 +68,7 @@ class Scheduler:
         self._starting = asyncio.Lock()
         self._started: Core | None = None
         self._nodes: LiveNodes | None = None
+        self._starts: Starts | None = None
         self._closed = False
 
     async def _core(self) -> Core:
@@ -93,6 +96,8 @@ class Scheduler:
         if count:
             logger.warning("going on from %d events in %s", count, journal.path)
         core.start()
+        self._starts = Starts(core, self._nodes.memory)
+        self._starts.watch()
         return core
 
     async def process(self) -> Process:
@@ -189,6 +194,13 @@ class Scheduler:
         checks.registration(core, pipeline_id)
         if pipeline_id not in core.known.jobs:
             core.record(PipelineAdmitted(pipeline_id))
+
+    async def may_start(self, pipeline_id: str, need: StartNeed) -> str:
+        """Whether an admitted pipeline may start its processes: "" or why it waits. To be asked until it may."""
+        core = await self._core()
+        checks.job(core, pipeline_id).heard(None, core.clock.time())
+        assert self._starts is not None
+        return self._starts.may_start(pipeline_id, need)
 
     async def unregister_pipeline(self, pipeline_id: str, reason: str = "", spare: Process | None = None) -> None:
         """See `Orchestrator.unregister_pipeline`. `spare`: the process that asks; it is not ended with the others."""

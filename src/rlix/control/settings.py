@@ -18,7 +18,7 @@ class Settings:
     `ray_address` is where Ray is: an address, "auto" (whichever runs on this machine), "local" (always a new one) or,
     where it is empty, with the daemon of this `home`. That one ends when it has had nothing to do for `idle_s`.
     `virtual_gpus` is how many virtual GPUs a machine without real ones gets. `policy` is one of
-    `rlix.scheduler.policies.POLICIES`.
+    `rlix.scheduler.policies.POLICIES`. `host_memory` is how many bytes of each host jobs may use together, None: all.
 
     A rollout that has not given a bundle back within `shrink_deadline_s` loses its processes, one that has not noted a
     bundle within `grow_timeout_s` loses the bundle. A gang that is given back while somebody still locks its devices
@@ -35,6 +35,7 @@ class Settings:
     idle_s: float = 30.0
     virtual_gpus: int = DEFAULT_VIRTUAL_GPUS
     policy: str = "rlix"
+    host_memory: int | None = None
     shrink_deadline_s: float = 30.0
     grow_timeout_s: float = 10.0
     release_grace_s: float = 2.0
@@ -47,7 +48,8 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> "Settings":
-        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_IDLE_S, RLIX_VIRTUAL_GPUS, RLIX_SHRINK_DEADLINE_S and RLIX_POLICY.
+        """Reads RLIX_HOME, RAY_ADDRESS, RLIX_IDLE_S, RLIX_VIRTUAL_GPUS, RLIX_SHRINK_DEADLINE_S, RLIX_POLICY and
+        RLIX_HOST_MEMORY_GB.
 
         Raises:
             SpecError: a variable does not hold a positive number, or no policy's name.
@@ -62,15 +64,20 @@ class Settings:
             idle_s=_positive(env, "RLIX_IDLE_S", 30.0),
             virtual_gpus=int(_positive(env, "RLIX_VIRTUAL_GPUS", DEFAULT_VIRTUAL_GPUS, integer=True)),
             policy=policy,
+            host_memory=_gigabytes(env, "RLIX_HOST_MEMORY_GB"),
             shrink_deadline_s=_positive(env, "RLIX_SHRINK_DEADLINE_S", 30.0),
         )
 
 
-def _positive(env: Mapping[str, str], name: str, default: float, *, integer: bool = False) -> float:
+def _gigabytes(env: Mapping[str, str], name: str) -> int | None:
+    return int(_positive(env, name, 0.0, kind="a positive number of gigabytes") * 1e9) if env.get(name) else None
+
+
+def _positive(env: Mapping[str, str], name: str, default: float, *, integer: bool = False, kind: str = "") -> float:
     text = env.get(name, "")
     if not text:
         return default
-    kind = "a positive whole number" if integer else "a positive number of seconds"
+    kind = kind or ("a positive whole number" if integer else "a positive number of seconds")
     try:
         value = int(text) if integer else float(text)
     except ValueError:

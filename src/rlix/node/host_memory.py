@@ -11,6 +11,7 @@ import psutil
 
 from rlix.node.device_lock import DIRECTORY, DIRECTORY_VARIABLE
 from rlix.node.file_lock import FileBusyError, lock_file
+from rlix.node.memory import memory_groups, read_text
 
 PINNED_SHARE = 0.5
 """Of a node's memory: most that its processes pin between them."""
@@ -25,31 +26,8 @@ def memory_bytes(groups: str | None = None, root: Path = Path("/sys/fs/cgroup"))
     Args:
         groups: what /proc/self/cgroup says; default: just that.
     """
-    if groups is None:
-        groups = _read(Path("/proc/self/cgroup"))
-    limits = [int(psutil.virtual_memory().total)]
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            limits += _limits(root, path, "memory.max")
-        elif "memory" in controllers.split(","):
-            limits += _limits(root / "memory", path, "memory.limit_in_bytes")
-    return min(limits)
-
-
-def _limits(root: Path, path: str, name: str) -> Iterator[int]:
-    """Of a group and those around it; in a container the group's own folder is the root."""
-    own = root / path.strip("/")
-    for folder in (own, *own.parents):
-        if folder.is_relative_to(root) and (said := _read(folder / name).strip()).isdigit():
-            yield int(said)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    limits = [limit for limit, _, _ in memory_groups(groups, root)]
+    return min([*limits, int(psutil.virtual_memory().total)])
 
 
 class PinnedMemory:
@@ -97,6 +75,6 @@ class PinnedMemory:
                 lock_file(path).close()
                 path.unlink(missing_ok=True)
             except FileBusyError:
-                said = _read(path).splitlines()
+                said = read_text(path).splitlines()
                 total += int(said[-1]) if len(said) > 1 else 0
         return total

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlix.node import device_lock, process
 from rlix.node.device_lock import LockRecord
+from rlix.node.memory import HostMemory, host_memory
 from rlix.protocol.messages import Device, Process
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ class Node:
 
     def states(self, processes: Iterable[Process]) -> dict[Process, process.State]:
         return {each: process.state(each) for each in processes}
+
+    def memory(self, processes: Iterable[Process]) -> HostMemory:
+        """What the machine has, and what the processes use of it."""
+        return host_memory(processes)
 
     def kill(
         self, processes: Iterable[Process], timeout_s: float, why: str = "", devices: Sequence[Device] = ()

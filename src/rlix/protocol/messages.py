@@ -203,6 +203,17 @@ class RolloutAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class StartNeed:
+    """What a job needs to start. `stated`: bytes of host memory of one process of each cluster, of the program under ""
+
+    Once a job of the same `kind` has trained, what was measured of that one counts instead.
+    """
+
+    kind: str
+    stated: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseRecord:
     """One line of a pipeline's lease history. `number` grows with each; `time` is in unix seconds.
 

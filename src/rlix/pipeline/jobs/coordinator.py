@@ -13,11 +13,12 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlix.control.rpc import call, outlast
+from rlix.control.rpc import call, in_words, outlast
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.pipeline.jobs.hosts import home
+from rlix.pipeline.jobs.need import start_need
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
@@ -36,6 +37,7 @@ _SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLoraPipeline"}
 _PIPELINE_FORMS = "write file.py:Class or package.module:Class"
 _CHANGES = ("add", "pause", "resume", "remove")
 _LOOK_S = 1.0
+_ASK_AGAIN_S = (0.1, 1.0)  # whether it may start: at first, and at most
 _CALL_TIMEOUT_S = 60.0
 _PIPELINE_THREADS = 16
 """`run` and `wait_ended` keep one each; the rest serve status calls, which may overlap."""
@@ -66,6 +68,7 @@ class PipelineCoordinator:
             raise RuntimeError(f"pipeline {self._pipeline_id!r} already has its pipeline actor")
         config = self._config if pipeline_config is None else JobConfig.of(pipeline_config)
         check_importable(config.spec)
+        await self._await_memory(config.spec)
         where = await self._where()
         actor_class = ray.remote(PipelineActor)
         self._pipeline = actor_class.options(
@@ -89,6 +92,26 @@ class PipelineCoordinator:
         if node is None:
             return {"resources": {HEAD_RESOURCE: 0.001}}
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+    async def _await_memory(self, spec: JobSpec) -> None:
+        """Until the hosts have room for the job's processes. Who launched it need not wait: see `waiting`."""
+        need, pause_s = start_need(spec), _ASK_AGAIN_S[0]
+        while True:
+            orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+            asked = orchestrator.may_start.remote(self._pipeline_id, need)
+            try:
+                why = await call(asked, what="whether it may start", timeout_s=_CALL_TIMEOUT_S)
+            except RayActorError as error:  # it is being started again
+                why = in_words(error)
+            if not why:
+                return
+            self.waiting(why)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ASK_AGAIN_S[1])
+
+    def waiting(self, why: str) -> None:
+        """The job cannot start yet."""
+        logger.info("%s waits to start: %s", self._pipeline_id, why)
 
     async def status(self) -> JobStatus | None:
         """None until the pipeline actor exists."""

@@ -70,8 +70,35 @@ class JobCoordinator(PipelineCoordinator):
         async with self._starting:
             if self._supervisor is None:
                 self._unstarted.cancel()
-                pipeline = await self.create_pipeline_actor()
-                self._supervisor = asyncio.create_task(self._see_to_the_end(pipeline))
+                self._supervisor = asyncio.create_task(self._begin())
+
+    async def _begin(self) -> None:
+        """Starts the run when there is room for it, and sees to its end."""
+        try:
+            pipeline = await self._create()
+        except (RlixError, RayError, TimeoutError, ValueError) as error:
+            await self._be_over(
+                self._failed(f"it could not start: {in_words(error) if isinstance(error, RayError) else error}")
+            )
+        except InterruptedError:
+            await self._be_over(replace(self._last, state="stopped", phase="stopped"))
+        else:
+            await self._see_to_the_end(pipeline)
+
+    async def _create(self) -> Any:
+        """The pipeline's actor, when there is room for it; where that comes to nothing, its registration ends."""
+        try:
+            return await self.create_pipeline_actor()
+        except BaseException:  # raised again
+            with contextlib.suppress(RlixError, RayError, ValueError):  # ValueError: there is no orchestrator
+                await self._leave_pool("it did not start")
+            raise
+
+    def waiting(self, why: str) -> None:
+        """Raises InterruptedError when the job is not to start any more."""
+        if self._stop_wanted:
+            raise InterruptedError("stopped while it waited to start")
+        self._last = replace(self._last, state="starting", phase=f"waits to start: {why}")
 
     async def about(self) -> tuple[JobStatus, Path]:
         """Its status and its run folder."""
@@ -107,15 +134,22 @@ class JobCoordinator(PipelineCoordinator):
                     final = replace(final, state="stopped", phase="stopped", error=None)
                     break
                 pipeline = await self._resume(why)
+            except InterruptedError:
+                final = replace(final, state="stopped", phase="stopped", error=None)
+                break
             except (RlixError, RayError, TimeoutError, ValueError) as error:  # ValueError: there is no orchestrator
                 what = f"{final.error or 'it stopped'}; {why}, and it could not go on: {type(error).__name__}: {error}"
                 final = replace(final, state="failed", phase="failed", error=what)
                 break
             final = await self._run(pipeline)
+        await self._be_over(final)
+
+    async def _be_over(self, final: JobStatus) -> None:
         self._final = final
         self._ended.set()
-        await self.closed()
-        ray.kill(pipeline)
+        if self._pipeline is not None:
+            await self.closed()
+            ray.kill(self._pipeline)
         await asyncio.sleep(REMEMBERED_S)
         logger.info("%s has been over for %.0f s: its coordinator ends", self._final.name, REMEMBERED_S)
         ray.kill(ray.get_runtime_context().current_actor)
@@ -193,10 +227,7 @@ class JobCoordinator(PipelineCoordinator):
     async def _resume(self, why: str) -> Any:
         """Starts the job anew, on the nodes that are there, by the plan it is to go on by, from its latest checkpoint.
         Returns its pipeline actor."""
-        orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
-        with contextlib.suppress(PipelineGoneError):
-            ended = orchestrator.unregister_pipeline.remote(self._pipeline_id, why)
-            await call(ended, what=f"the end of {self._pipeline_id}", timeout_s=_CALL_TIMEOUT_S)
+        orchestrator = await self._leave_pool(why)
         spec, self._other = self._other or self._config.spec, None
         try:
             self._pipeline_id = await asyncio.to_thread(register, spec, orchestrator)
@@ -209,7 +240,15 @@ class JobCoordinator(PipelineCoordinator):
         self._last = replace(self._last, pipeline_id=self._pipeline_id)
         self._config = replace(self._config, spec=spec, resume=True, why=why)
         self._pipeline, self._closed, self._nodes = None, asyncio.Event(), frozenset()
-        return await self.create_pipeline_actor()
+        return await self._create()
+
+    async def _leave_pool(self, why: str) -> Any:
+        """Ends what is registered, if it still is; returns the orchestrator."""
+        orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+        with contextlib.suppress(PipelineGoneError):
+            ended = orchestrator.unregister_pipeline.remote(self._pipeline_id, why)
+            await call(ended, what=f"the end of {self._pipeline_id}", timeout_s=_CALL_TIMEOUT_S)
+        return orchestrator
 
     async def _why_taken(self) -> str:
         """What the control plane ended of the job, and why: what failed may have followed from that."""
