@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 UNREACHABLE_S = 300.0
 """So long somebody may be out of reach whom Ray does not give up; it gives up hosts within about a minute."""
 _PROBE_S = 10.0
+_SILENT = 4  # times longer is waited for who is silent than for who is away
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -140,7 +141,7 @@ class Patient:
 
         Raises:
             RlixError: the actor did not come back within `patience_s`, or this process has left Ray.
-            WaitTimeoutError: it is there and does not answer within `timeout_s`, nor, until `patience_s` are over,
+            WaitTimeoutError: it is there and does not answer within `timeout_s`, nor, for five times `patience_s`,
                 when it is asked again: an answer may be lost with its connection, of which Ray does not always know.
         """
         deadline = time.monotonic() + self._patience_s
@@ -154,7 +155,7 @@ class Patient:
                 return get(ref, what=f"{self._name}'s {method}", timeout_s=timeout_s)
             except WaitTimeoutError as error:
                 answered = ray.wait([ref], timeout=0)[0]  # then this is what it raised
-                if answered or time.monotonic() >= deadline:
+                if answered or time.monotonic() >= deadline + _SILENT * self._patience_s:
                     raise
                 logger.warning("%s; asking again", error)
             except RayActorError as error:
