@@ -9,8 +9,10 @@ Devices are ordered by node and by their number in it; ids need not be dense.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nsmallest
 from itertools import chain, zip_longest
 
 from rlix.protocol.errors import SpecError
@@ -67,20 +69,45 @@ def place(
     return tuple(placed[wish.name] for wish in wishes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """The devices in order, by node and together; of each its node's number and its position."""
+
+    nodes: tuple[Block, ...]
+    order: Block
+    largest: int
+    node_of: Mapping[int, int]
+    at: Mapping[int, int]
+
+
+@lru_cache(maxsize=2)
+def _layout(devices: tuple[Device, ...]) -> _Layout:
+    """Kept, for the pool stays the same while hundreds of jobs register."""
+    by_node: dict[str, list[Device]] = {}
+    for device in sorted(devices, key=lambda d: d.id):
+        by_node.setdefault(device.node_id, []).append(device)
+    nodes = tuple(tuple(d.id for d in sorted(node, key=lambda d: (d.index, d.id))) for node in by_node.values())
+    order = tuple(chain.from_iterable(nodes))
+    return _Layout(
+        nodes,
+        order,
+        max(map(len, nodes), default=0),
+        {device: number for number, node in enumerate(nodes) for device in node},
+        {device: position for position, device in enumerate(order)},
+    )
+
+
 class _Pool:
     """The devices in order, cut as needed, and how many gang clusters of other pipelines are declared on each."""
 
     def __init__(self, devices: Iterable[Device], others: Iterable[Registration]) -> None:
-        nodes: dict[str, list[Device]] = {}
-        for device in sorted(devices, key=lambda d: d.id):
-            nodes.setdefault(device.node_id, []).append(device)
-        self._nodes = [tuple(d.id for d in sorted(node, key=lambda d: (d.index, d.id))) for node in nodes.values()]
-        self._order = tuple(chain.from_iterable(self._nodes))
-        self._largest = max(map(len, self._nodes), default=0)
-        self._node_of = {device: number for number, node in enumerate(self._nodes) for device in node}
-        self._at = {device: position for position, device in enumerate(self._order)}
-        gangs = (cluster for other in others for cluster in other.clusters if not cluster.elastic)
-        self._gangs_on = Counter(device for cluster in gangs for device in cluster.devices)
+        layout = _layout(tuple(devices))
+        self._nodes, self._order, self._largest = layout.nodes, layout.order, layout.largest
+        self._node_of, self._at = layout.node_of, layout.at
+        self._gangs_on = dict.fromkeys(self._at, 0)
+        for cluster in chain.from_iterable(other.clusters for other in others):
+            for device in () if cluster.elastic else cluster.devices:
+                self._gangs_on[device] = self._gangs_on.get(device, 0) + 1
 
     def bundles(self, size: int) -> list[Block]:
         """The pool cut into parts of `size`; none crosses nodes where one fits in a node."""
@@ -163,8 +190,9 @@ def _rollout(wish: Wish, own: frozenset[int], pool: _Pool) -> Cluster:
     count = wish.most // size if wish.most else len(bundles)
     if not bundles or count > len(bundles):
         raise _too_few(wish, wish.most or size, pool)
-    first = sorted(bundles, key=lambda bundle: (-len(own.intersection(bundle)), *pool.crowding(bundle)))
-    chosen = [bundle for bundle in bundles if bundle in set(first[:count])]
+    first = nsmallest(count, bundles, key=lambda bundle: (-len(own.intersection(bundle)), *pool.crowding(bundle)))
+    taken = frozenset(first)
+    chosen = [bundle for bundle in bundles if bundle in taken]
     return Cluster(wish.name, size, tuple(chain.from_iterable(chosen)), elastic=True)
 
 
