@@ -48,6 +48,18 @@ def test_one_that_is_made_again_while_it_runs_waits_for_it() -> None:
         assert [each.result() for each in both] == [1, 1]
 
 
+def test_one_that_took_longer_than_many_others_is_remembered_when_it_ends() -> None:
+    counter = Counter()
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(counter.wait, **{CALL: "long"})
+        while "long" not in counter._rlix_answers._known:
+            pass
+        for number in range(once_module._REMEMBERED):
+            counter.count(0, **{CALL: str(number)})
+        counter.go.set()
+        assert [long.result(), counter.wait(**{CALL: "long"})] == [1, 1]
+
+
 def test_the_oldest_that_have_ended_are_forgotten() -> None:
     counter = Counter()
     for number in range(once_module._REMEMBERED + 1):

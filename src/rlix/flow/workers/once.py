@@ -31,6 +31,7 @@ class Answers:
         except BaseException as error:  # noqa: BLE001 - raised below
             answer.set_exception(error)
         with self._changing:
+            self._known[call] = self._known.pop(call)  # the last to end is the last to be forgotten
             ended = [name for name, each in self._known.items() if each.done()]
             for name in ended[:-_REMEMBERED]:
                 del self._known[name]
