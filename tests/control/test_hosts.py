@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -69,6 +70,9 @@ def test_hosts_that_match_lend_their_devices() -> None:
         ),
         (failing(AttributeError("no lends")), "RLix is not there, or another version of it (AttributeError: no lends)"),
         (failing(WaitTimeoutError("no answer within 30 s: what node c lends")), "no answer within 30 s"),
+        (failing(PermissionError(13, "Permission denied", "/opt/rlix")), "[Errno 13] Permission denied: '/opt/rlix'"),
+        (failing(PackageNotFoundError("rlix")), "No package metadata was found for rlix"),
+        (failing(KeyError()), "KeyError"),
     ],
 )
 def test_a_host_that_does_not_match_or_answer_lends_nothing_and_the_others_do(

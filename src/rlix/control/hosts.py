@@ -7,10 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayError
-
 from rlix.node.host import Software
-from rlix.protocol.errors import RlixError
 from rlix.protocol.types import VIRTUAL_DEVICE_RESOURCE
 
 logger = logging.getLogger(__name__)
@@ -83,14 +80,13 @@ class Hosts:
         asked, known = self._asked[node["NodeID"]], self._known.get(node["NodeID"])
         if not asked.answer.done():
             return known
-        try:
-            keys, software = asked.answer.result()
-        except (RayError, RlixError, AttributeError) as error:  # an agent of another version has no such method
+        if (error := asked.answer.exception()) is not None:  # whatever is wrong there is wrong only there
             if not asked.again_at:
                 asked.again_at = self._clock() + asked.pause_s
                 asked.pause_s = min(2 * asked.pause_s, _LONGEST_PAUSE_S)
                 asked.why_not = _reason(error)
             return known
+        keys, software = asked.answer.result()
         asked.why_not = software.differs(self._head) or _too_few(node, keys)
         if asked.why_not:
             return None
@@ -118,4 +114,4 @@ def _reason(error: BaseException) -> str:
     missing = [line for line in lines if line.startswith(("ModuleNotFoundError", "ImportError", "AttributeError"))]
     if missing:
         return f"RLix is not there, or another version of it ({missing[-1]}); install what the head has"
-    return str(error).splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
