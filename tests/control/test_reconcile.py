@@ -92,6 +92,7 @@ def test_it_waits_for_a_time_that_comes_and_looks_at_nobody_twice_at_once(
     if isinstance(action, Rest):
         assert action.until > now
     if isinstance(action, Look):
+        hold = replace(hold, parts=tuple(replace(part, since=min(part.since, now)) for part in hold.parts))
         asked = replace(hold, awaited_by=now + 30.0)
         assert reconcile(status, asked, now, SETTINGS) == Rest(now + 30.0)
         seen = replace(hold, sight=Sight(now, now, ()), awaited_by=0.0)
