@@ -18,7 +18,7 @@ from rlix.protocol.messages import Demand, Lease, LeaseState, Occupant, Process,
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
 from rlix.scheduler.policies import Policy
-from rlix.scheduler.snapshot import Snapshot
+from rlix.scheduler.snapshot import GANG_PATIENCE_S, Snapshot
 from rlix.scheduler.state import State
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
@@ -54,6 +54,74 @@ def demand(world: World, job: str, trajectories: int) -> tuple[Lease, ...]:
     world.core.report(job, INFER.name, Demand(trajectories))
     world.run(0.0)
     return world.held(job)
+
+
+# -- a node that takes its time ---------------------------------------------------------------------------------------
+
+
+def not_answering(world: World) -> list[Callable[[], None]]:
+    """What the node is asked about locks from now on; called, it answers."""
+    asked: list[Callable[[], None]] = []
+    occupied = world.machine.occupied
+    world.machine.occupied = lambda devices, done: asked.append(  # type: ignore[method-assign]
+        lambda: occupied(devices, done)
+    )
+    return asked
+
+
+def test_a_bundle_that_is_given_back_is_not_granted_again_while_a_node_is_asked() -> None:
+    world = World(1)
+    (lease,) = world.roll("ft_1", 1)
+    asked = not_answering(world)
+    world.core.given_back(lease)
+    for held in ({lease.epoch}, set[int]()):  # before and after its rollout has forgotten it
+        answer = world.core.poll("ft_1", INFER.name, held, set())
+        assert (answer.granted, answer.taken, answer.lost) == ((), (), ())
+    asked.pop()()
+    assert lease.epoch not in world.core.state.leases
+
+
+def test_a_bundle_given_back_before_it_was_noted_is_looked_at_although_the_first_look_is_lost() -> None:
+    world = World(1)
+    (lease,) = demand(world, "ft_1", 1)
+    asked = not_answering(world)
+    world.core.given_back(lease)
+    world.core.poll("ft_1", INFER.name, {lease.epoch}, set())
+    asked.clear()
+    world.run(31.0)
+    asked.pop()()
+    assert lease.epoch not in world.core.state.leases
+
+
+def test_a_process_seen_stopped_once_is_not_ended_because_its_node_is_silent_then() -> None:
+    world = World(1)
+    world.core.start()
+    lease = world.gang("ft_1")
+    world.core.name_holders("ft_1", TRAIN.name, [(0, process(9))])
+    world.machine.states_[process(9)] = "stopped"
+    world.run(1.5)
+    world.machine.states = lambda processes, done: None  # type: ignore[method-assign]
+    world.run(30.0)
+    assert world.held("ft_1") == (lease,)
+
+
+def test_who_was_promised_devices_that_leave_waits_for_the_others_at_its_place() -> None:
+    moving = replace(TRAIN, alternatives=((2, 3),))
+    world = World(2, clusters=(moving, INFER))
+    for lease in world.roll("ft_1", 4):
+        world.machine.lock(lease, process(5))
+    ticket = world.ask("ft_2", moving, key="a")
+    promised = world.held("ft_2", LeaseState.PENDING)[0].devices
+    world.core.found(tuple(device for device in DEVICES if device.id not in promised))
+    world.run(0.0)
+    assert ticket.outcome is None
+    assert world.core.known.gangs.request(ticket.request_id) is ticket
+    world.machine.unlock(process(5))
+    for lease in world.held("ft_1", LeaseState.DRAINING):
+        world.release(lease)
+    world.run(1.0)
+    assert isinstance(ticket.outcome, Lease)
+    assert set(ticket.outcome.devices).isdisjoint(promised)
 
 
 # -- a rollout that is slow --------------------------------------------------------------------------------------------
@@ -186,6 +254,21 @@ def test_a_job_for_which_no_plan_can_be_made_is_named_and_the_others_go_on(culpr
     assert status_of(world.core).trouble == ""
 
 
+def test_a_planner_that_always_fails_takes_no_turn_until_something_changes() -> None:
+    world, turns = World(2), []
+
+    def fails(snapshot: Snapshot, state: State, policy: Policy) -> tuple[Event, ...]:
+        turns.append(snapshot)
+        raise ValueError("no plan")
+
+    world.core.planning._decide = fails
+    for job in ("ft_1", "ft_2"):
+        world.core.report(job, INFER.name, Demand(3))
+    world.run(1.0)
+    assert len(turns) < 10
+    assert world.core.planning.refused.keys() == {"ft_1", "ft_2"}
+
+
 # -- after a restart ---------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +352,37 @@ def test_deadlines_that_passed_while_nobody_could_answer_begin_anew() -> None:
 
 
 # -- nodes and processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_phase_that_ended_in_time_while_nobody_could_be_told_was_in_time() -> None:
+    world = kept_world()
+    lease = world.gang("ft_1", longest_s=10.0)
+    world.run(8.0)
+    world.core.known.closed = True
+    world.run(5.0)
+    restart(world)
+    world.run(1.0)
+    world.core.given_back(lease)
+    world.run(3.0)
+    assert world.held("ft_1") == ()
+    assert status_of(world.core).endings == ()
+    assert world.machine.killed == []
+
+
+def test_what_is_quarantined_of_a_job_that_ends_may_be_given_back_after_a_restart() -> None:
+    world = kept_world()
+    world.machine.immortal.add(process(5))
+    lease = world.gang("ft_1")
+    world.machine.lock(lease, process(5))
+    world.core.take(lease, "a test")
+    world.run(1.0)
+    world.core.end("ft_1", "stopped")
+    restart(world)
+    world.core.given_back(lease)
+    world.machine.unlock(process(5))
+    world.run(70.0)
+    assert lease.epoch not in world.core.state.leases
+    assert "ft_1" not in world.core.known.jobs
 
 
 def test_a_node_that_does_not_answer_delays_nothing_that_others_say() -> None:
@@ -403,3 +517,18 @@ def test_a_bundle_that_was_never_noted_is_free_for_a_gang_when_its_time_to_note_
     world.release(world.held("ft_2")[0])
     world.run(60.0)
     assert world.held("ft_1") == ()
+
+
+def test_who_waits_is_told_who_is_ahead_by_the_order_in_which_gangs_are_served() -> None:
+    world = World(3, clusters=(replace(TRAIN, devices=(0, 1, 2, 3)), INFER))
+    everything = world.core.state.registrations["ft_1"].clusters[0]
+    world.gang("ft_1", everything)
+    late = world.ask("ft_2", everything, Phase.REFERENCE_LOG_PROBS)
+    world.run(2 * GANG_PATIENCE_S + 1.0)
+    urgent = world.ask("ft_3", everything)
+    behind = {each.pipeline_id: each.behind for each in status_of(world.core).waiting}
+    assert "ft_2/actor_train (REFERENCE_LOG_PROBS) waits in front of it" in behind["ft_3"]
+    assert "in front" not in behind["ft_2"]
+    world.release(world.held("ft_1")[0])
+    assert isinstance(late.outcome, Lease)
+    assert urgent.outcome is None

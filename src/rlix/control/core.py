@@ -23,6 +23,7 @@ from rlix.protocol.events import (
     DevicesDiscovered,
     Event,
     GangRequested,
+    GrantRevoked,
     HoldersNamed,
     PipelineAllocated,
 )
@@ -132,7 +133,7 @@ class Core:
         if lease.holder is not None:
             job.heard(lease.holder, known.clock.time())
         if lease.phase is not Phase.ROLLOUT:
-            self._reopen(lease, pending=status.state is LeaseState.PENDING)
+            self._reopen(lease, settled, pending=status.state is LeaseState.PENDING)
         elif status.state is LeaseState.ACTIVE:
             known.to_be_noted(lease)
         if lease.pipeline_id in self.state.ending:
@@ -147,7 +148,7 @@ class Core:
         if (hold := known.hold(lease.epoch)).leaving is not None:
             known.alarm.set(lease.epoch, hold.leaving.look_from)
 
-    def _reopen(self, lease: Lease, *, pending: bool) -> None:
+    def _reopen(self, lease: Lease, settled: float, *, pending: bool) -> None:
         known = self.known
         cluster = self.state.registrations[lease.pipeline_id].cluster(lease.cluster)
         answered = self.state.answered_by(lease.epoch)  # of a pending lease, which may be revoked: then it waits again
@@ -160,7 +161,7 @@ class Core:
             return
         ticket.decide(lease)
         if lease.epoch in known.granted_at:
-            known.limit(lease, known.clock.time() - (known.wall() - known.granted_at[lease.epoch]))
+            known.limit(lease, known.clock.time() - (known.wall() - known.granted_at[lease.epoch]), settled)
 
     def start(self) -> None:
         """From now on processes are looked at, once a second."""
@@ -273,6 +274,8 @@ class Core:
                 continue
             if status.state is LeaseState.ACTIVE:
                 existing.add(lease.epoch)
+                if known.hold(lease.epoch).leaving is not None:
+                    continue  # it has given it back, and a node is still being asked
                 if lease.epoch in held:
                     self.loop.noted(lease)
                 else:
@@ -310,6 +313,10 @@ class Core:
         for ticket in self.known.gangs.waiting():
             if not can_run(self.state, ticket):
                 self.loop.withdraw(ticket, PipelineGoneError(left(self.state, ticket)))
-        for status in list(self.state.leases.values()):
-            if not here.issuperset(status.lease.devices):
+        gone = [status for status in self.state.leases.values() if not here.issuperset(status.lease.devices)]
+        promised = [status.lease.epoch for status in gone if status.state is LeaseState.PENDING]
+        if promised:  # who has other choices keeps the place in the queue
+            self.record(*(GrantRevoked(epoch) for epoch in promised))
+        for status in gone:
+            if status.lease.epoch not in promised:
                 self.loop.node_lost(status.lease)

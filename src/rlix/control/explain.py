@@ -1,7 +1,11 @@
 """What a gang request waits for, and who is in the way: for people."""
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 from rlix.control.gang_queue import Ticket
 from rlix.scheduler.known import Known
+from rlix.scheduler.snapshot import GangRequest
 
 
 def choices(state: Known, ticket: Ticket) -> tuple[tuple[int, ...], ...]:
@@ -24,8 +28,8 @@ def left(state: Known, ticket: Ticket) -> str:
     return f"{what} asks for devices that left the pool with their node: {wanted(state, ticket)}"
 
 
-def behind(state: Known, ticket: Ticket, stuck: str = "") -> str:
-    """Who is in the way of a request. `stuck`: why nothing is granted to anybody."""
+def behind(state: Known, ticket: Ticket, order: Sequence[GangRequest], stuck: str = "") -> str:
+    """Who is in the way of a request. `order`: in which requests are served. `stuck`: why nothing is granted."""
     devices = set().union(*choices(state, ticket))
     on = (state.holder(device) for device in devices)
     epochs = {*on, *state.successors(devices)} - {None, ticket.epoch}
@@ -34,9 +38,10 @@ def behind(state: Known, ticket: Ticket, stuck: str = "") -> str:
         for epoch in sorted(epoch for epoch in epochs if epoch is not None)
         if (s := state.leases[epoch]) and (common := devices.intersection(s.lease.devices))
     ]
+    before = takewhile(lambda r: r.id != ticket.request_id, order if ticket.request_id in state.requests else ())
     ahead = [
         f"{r.pipeline_id}/{r.cluster} ({r.phase.name}) waits in front of it"
-        for r in state.requests.values()
-        if (r.phase, r.id) < (ticket.phase, ticket.request_id) and devices.intersection(r.devices)
+        for r in before
+        if devices.intersection(r.devices)
     ]
     return "; ".join(held + ahead + ([stuck] if stuck else [])) or "nobody holds them: the scheduler did not come to it"

@@ -212,10 +212,10 @@ class Knowledge:
         self.holds[lease.epoch] = replace(self.hold(lease.epoch), note_by=by)
         self.alarm.set(lease.epoch, by)
 
-    def limit(self, lease: Lease, since: float) -> None:
-        """A gang's phase has the time that it declared."""
+    def limit(self, lease: Lease, since: float, earliest: float = 0.0) -> None:
+        """A gang's phase has the time that it declared. It is not taken before `earliest`."""
         if lease.longest_s is not None:
-            by = since + lease.longest_s
+            by = max(since + lease.longest_s, earliest)
             self.holds[lease.epoch] = replace(self.hold(lease.epoch), ends_by=by)
             self.alarm.set(lease.epoch, by)
 

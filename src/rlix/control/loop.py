@@ -40,6 +40,7 @@ from rlix.protocol.events import (
 )
 from rlix.protocol.messages import Device, Ending, Lease, LeaseState, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
+from rlix.scheduler.gang_order import gang_order
 
 logger = logging.getLogger(__name__)
 
@@ -324,8 +325,9 @@ class Loop:
         if known.now >= ticket.expires_at:
             what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
             text = f"devices {wanted(known.state, ticket)} were not granted to {what} within {ticket.timeout_s:g} s"
+            order = gang_order(known.state.snapshot(known.clock.time()))
             stuck = known.writer.trouble
-            self.withdraw(ticket, WaitTimeoutError(f"{text}; {behind(known.state, ticket, stuck)}"))
+            self.withdraw(ticket, WaitTimeoutError(f"{text}; {behind(known.state, ticket, order, stuck)}"))
         elif known.now >= ticket.forget_at:
             logger.warning("nobody waits for request %d of %s any more", ticket.request_id, ticket.pipeline_id)
             self.withdraw(ticket)

@@ -90,13 +90,13 @@ class Planning:
                 if self._strict:
                     raise
                 self._refuse(snapshot, error)
-        self.soon()
         return ()
 
     def _refuse(self, snapshot: Snapshot, error: Exception) -> None:
         """Plans no more for the pipeline without which a plan can be made: the last of the fewest that cannot."""
-        wanting = {r.pipeline_id: None for r in snapshot.requests} | {r.pipeline_id: None for r in snapshot.rollouts}
-        names, low, high = list(wanting), 0, len(wanting)
+        rolling = {r.pipeline_id: None for r in snapshot.rollouts if r.demand.trajectories}
+        names = list({r.pipeline_id: None for r in snapshot.requests} | rolling)
+        low, high = 0, len(names)
         while low + 1 < high:
             middle = (low + high) // 2
             if self._fails(_only(snapshot, set(names[:middle]))):
@@ -110,6 +110,7 @@ class Planning:
         why = f"{type(error).__name__}: {error}"[:_LONGEST_WHY]
         logger.critical("no plan can be made with pipeline %s, which gets nothing more", culprit, exc_info=error)
         self.refused[culprit] = why
+        self.soon()
 
     def _fails(self, snapshot: Snapshot) -> bool:
         try:

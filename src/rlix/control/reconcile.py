@@ -217,7 +217,7 @@ def _seen(sight: Sight | None, since: float, now: float, again_s: float = LOOK_A
 def given_back(status: LeaseStatus, hold: Hold, now: float, settings: Settings) -> Hold:
     """Its holder says that its bytes are gone. Whoever takes it already goes on with that, and looks at once."""
     leaving = hold.leaving
-    if status.state is LeaseState.QUARANTINED:
+    if status.state is LeaseState.QUARANTINED and leaving is not None:
         return looked_at(hold, now)
     if leaving is not None and (leaving.given or leaving.kill_from <= now):
         return hold

@@ -3,6 +3,7 @@
 from rlix.control.core import Core
 from rlix.control.explain import behind, choices
 from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Waiting
+from rlix.scheduler.gang_order import gang_order
 
 
 def status_of(core: Core) -> ControlStatus:
@@ -10,13 +11,14 @@ def status_of(core: Core) -> ControlStatus:
     known, state = core.known, core.state
     since = known.wall() - core.clock.time()
     trouble = core.trouble
+    order = gang_order(state.snapshot(core.clock.time()))
     waiting = tuple(
         Waiting(
             ticket.pipeline_id,
             ticket.cluster.name,
             ticket.phase,
             since + ticket.asked_at,
-            behind(state, ticket, trouble),
+            behind(state, ticket, order, trouble),
             choices(state, ticket),
         )
         for ticket in known.gangs.waiting()

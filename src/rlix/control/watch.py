@@ -24,19 +24,20 @@ STOPPED = "was stopped (SIGSTOP) and did not go on"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a node said of a process, for the first time at `since`."""
+    """What a node said of a process, for the first time at `since` and lately at `last`."""
 
     state: str
     since: float
+    last: float
 
 
-def fate(seen: Seen | None, now: float, settings: Settings) -> str:
+def fate(seen: Seen | None, settings: Settings) -> str:
     """What became of a process; "" while it lives, may go on, or nothing is known of it."""
     if seen is None or seen.state == "running":
         return ""
     if seen.state == "dead":
         return "died"
-    return STOPPED if now - seen.since >= settings.stopped_s else ""
+    return STOPPED if seen.last - seen.since >= settings.stopped_s else ""
 
 
 class Watch:
@@ -115,9 +116,9 @@ class Watch:
             return
         for process, state in states.items():
             before = self._seen.get(process)
-            if before is None or before.state != state:
-                self._seen[process] = Seen(state, now)
-        gone = {process for process in states if fate(self._seen[process], now, known.settings)}
+            since = now if before is None or before.state != state else before.since
+            self._seen[process] = Seen(state, since, now)
+        gone = {process for process in states if fate(self._seen[process], known.settings)}
         if gone:
             for pipeline_id, job in list(known.jobs.items()):
                 if job.ending is None:
@@ -130,7 +131,7 @@ class Watch:
             self._departures.end(pipeline_id, why)
             return
         for process, caller in list(job.callers.items()):
-            what = fate(self._seen.get(process), now, settings)
+            what = fate(self._seen.get(process), settings)
             silent_s = now - caller.heard_at
             if what == "died":
                 del job.callers[process]
@@ -140,7 +141,7 @@ class Watch:
                 self._drop(pipeline_id, process, caller, what)
         for status in known.state.leases_of(pipeline_id):
             for process in known.named_holders(status.lease) if status.state is not LeaseState.PENDING else ():
-                if fate(self._seen.get(process), now, settings) == STOPPED:
+                if fate(self._seen.get(process), settings) == STOPPED:
                     loop.take(status.lease, f"process {process.pid} ({process.name}) {STOPPED}")
 
     def _why_over(self, pipeline_id: str, job: Job, now: float) -> str:
@@ -148,7 +149,7 @@ class Watch:
         known = self._known
         programs = known.state.holders(pipeline_id, "").values()
         for process in programs:
-            if what := fate(self._seen.get(process), now, known.settings):
+            if what := fate(self._seen.get(process), known.settings):
                 return f"its program, process {process.pid}, {what}"
         if cluster := known.stranded(pipeline_id):
             return f"all devices of its {cluster} left the pool with their nodes"
