@@ -214,6 +214,14 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     assert load_tokenizer(tmp_path / "merged").encode("417>") == load_tokenizer(Path(base)).encode("417>")
 
 
+def test_a_job_that_is_run_anew_keeps_its_place(tmp_path: Path) -> None:
+    for _ in range(2):
+        many = Many(job({"small": {**RUNS["small"], "steps": 1}}), tmp_path / "job")
+        assert many.run().run_dir == str(tmp_path / "job")
+    assert many.folder.earlier is not None, "what it did stands where it was asked to, the run before it aside"
+    assert many.status().moved_to is None
+
+
 def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone: dict[str, Any]) -> None:
     many = Many(job({name: RUNS[name] for name in ("small", "dropped")}), tmp_path / "job")
     ended: list[Any] = []

@@ -67,6 +67,17 @@ def test_a_run_that_comes_to_nothing_gives_its_place_back(tmp_path: Path) -> Non
     second.close()
 
 
+def test_a_run_that_did_a_step_keeps_its_place(tmp_path: Path) -> None:
+    first, _ = RunFolder.open(tmp_path / "job")
+    (first.checkpoints / "step_1").mkdir(parents=True)
+    first.close()
+    second, _ = RunFolder.open(tmp_path / "job")
+    second.metrics({"step": 0})
+    assert second.give_back() is None
+    assert second.path == tmp_path / "job"
+    second.close()
+
+
 def test_where_a_run_would_move_is_known_before(tmp_path: Path) -> None:
     assert aside_of(tmp_path / "job") is None
     folder, _ = RunFolder.open(tmp_path / "job")

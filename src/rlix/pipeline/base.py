@@ -347,7 +347,7 @@ class Pipeline(ABC):
 
     def _give_back(self) -> None:
         """A start that came to no step does not stand in the way of the run that was there before."""
-        if self._done > 0 or (moved := self.folder.give_back()) is None:
+        if (moved := self.folder.give_back()) is None:
             return
         error = self._status.error
         said = f"{self.config.run_dir} holds the run before this one again; what this one wrote is in {moved}"

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 LOCK_WAIT_S = 5.0
 Checkpoint = tuple[int, Path]  # the number of finished steps, and where
 _CHECKPOINT = re.compile(r"step_(\d+)")
-_BY_STEP = ("metrics.jsonl", "samples.jsonl")
+METRICS = "metrics.jsonl"
+"""A row for each step that was done."""
+_BY_STEP = (METRICS, "samples.jsonl")
 _LOCK = ".lock"
 PARTIAL = ".partial"
 _BROKEN = ".broken"
@@ -87,11 +89,13 @@ class RunFolder:
         return folder, checkpoint
 
     def give_back(self) -> Path | None:
-        """For a run that comes to nothing: the run that had the folder before has it again, if it has checkpoints.
+        """For a run that came to no step: the run that had the folder before has it again, if it has checkpoints.
 
         Returns where this one's files are from now on; None where they stay.
         """
         if self.earlier is None or not list_checkpoints(self.earlier / "checkpoints"):
+            return None
+        if (self.path / METRICS).exists():
             return None
         aside = aside_of(self.path)
         if aside is None:
@@ -144,7 +148,7 @@ class RunFolder:
         replace_file(self.path / "spec.yaml", text.encode())
 
     def metrics(self, row: dict[str, Any]) -> None:
-        self._append("metrics.jsonl", [row])
+        self._append(METRICS, [row])
 
     def samples(self, rows: Sequence[dict[str, Any]]) -> None:
         self._append("samples.jsonl", rows)
