@@ -153,15 +153,18 @@ class VllmExecutor(LoopExecutor):
         )
         none = LoRARequest("", _NONE, "none") if self._options.adapters else None
         self._engine.add_request(_KNOWN, {"prompt_token_ids": list(tokens)}, params, lora_request=none)
-        while self._engine.has_unfinished_requests():
+        answer = None
+        while answer is None and self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                if output.request_id != _KNOWN:
+                if output.request_id == _KNOWN:
+                    answer = output
+                else:
                     self._take(output, self._ended)
-                    continue
-                rows = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
-                config = self._engine.vllm_config.model_config
-                return [row[token].logprob for row, token in rows], config.quantization or dtype_name(config.dtype)
-        raise RlixError("vLLM did not answer when it was asked for known tokens")
+        if answer is None:
+            raise RlixError("vLLM did not answer when it was asked for known tokens")
+        rows = zip(answer.prompt_logprobs[1:], tokens[1:], strict=True)
+        config = self._engine.vllm_config.model_config
+        return [row[token].logprob for row, token in rows], config.quantization or dtype_name(config.dtype)
 
     def _drawn(self, key: int, since: int) -> tuple[list[int], list[float], list[int]]:
         progress = self._running[key]
@@ -179,6 +182,8 @@ class VllmExecutor(LoopExecutor):
         progress.take(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs or [], version)
 
     def _cancel(self, key: int, request: GenerationRequest) -> GenerationResult:
+        if (ended := self._ended.pop(key, None)) is not None:
+            return ended
         self._catch_up(self._running[key])
         self._engine.abort_request([self._running[key].vllm_id], internal=True)
         return self._end(key, "abort")
