@@ -146,6 +146,10 @@ class OwnInReward(Algorithm):
         raise NotImplementedError
 
 
+class WithoutOptions(OwnInReward):
+    Options = Algorithm.Options
+
+
 class OwnInLoss(OwnInReward):
     kl_in_reward = False
 
@@ -153,10 +157,12 @@ class OwnInLoss(OwnInReward):
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("OwnInReward", {}, "k3 does not work in a reward"),
+        ("OwnInReward", {"kl_estimator": "k3"}, "k3 does not work in a reward"),
         ("OwnInReward", {"kl_estimator": "k2"}, "k2 does not work in a reward"),
         ("OwnInLoss", {"kl_estimator": "k1"}, "k1 does not work in a loss"),
         ("OwnInReward", {"kl_estimator": "k1"}, None),
+        ("OwnInReward", {}, None),  # k1 is used, whatever its options' default is for a loss
+        ("WithoutOptions", {"kl_coefficient": 0.1}, None),
         ("OwnInLoss", {}, None),
     ],
 )

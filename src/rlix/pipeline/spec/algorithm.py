@@ -188,8 +188,10 @@ class AlgorithmSpec(Named):
         """
         owner = self.options_owner()
         options = parse_options(owner, self.options)
-        estimator = getattr(options, "kl_estimator", None)
-        if problem := kl_problem(estimator, in_reward=_kl_in_reward(owner, options)):
+        in_reward = _kl_in_reward(owner, options)
+        # In a reward no default is read: what counts is whether somebody expects another than k1.
+        estimator = self.options.get("kl_estimator") if in_reward else getattr(options, "kl_estimator", None)
+        if problem := kl_problem(estimator, in_reward=in_reward):
             raise SpecError(f"algorithm.options.kl_estimator: {problem}")
         return options
 
