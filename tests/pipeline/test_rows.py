@@ -121,14 +121,14 @@ def test_both_commands_say_it_before_anything_starts(
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6), blank=st.booleans())
-def test_lines_are_those_of_the_rows_that_a_job_reads(tmp_path: Path, rows: list[tuple[str, str]], blank: bool) -> None:
-    """A row that datasets reads as the n-th has the n-th place, whatever its cells hold."""
+@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6), blank=st.sampled_from(["", "\n", "  \n"]))
+def test_lines_are_those_of_the_rows_that_a_job_reads(tmp_path: Path, rows: list[tuple[str, str]], blank: str) -> None:
+    """A row that datasets reads as the n-th has the n-th place, whatever its cells hold and what is between."""
     text = io.StringIO(newline="")
     text.write("prompt,answer\n")
     begins = []
     for row in rows:
-        text.write("\n" * blank)
+        text.write(blank)
         begins.append(text.getvalue())
         csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n").writerow(row)
     path = tmp_path / "rows.csv"

@@ -172,7 +172,7 @@ def _csv_rows(file: IO[str]) -> Iterator[tuple[int, list[str] | str]]:
             return
         if row is None:
             return
-        if row:
+        if len(row) > 1 or any(map(str.strip, row)):  # pandas passes over a line of spaces, too
             yield begin, row
         begin = reader.line_num + 1
 
