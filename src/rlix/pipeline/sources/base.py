@@ -149,14 +149,12 @@ class Patience:
     failed: int = field(default=0)
 
     def look_at(self, samples: Sequence[Sample]) -> None:
-        """Raises SourceFailedError at the last of `_HOPELESS_STEPS` steps in a row of which every sample failed."""
+        """Raises SourceFailedError once every sample of `_HOPELESS_STEPS` steps in a row, or more, has failed."""
         if not all(sample.failed for sample in samples):
             self.failed = 0
             return
         self.failed += 1
         reason = samples[-1].error
         logger.warning("%s: every %s of a step failed, the last one: %s", self.job, self.what, reason)
-        if self.failed == _HOPELESS_STEPS:
-            raise SourceFailedError(
-                f"every {self.what} of {_HOPELESS_STEPS} steps in a row failed, the last one: {reason}"
-            )
+        if self.failed >= _HOPELESS_STEPS:
+            raise SourceFailedError(f"every {self.what} of {self.failed} steps in a row failed, the last one: {reason}")
