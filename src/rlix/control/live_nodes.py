@@ -75,7 +75,11 @@ class LiveNodes:
         self._agents: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.gone: set[str] = set()  # nodes that left the pool: what was on them is dead
+        self._gone: set[str] = set()  # nodes that are dead: what was on them is, too
+
+    async def count_dead(self) -> None:
+        """Ray's node table says who is: not who lends no devices, nor who does not answer."""
+        self._gone = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if not node["Alive"]}
 
     def occupied(self, devices: Sequence[Device], done: Callable[[tuple[Occupant, ...]], None]) -> None:
         mine = [device for device in devices if device.node_id == self._here]
@@ -90,7 +94,7 @@ class LiveNodes:
         self, found: tuple[Occupant, ...], others: list[Device], done: Callable[[tuple[Occupant, ...]], None]
     ) -> None:
         for node_id, devices in _by_node(others):
-            answer = () if node_id in self.gone else await self._ask(node_id, "occupied", devices)
+            answer = () if node_id in self._gone else await self._ask(node_id, "occupied", devices)
             if answer is None:
                 answer = tuple(
                     Occupant(d.id, self._pool, -1, "its node, which does not answer", "", 0.0, ()) for d in devices
@@ -124,7 +128,7 @@ class LiveNodes:
                 left += group
             elif node_id == self._here:
                 left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why, there)
-            elif node_id not in self.gone:
+            elif node_id not in self._gone:
                 answer = await self._ask(node_id, "kill", group, why, there)
                 left += group if answer is None else answer
         done(left)
@@ -137,7 +141,7 @@ class LiveNodes:
         for node_id, group in _by_node(processes):
             if node_id == self._here:
                 states |= self._node.states(group)
-            elif node_id in self.gone:
+            elif node_id in self._gone:
                 states |= dict.fromkeys(group, "dead")
             else:
                 states |= await self._ask(node_id, "states", group) or {}
@@ -163,7 +167,7 @@ class LiveNodes:
             there = tuple(process for process in processes if process.node_id == node_id)
             if node_id == self._here:
                 found[node_id] = await asyncio.to_thread(self._node.memory, there)
-            elif node_id not in self.gone and (answer := await self._ask(node_id, "memory", there)) is not None:
+            elif node_id not in self._gone and (answer := await self._ask(node_id, "memory", there)) is not None:
                 found[node_id] = answer
         done(found)
 
@@ -178,6 +182,7 @@ class LiveNodes:
         except (ValueError, RayError, WaitTimeoutError) as error:
             self._agents.pop(node_id, None)
             logger.warning("node %s does not answer: %s", node_id, error)
+            await self.count_dead()
             return None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

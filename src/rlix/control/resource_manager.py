@@ -20,7 +20,7 @@ from rlix.node.devices import device_keys, virtual_key
 from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import ControlStatus, Device, DeviceKind, Process
+from rlix.protocol.messages import Device, DeviceKind, Process
 from rlix.protocol.types import (
     HEAD_RESOURCE,
     NAMESPACE,
@@ -51,6 +51,7 @@ class ResourceManager:
         self._looking = threading.Lock()
         self._told: tuple[Device, ...] | None = None
         self._leaving: tuple[str, ...] = ()
+        self._draining: frozenset[str] = frozenset()
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         threading.Thread(target=self._look_forever, name="nodes", daemon=True).start()
         watch_over((SCHEDULER_ACTOR_NAME, ORCHESTRATOR_ACTOR_NAME))
@@ -102,15 +103,16 @@ class ResourceManager:
             try:
                 with self._looking:
                     devices = self._devices()
-                    if devices != self._told:
+                    if devices != self._told or self._draining:
                         self._tell(devices)
             except (RayError, RlixError) as error:
                 logger.warning("cannot look for nodes: %s", error)
 
     def _tell(self, devices: tuple[Device, ...]) -> None:
-        self._scheduler.ask("found", devices, timeout_s=_ANSWER_TIMEOUT_S)
+        self._scheduler.ask("found", devices, self._draining, timeout_s=_ANSWER_TIMEOUT_S)
+        if devices != self._told:
+            logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
         self._told = devices
-        logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
 
     def _devices(self, patience_s: float = 0.0) -> tuple[Device, ...]:
         nodes = ray.nodes()
@@ -119,20 +121,13 @@ class ResourceManager:
             self._hosts = Hosts(self._ask_node, software(), _keys_by_node(before))
         keys = self._hosts.lending(nodes, patience_s)
         devices = devices_of([node for node in nodes if node["NodeID"] in keys], keys)
-        draining = {node for node in ray_state.state.get_draining_nodes() if node in keys}
+        self._draining = frozenset(node for node in ray_state.state.get_draining_nodes() if node in keys)
         self._leaving = tuple(
             f"host {node['NodeManagerAddress']} is being drained: its devices leave the pool as they become free"
             for node in nodes
-            if node["NodeID"] in draining
+            if node["NodeID"] in self._draining
         )
-        return self._lent(devices, draining) if draining else devices
-
-    def _lent(self, devices: tuple[Device, ...], draining: Collection[str]) -> tuple[Device, ...]:
-        """Without what is on nodes that are drained, unless somebody has it under a lease."""
-        status: ControlStatus = self._scheduler.ask("status", timeout_s=_ANSWER_TIMEOUT_S)
-        leased = {number for held in status.leases for number in held.lease.devices}
-        in_use = {(device.node_id, device.index) for device in status.devices if device.id in leased}
-        return tuple(d for d in devices if d.node_id not in draining or (d.node_id, d.index) in in_use)
+        return devices
 
     def _ask_node(self, node_id: str, virtual: bool) -> tuple[Keys, Software]:
         """The names of a node's GPUs, and its software."""

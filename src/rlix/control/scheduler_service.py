@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -105,8 +105,10 @@ class Scheduler:
         await self._core()
         return here()
 
-    async def found(self, devices: tuple[Device, ...]) -> int:
+    async def found(self, devices: tuple[Device, ...], draining: Collection[str] = ()) -> int:
         """The pool's devices as they are now, with any ids; returns how many there are.
+
+        Those of `draining` nodes stay in the pool as long as somebody has them under a lease.
 
         Raises:
             RlixError: there are none, and never were.
@@ -119,9 +121,10 @@ class Scheduler:
                 "or set RAY_ADDRESS=local to start a separate one"
             )
         assert self._nodes is not None
-        known = {device.node_id for device in core.state.devices}
-        self._nodes.gone |= known - {device.node_id for device in devices}
-        core.found(numbered(core.state.devices, devices, core.state.next_device_id))
+        await self._nodes.count_dead()
+        found = numbered(core.state.devices, devices, core.state.next_device_id)
+        leased = {device for status in core.state.leases.values() for device in status.lease.devices}
+        core.found(tuple(each for each in found if each.node_id not in draining or each.id in leased))
         return len(devices)
 
     async def close(self, spare: Process | None = None) -> None:
