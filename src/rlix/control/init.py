@@ -13,7 +13,7 @@ import ray
 from ray._private import services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray._private.node import Node
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rlix.control import setup_worker
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
@@ -284,6 +284,8 @@ def _await_death(handle: Any) -> None:
     while time.monotonic() < deadline:
         try:
             ray.get(handle.__ray_ready__.remote(), timeout=STOP_TIMEOUT_S)
+        except ActorUnavailableError:
+            time.sleep(0.1)
         except RayActorError:
             return
     raise WaitTimeoutError(f"the control-plane actor {handle} did not end within {STOP_TIMEOUT_S:.0f} s")

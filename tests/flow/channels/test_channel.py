@@ -3,14 +3,19 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
+from rlix.flow.channels.actor import Outcome, Reply
 from rlix.flow.channels.channel import Channel, EndOfStream
+from rlix.flow.channels.codec import Parcel
 from rlix.flow.channels.state import Want
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.node.process import this_process
@@ -150,6 +155,51 @@ def test_whoever_gave_up_before_his_request_began_takes_nothing(ray_session: Any
     ray.get(actor.give_back.remote(consumer), timeout=TIMEOUT_S)  # Ray may begin an async actor's calls in any order
     ray.get(actor.take.remote(consumer, this_process(), "", Want(), TIMEOUT_S), timeout=TIMEOUT_S)
     assert channel.get() == 7
+
+
+def test_a_call_that_ray_makes_again_is_carried_out_once(ray_session: Any) -> None:
+    channel: Channel[int] = Channel(1, timeout_s=TIMEOUT_S)
+    actor, me, empty = channel._actor, this_process(), Parcel(b"", (), 0)
+
+    def ask(method: str, *args: Any) -> Reply:
+        reply: Reply = ray.get(getattr(actor, method).remote(*args), timeout=TIMEOUT_S)
+        return reply
+
+    assert [ask("register", "call 1", None, me).value for _ in range(2)] == [("producer 0", 0)] * 2
+    assert ask("register", "call 2", None, me).value == ("producer 1", 0)
+    assert [ask("put", "producer 0", 0, "", 1.0, empty, 0.0).outcome for _ in range(2)] == [Outcome.DONE] * 2  # is full
+    taken = [ask("take", "first", me, "", Want(), 0.0) for _ in range(2)]
+    assert taken[0].value == taken[1].value and len(taken[0].value) == 1
+    late = [actor.take.remote("second", me, "", Want(), TIMEOUT_S) for _ in range(2)]
+    ask("give_back", "first")
+    assert ask("take", "first", me, "", Want(), 0.0).outcome is Outcome.TIMEOUT
+    got = ray.get(late, timeout=TIMEOUT_S)
+    assert got[0].value == got[1].value == taken[0].value
+    for _ in range(2):
+        ask("acknowledge", "second", [got[0].value[0][0].id], "")
+    assert len(channel) == 0
+
+
+def test_a_lost_connection_is_no_death(ray_session: Any) -> None:
+    channel: Channel[int] = Channel(2, name="far", timeout_s=TIMEOUT_S)
+
+    class Lost:
+        def future(self) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(ActorUnavailableError("connection reset", None))
+            return future
+
+    class Far:
+        def __getattr__(self, method: str) -> Any:
+            return SimpleNamespace(remote=lambda *_: Lost())
+
+    near, channel._actor = channel._actor, cast(Any, Far())
+    with pytest.raises(WaitTimeoutError, match=r"'far': its actor could not be reached for take\(\)"):
+        channel.get()
+    with pytest.raises(WaitTimeoutError, match=r"could not be reached for take\(\)"):
+        asyncio.run(channel.aget())
+    channel._actor = near
+    assert len(channel) == 0
 
 
 def test_what_nobody_took_goes_with_the_channel(ray_session: Any) -> None:

@@ -39,7 +39,10 @@ class Reply:
 
 
 class ChannelActor:
-    """One event loop: what lies between two awaits is atomic. Payloads are files of shared memory, or small."""
+    """One event loop: what lies between two awaits is atomic. Payloads are files of shared memory, or small.
+
+    Ray makes a call again when the connection was lost on the way: each may come twice, and is carried out once.
+    """
 
     def __init__(self, capacity: int, capacity_bytes: int | None, groups: Sequence[str], rule: Rule) -> None:
         self._state = ChannelState(capacity, capacity_bytes, groups, rule)
@@ -49,18 +52,27 @@ class ChannelActor:
         self._parcels: dict[int, Parcel] = {}
         self._producers: dict[str, Process] = {}
         self._consumers: dict[str, Process] = {}
-        self._waiting: set[str] = set()  # consumers
-        self._withdrawn: set[str] = set()  # of these
-        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP)  # consumers that gave back what they had not asked for yet
+        self._takes: dict[str, asyncio.Task[Reply]] = {}  # by consumer, until what it has is acknowledged or given back
+        self._withdrawn: set[str] = set()  # consumers that wait
+        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP)  # consumers whose request may come later
         self._names = itertools.count()
+        self._registered: dict[str, Reply] = {}  # by call
         self._changed = asyncio.Condition()
 
     async def home(self) -> Reply:
         """The node, and the folder for payloads that are written there."""
         return Reply(Outcome.DONE, value=(self._node, self._scratch.name))
 
-    async def register(self, name: str | None, user: Process) -> Reply:
-        return await self._change(lambda: self._register(name or f"producer {next(self._names)}", user))
+    async def register(self, call: str, name: str | None, user: Process) -> Reply:
+        def register() -> Reply:
+            if call not in self._registered:
+                self._registered[call] = self._now(
+                    lambda: self._register(name or f"producer {next(self._names)}", user)
+                )
+            return self._registered[call]
+
+        known: Reply = (await self._change(register)).value
+        return known
 
     async def adopt(self, name: str, user: Process) -> Reply:
         """A producer goes on in this process; one that was lost with its own is open again."""
@@ -76,12 +88,15 @@ class ChannelActor:
     async def put(
         self, producer: str, sequence: int, key: str, weight: float, parcel: Parcel, timeout_s: float
     ) -> Reply:
-        def open_or_failed() -> bool:
-            return self._state.failure is not None or producer not in self._state.producers
+        def decided() -> bool:
+            """Whether it needs no room: it is in already, or is refused."""
+            if self._state.failure is not None or producer not in self._state.producers:
+                return True
+            return self._state.accepted(producer, sequence)
 
         async with self._changed:
-            await self._until(lambda: open_or_failed() or self._state.has_room(parcel.nbytes), timeout_s)
-            if not open_or_failed() and not self._state.has_room(parcel.nbytes):
+            await self._until(lambda: decided() or self._state.has_room(parcel.nbytes), timeout_s)
+            if not decided() and not self._state.has_room(parcel.nbytes):
                 detail = f"producer {producer!r} found no room within {timeout_s:g} s: {self._state.describe()}"
                 return Reply(Outcome.TIMEOUT, detail)
             return self._now(lambda: self._accept(producer, sequence, key, weight, parcel))
@@ -91,11 +106,15 @@ class ChannelActor:
         return await self._change(lambda: self._state.withdraw(producer, sequence))
 
     async def take(self, consumer: str, user: Process, group: str, want: Want, timeout_s: float) -> Reply:
-        found: list[Item] = []
         if consumer in self._given_up:
             return Reply(Outcome.TIMEOUT, f"{consumer} has given up")
+        if consumer not in self._takes:
+            self._takes[consumer] = asyncio.create_task(self._take(consumer, user, group, want, timeout_s))
+        return await asyncio.shield(self._takes[consumer])
+
+    async def _take(self, consumer: str, user: Process, group: str, want: Want, timeout_s: float) -> Reply:
+        found: list[Item] = []
         self._consumers[consumer] = user
-        self._waiting.add(consumer)
 
         def look() -> bool:
             if consumer in self._withdrawn:
@@ -114,25 +133,23 @@ class ChannelActor:
             except ChannelError as error:
                 return Reply(Outcome.FAILED, str(error))
             finally:
-                self._waiting.discard(consumer)
                 self._withdrawn.discard(consumer)
                 if not found:
-                    del self._consumers[consumer]
+                    self._forget(consumer)
             return Reply(Outcome.TIMEOUT, f"nothing came within {timeout_s:g} s: {self._state.describe(group)}")
 
     async def acknowledge(self, consumer: str, ids: list[int], group: str) -> Reply:
         def acknowledge() -> None:
             self._drop(self._state.acknowledge(consumer, ids, group))
-            self._consumers.pop(consumer, None)
+            self._forget(consumer)
 
         return await self._change(acknowledge)
 
     async def give_back(self, consumer: str) -> Reply:
         """What it has goes back; if it waits, or Ray begins its `take` after this, it gets nothing any more."""
-        if consumer in self._waiting:
+        self._given_up.append(consumer)
+        if self._waits(consumer):
             self._withdrawn.add(consumer)
-        elif consumer not in self._consumers:
-            self._given_up.append(consumer)
         return await self._change(lambda: self._give_back(consumer))
 
     async def close(self, producer: str) -> Reply:
@@ -146,8 +163,15 @@ class ChannelActor:
 
     def _give_back(self, consumer: str) -> None:
         self._state.give_back(consumer)
-        if consumer not in self._waiting:
-            self._consumers.pop(consumer, None)
+        if not self._waits(consumer):
+            self._forget(consumer)
+
+    def _waits(self, consumer: str) -> bool:
+        return consumer in self._takes and not self._takes[consumer].done()
+
+    def _forget(self, consumer: str) -> None:
+        self._consumers.pop(consumer, None)
+        self._takes.pop(consumer, None)
 
     def _register(self, name: str, user: Process) -> tuple[str, int]:
         sequence = self._state.register(name)

@@ -22,7 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from rlix.flow.channels.actor import ChannelActor, Outcome, Reply
 from rlix.flow.channels.codec import Parcel, pack, unpack
@@ -70,12 +70,13 @@ class Channel(Generic[T]):
         self.name = name
         self._timeout_s = timeout_s
         self._home: tuple[str, str] | None = None
-        actor = ray.remote(ChannelActor).options(num_cpus=0)
+        # A lost connection is no death: Ray then makes the call again, as long as it counts the actor.
+        actor = ray.remote(ChannelActor).options(num_cpus=0, max_task_retries=-1)
         self._actor: ActorHandle[Any] = actor.remote(capacity, capacity_bytes, tuple(groups), rule)
 
     def producer(self, name: str | None = None) -> "Producer[T]":
         """Register a producer: the stream does not end before it closes. It may join late, but not after the end."""
-        registered, _ = self._call("register", name, _me())
+        registered, _ = self._call("register", uuid.uuid4().hex, name, _me())
         return Producer(self, registered)
 
     def get(self, timeout_s: float | None = None, *, group: str = "", key: str | None = None) -> T:
@@ -168,7 +169,7 @@ class Channel(Generic[T]):
         try:
             reply = future.result(wait_s + _REPLY_MARGIN_S)
         except RayActorError as error:
-            raise ChannelError(f"channel {self.name!r}: its actor died") from error
+            raise self._lost(method, error) from error
         except TimeoutError as error:
             raise self._unreachable(method, wait_s) from error
         return self._check(reply)
@@ -181,7 +182,7 @@ class Channel(Generic[T]):
             async with asyncio.timeout(wait_s + _REPLY_MARGIN_S):
                 reply = await asyncio.wrap_future(ref.future())
         except RayActorError as error:
-            raise ChannelError(f"channel {self.name!r}: its actor died") from error
+            raise self._lost(method, error) from error
         except TimeoutError as error:
             raise self._unreachable(method, wait_s) from error
         return self._check(reply)
@@ -194,6 +195,11 @@ class Channel(Generic[T]):
         if reply.outcome is Outcome.TIMEOUT:
             raise WaitTimeoutError(f"channel {self.name!r}: {reply.detail}")
         return reply.value
+
+    def _lost(self, method: str, error: RayActorError) -> ChannelError | WaitTimeoutError:
+        if isinstance(error, ActorUnavailableError):
+            return _NoAnswerError(f"channel {self.name!r}: its actor could not be reached for {method}()")
+        return ChannelError(f"channel {self.name!r}: its actor died")
 
     def _unreachable(self, method: str, wait_s: float) -> "_NoAnswerError":
         return _NoAnswerError(

@@ -157,7 +157,7 @@ class ChannelState:
         if producer not in self._open:
             raise ChannelError(f"producer {producer!r} has closed and cannot put")
         expected = self._sequences[producer]
-        if sequence < expected:
+        if self.accepted(producer, sequence):
             return None
         if sequence > expected:
             raise ChannelError(f"producer {producer!r} put item {sequence}, but {expected} is next")
@@ -169,9 +169,13 @@ class ChannelState:
             group.waiting.append(item)
         return item
 
+    def accepted(self, producer: str, sequence: int) -> bool:
+        """Whether this number was used before."""
+        return sequence < self._sequences[producer]
+
     def withdraw(self, producer: str, sequence: int) -> bool:
         """Uses up an item's number, so that a late `put` of it does nothing; True: it was accepted before."""
-        accepted = sequence < self._sequences[producer]
+        accepted = self.accepted(producer, sequence)
         self._sequences[producer] = max(self._sequences[producer], sequence + 1)
         return accepted
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from rlix.control.program import Program
 from rlix.flow.counts import is_count
@@ -221,7 +221,7 @@ class Running:
                 raise
             state = "from what running.keep() kept" if set(names) <= set(self._kept) else "anew (nothing was kept)"
             error.args = (f"{error}; running.restart({', '.join(map(repr, names))}) starts them again, {state}",)
-            if isinstance(error.__cause__, RayActorError):
+            if isinstance(error.__cause__, ActorDiedError):
                 raise error from None  # Ray's page about a dead actor says less
             raise
 
