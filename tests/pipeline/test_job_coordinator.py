@@ -12,6 +12,7 @@ from rlix.pipeline.jobs import job_coordinator
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.protocol.messages import Ending
+from tests.pipeline.test_run_folder import killed_starts
 from tests.pipeline.training_jobs import small
 
 
@@ -81,3 +82,21 @@ def test_what_the_control_plane_ended_is_said_with_what_failed(tmp_path: Path, m
     monkeypatch.setattr(job_coordinator, "ray", MagicMock())
     assert asyncio.run(said(of_others)) == ""
     assert asyncio.run(said(of_others, mine)) == f" (the control plane ended what held actor_train: {why})"
+
+
+def test_a_process_that_is_killed_before_its_first_step_gives_the_run_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = killed_starts(tmp_path / "job", 1)
+
+    async def given_back(step: int) -> JobStatus:
+        coordinator = Coordinator("ft_1", JobConfig(small(), path))
+        coordinator._unstarted.cancel()
+        return await coordinator._given_back(JobStatus("job", "ft_1", "failed", step, 4, "failed", error="it died"))
+
+    monkeypatch.setattr(job_coordinator, "ray", MagicMock())
+    assert asyncio.run(given_back(1)).moved_to is None
+    final = asyncio.run(given_back(0))
+    assert (path / "spec.yaml").read_text() == "first"
+    assert f"it died\n{path} holds the run before this one again" in str(final.error)
+    assert (Path(str(final.moved_to)) / "spec.yaml").read_text() == "killed 0"

@@ -16,7 +16,15 @@ from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs import run_folder
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.jobs.manifest import write_manifest
-from rlix.pipeline.jobs.run_folder import RunFolder, Span, aside_of, check_free, list_checkpoints, newest_checkpoint
+from rlix.pipeline.jobs.run_folder import (
+    RunFolder,
+    Span,
+    aside_of,
+    check_free,
+    list_checkpoints,
+    newest_checkpoint,
+    take_back,
+)
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
@@ -76,6 +84,46 @@ def test_a_run_that_did_a_step_keeps_its_place(tmp_path: Path) -> None:
     assert second.give_back() is None
     assert second.path == tmp_path / "job"
     second.close()
+
+
+def killed_starts(path: Path, count: int) -> Path:
+    """A run with a checkpoint in the folder, and starts after it that do no step and give nothing back."""
+    first, _ = RunFolder.open(path)
+    first.write_spec("first")
+    (first.checkpoints / "step_1").mkdir(parents=True)
+    write_manifest(first.checkpoints / "step_1")
+    first.close()
+    for number in range(count):
+        folder, _ = RunFolder.open(path)
+        folder.write_spec(f"killed {number}")
+        assert folder.earlier is not None and list_checkpoints(folder.earlier / "checkpoints")
+        folder.close()
+    return path
+
+
+@pytest.mark.parametrize("starts", [1, 3])
+def test_a_start_that_was_killed_gives_its_place_back_afterwards(tmp_path: Path, starts: int) -> None:
+    path = killed_starts(tmp_path / "job", starts)
+    moved = take_back(path)
+    assert moved is not None
+    assert (moved / "spec.yaml").read_text() == f"killed {starts - 1}"
+    assert (path / "spec.yaml").read_text() == "first"
+    assert take_back(path) is None
+    folder, checkpoint = RunFolder.open(path, resume=True)
+    assert checkpoint == (1, path / "checkpoints" / "step_1")
+    folder.close()
+
+
+def test_nothing_is_taken_back_from_a_run_that_did_a_step_or_goes_on(tmp_path: Path) -> None:
+    path = killed_starts(tmp_path / "job", 1)
+    folder, _ = RunFolder.open(path)
+    with pytest.raises(SpecError, match="is in use by"):
+        take_back(path, wait_s=0.0)
+    folder.metrics({"step": 0})
+    folder.close()
+    assert take_back(path) is None
+    assert (path / "metrics.jsonl").exists()
+    assert take_back(tmp_path / "never") is None
 
 
 def test_where_a_run_would_move_is_known_before(tmp_path: Path) -> None:

@@ -8,8 +8,18 @@ from rich.console import Console
 from rich.table import Table
 
 from rlix.pipeline.jobs.resume import Resumption, check_resumable, shown
-from rlix.pipeline.jobs.run_folder import aside_of, list_checkpoints
+from rlix.pipeline.jobs.run_folder import aside_of, list_checkpoints, take_back
 from rlix.pipeline.spec.job import JobSpec
+
+
+def take_back_folders(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:
+    """Runs whose place a start has that was killed before its first step have it again.
+
+    Raises SpecError when another process writes into such a folder.
+    """
+    for spec in specs:
+        if (moved := take_back(runs_dir / spec.name)) is not None:
+            _say(console, f"{spec.name}: a start that was killed before its first step is in {moved}")
 
 
 def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:

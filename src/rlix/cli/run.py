@@ -15,7 +15,7 @@ from rlix.cli.check import check_rows
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.plans import check_tables, planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
-from rlix.cli.resume import say_moves, say_resumptions
+from rlix.cli.resume import say_moves, say_resumptions, take_back_folders
 from rlix.cli.text import still
 from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
@@ -64,6 +64,7 @@ def run_jobs(options: RunOptions) -> int:
     check_tables(specs)
     check_rows(specs, _QUICKLY_READ)
     console = make_console(stderr=options.as_json)
+    take_back_folders(specs, options.runs_dir, console)
     if options.resume:
         say_resumptions(specs, options.runs_dir, console)
     interrupts = Interrupts()

@@ -16,6 +16,7 @@ from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.flow.workers.futures import read_error
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
+from rlix.pipeline.jobs.run_folder import take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
@@ -142,7 +143,19 @@ class JobCoordinator(PipelineCoordinator):
                 final = replace(final, state="failed", phase="failed", error=what)
                 break
             final = await self._run(pipeline)
-        await self._be_over(final)
+        await self._be_over(await self._given_back(final))
+
+    async def _given_back(self, final: JobStatus) -> JobStatus:
+        """Where its process was killed before its first step, the run before it has its folder again."""
+        if final.state != "failed" or final.step > 0 or final.moved_to is not None:
+            return final
+        moved = None
+        with contextlib.suppress(SpecError, OSError):  # in use, by a process that does not end; the next start looks
+            moved = await asyncio.to_thread(take_back, self._config.run_dir)
+        if moved is None:
+            return final
+        said = f"{self._config.run_dir} holds the run before this one again; what this one wrote is in {moved}"
+        return replace(final, moved_to=str(moved), error=f"{final.error}\n{said}")
 
     async def _be_over(self, final: JobStatus) -> None:
         self._final = final

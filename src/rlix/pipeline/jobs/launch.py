@@ -20,7 +20,7 @@ from rlix.pipeline.jobs.hosts import check_hosts
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import check_resumable
-from rlix.pipeline.jobs.run_folder import check_free
+from rlix.pipeline.jobs.run_folder import check_free, take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.choose import choose
 from rlix.pipeline.spec.clusters import ClusterSpec
@@ -51,6 +51,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     """
     for spec in specs:
         check_free(runs_dir.absolute() / spec.name)
+        if (moved := take_back(runs_dir.absolute() / spec.name)) is not None:
+            logger.info("%s: a start that was killed before its first step is in %s", spec.name, moved)
         if resume:
             check_resumable(spec, runs_dir.absolute() / spec.name)
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, namespace=NAMESPACE)

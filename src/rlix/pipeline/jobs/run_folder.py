@@ -28,6 +28,8 @@ METRICS = "metrics.jsonl"
 """A row for each step that was done."""
 _BY_STEP = (METRICS, "samples.jsonl")
 _LOCK = ".lock"
+_EARLIER = ".earlier"
+"""In a run's folder: the name of the run before it, which has its place again if this one does no step."""
 PARTIAL = ".partial"
 _BROKEN = ".broken"
 _ASIDE = r"-\d{8}-\d{6}(-\d+)?"
@@ -84,8 +86,9 @@ class RunFolder:
             folder._trim(checkpoint[0])
         elif aside is not None:
             path.rename(aside)
-            folder.earlier = aside
+            folder.earlier = _displaced(aside) or aside
             folder._own(wait_s)  # lets go of the old one only when it has the new one
+            replace_file(path / _EARLIER, folder.earlier.name.encode())
         return folder, checkpoint
 
     def give_back(self) -> Path | None:
@@ -100,8 +103,7 @@ class RunFolder:
         aside = aside_of(self.path)
         if aside is None:
             return None
-        self.path.rename(aside)
-        self.earlier.rename(self.path)
+        _swap(self.path, aside, self.earlier)
         self.path, self.earlier = aside, None
         return aside
 
@@ -209,6 +211,40 @@ def _lock(folder: Path, wait_s: float | None) -> TextIO | None:
             raise
         logger.warning("cannot lock the run folder %s (%s): two runs must not use it at a time", folder, error)
         return None
+
+
+def take_back(path: Path, wait_s: float | None = None) -> Path | None:
+    """`give_back` for a run that was killed before it could.
+
+    Returns where its files are; None where there is nothing to do. Raises SpecError when a process writes into `path`.
+    """
+    if _displaced(path) is None:
+        return None
+    lock = _lock(path, wait_s)
+    try:
+        earlier, aside = _displaced(path), aside_of(path)
+        if earlier is None or aside is None:  # it has done so itself
+            return None
+        _swap(path, aside, earlier)
+        return aside
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _displaced(path: Path) -> Path | None:
+    """The run with checkpoints that the run in the folder `path`, which did no step, was given the place of."""
+    marker = path / _EARLIER
+    if not marker.is_file() or (path / METRICS).exists() or list_checkpoints(path / "checkpoints"):
+        return None
+    earlier = path.with_name(marker.read_text())
+    return earlier if list_checkpoints(earlier / "checkpoints") else None
+
+
+def _swap(path: Path, aside: Path, earlier: Path) -> None:
+    path.rename(aside)
+    earlier.rename(path)
+    (aside / _EARLIER).unlink(missing_ok=True)
 
 
 def aside_of(path: Path) -> Path | None:
