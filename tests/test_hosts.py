@@ -123,7 +123,7 @@ def test_what_a_host_that_ray_drains_has_free_leaves_the_pool(hosts: Hosts) -> N
         return "10.77.0.3   free" not in said
 
     until(gone, said)
-    assert "host 10.77.0.3 is being drained: its devices leave the pool as they become free" in said
+    assert "host node3 (10.77.0.3) is cordoned: it lends no devices, and nobody holds one there" in said
     assert "4 devices" in said
 
 

@@ -54,7 +54,7 @@ def failing(error: Exception) -> Callable[[], Software]:
 def test_hosts_that_match_lend_their_devices() -> None:
     pool = hosts({"c": without(PEFT="0.21", TRL="1.16")})  # more than the head has
     assert pool.lending(NODES, 10.0) == KEYS
-    assert pool.notes == ()
+    assert pool.unfit == {}
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_a_host_that_does_not_match_or_answer_lends_nothing_and_the_others_do(
 ) -> None:
     pool = hosts({"c": answer})
     assert pool.lending(NODES, 10.0) == {"a": (), "b": KEYS["b"]}
-    (note,) = pool.notes
-    assert note.startswith(f"host c (10.0.0.3) lends no devices: {said}")
+    (note,) = pool.unfit.values()
+    assert note.startswith(said)
 
 
 def test_a_host_that_hangs_holds_up_no_other_one() -> None:
@@ -94,10 +94,10 @@ def test_a_host_that_hangs_holds_up_no_other_one() -> None:
     pool = hosts({"c": late})
     while pool.lending(NODES) != {"a": (), "b": KEYS["b"]}:
         pass
-    assert pool.notes == ("host c (10.0.0.3) lends no devices: it has not answered yet",)
+    assert pool.unfit == {"c": "it has not answered yet"}
     answered.set()
     assert pool.lending(NODES, 10.0) == KEYS
-    assert pool.notes == ()
+    assert pool.unfit == {}
 
 
 def test_a_host_that_failed_is_asked_again_less_and_less_often() -> None:
@@ -118,7 +118,7 @@ def test_a_host_of_which_ray_was_told_too_much_is_only_itself() -> None:
     nodes = [NODES[0], node("b", "10.0.0.2", 4)]
     pool = hosts({})
     assert pool.lending(nodes, 10.0) == {"a": ()}
-    assert "Ray was told of 4 GPUs there, but programs may use 2 (GPU-1, GPU-2)" in pool.notes[0]
+    assert "Ray was told of 4 GPUs there, but programs may use 2 (GPU-1, GPU-2)" in pool.unfit["b"]
 
 
 def test_a_host_that_lent_devices_before_goes_on_while_it_does_not_answer() -> None:
@@ -141,7 +141,7 @@ def test_a_host_that_leaves_is_forgotten_with_its_note() -> None:
     pool = hosts({"c": without("RLix")})
     pool.lending(NODES, 10.0)
     assert pool.lending(NODES[:2], 10.0) == {"a": (), "b": KEYS["b"]}
-    assert pool.notes == ()
+    assert pool.unfit == {}
 
 
 def test_what_a_host_does_not_see(tmp_path: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import ray
 
-from rlix.protocol.messages import Process
+from rlix.control.rpc import get
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import NodeState, Process
 from rlix.protocol.types import (
     NAMESPACE,
     ORCHESTRATOR_ACTOR_NAME,
@@ -96,4 +98,26 @@ def test_a_watchdog_that_has_just_started_ends_what_was_stopped_before(make_job:
     os.kill(watcher.pid, signal.SIGKILL)
     assert until_another(ORCHESTRATOR_ACTOR_NAME, stopped) < 60
     assert process_of(RESOURCE_MANAGER_ACTOR_NAME) != watcher
+    all_is_well(make_job, ray_session)
+
+
+def test_a_drained_host_stays_drained_when_the_resource_manager_is_started_again(
+    make_job: MakeJob, ray_session: Any
+) -> None:
+    job, here = make_job({"actor_train": [3]}), ray.get_runtime_context().get_node_id()
+    with pytest.raises(SpecError, match=rf"nowhere: no such host; there are: .*node {here[:8]}"):
+        get(ray_session.cordon.remote("nowhere", True), what="the host", timeout_s=30)
+    try:
+        with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=20):
+            assert [node.state for node in ask(ray_session.cordon.remote(here[:12], True))] == [NodeState.DRAINING]
+            before = process_of(RESOURCE_MANAGER_ACTOR_NAME)
+            os.kill(before.pid, signal.SIGKILL)
+            until_another(RESOURCE_MANAGER_ACTOR_NAME, before)
+            ask(ray_session.ready.remote())
+            assert [device.id for device in ask(ray_session.devices.remote())] == [3]
+        assert ask(ray_session.devices.remote()) == ()
+        assert [node.state for node in ask(ray_session.nodes.remote())] == [NodeState.CORDONED]
+    finally:
+        back = ask(ray_session.cordon.remote(here, False))
+    assert [node.state for node in back] == [NodeState.READY]
     all_is_well(make_job, ray_session)

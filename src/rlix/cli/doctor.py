@@ -15,6 +15,7 @@ from rlix.control.settings import Settings
 from rlix.node.addresses import host_name
 from rlix.node.host import Host, host
 from rlix.node.shared_folder import Token
+from rlix.protocol.messages import NodeState, NodeStatus
 
 EXIT_FAILED = 1
 _TIMEOUT_S = 90.0
@@ -29,18 +30,20 @@ def examine(runs_dir: Path, paths: Sequence[Path]) -> int:
         asked = [str(token.path), *(str(path.absolute()) for path in paths)]
         with running_pool(Settings.from_env()) as pool:
             if pool is None:
-                notes, hosts = (), (host("", "this host", (), asked, token.text),)
+                nodes: tuple[NodeStatus, ...] = ()
+                hosts: tuple[Host, ...] = (host("", "this host", (), asked, token.text),)
                 console.print("no control plane runs here: this is about this host alone", highlight=False)
             else:
-                requests = [pool.orchestrator.notes.remote(), pool.orchestrator.hosts.remote(asked, token.text)]
-                notes, hosts = get(requests, what="the hosts of the pool of themselves", timeout_s=_TIMEOUT_S)
+                requests = [pool.orchestrator.nodes.remote(), pool.orchestrator.hosts.remote(asked, token.text)]
+                nodes, hosts = get(requests, what="the hosts of the pool of themselves", timeout_s=_TIMEOUT_S)
                 here = ray.get_runtime_context().get_node_id()
                 hosts = tuple(sorted(hosts, key=lambda each: each.node_id != here))
     finally:
         token.remove()
     console.print(_table(hosts))
     named = {str(token.path): f"{runs_dir.absolute()}, which {host_name()} sees: runs of several hosts need it shared"}
-    wrong = [*notes, *(line for each in hosts for line in problems(each, hosts, named))]
+    wrong = [str(node) for node in nodes if node.state is NodeState.MISCONFIGURED]
+    wrong += [line for each in hosts for line in problems(each, hosts, named)]
     for line in wrong:
         console.print(f"[bold red]![/] {line}", highlight=False, soft_wrap=True)
     _verdict(console, wrong, len(hosts))

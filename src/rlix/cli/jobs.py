@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 from rich.console import Console
 
+from rlix.cli.hosts import host_lines
 from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
 from rlix.cli.pool import STATUS_TIMEOUT_S, Pool, StatusSource, elsewhere, running_pool
 from rlix.cli.programs import AttachedProgram, asking, find_programs
@@ -50,7 +51,7 @@ def show_status() -> int:
         if pool is None:
             _say_nothing_runs(console)
             return 0
-        asked = pool.orchestrator.notes.remote()
+        asked = pool.orchestrator.nodes.remote()
         control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
         statuses = tuple(job.known for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
@@ -66,8 +67,8 @@ def show_status() -> int:
                 state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
                 _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
         with contextlib.suppress(RayError):
-            for note in ray.get(asked, timeout=STATUS_TIMEOUT_S):
-                _say(console, note)
+            for line in host_lines(ray.get(asked, timeout=STATUS_TIMEOUT_S)):
+                _say(console, line)
         for ending in control.endings:
             _say(console, f"ended at {_time_of_day(ending.time)}: {ending}")
     return 0

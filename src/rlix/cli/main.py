@@ -244,6 +244,33 @@ def free(
     raise typer.Exit(code)
 
 
+Host = Annotated[str, typer.Argument(metavar="NODE", help="Host name, address, or the beginning of its node id.")]
+
+
+@app.command()
+def drain(node: Host) -> None:
+    """Take a host out of service, before maintenance: its devices leave the pool as they become free.
+
+    Nothing that runs there is ended: rollouts give their bundles back, gangs finish their phase. `rlix status` says
+    when nobody holds a device of it any more.
+    """
+    from rlix.cli.hosts import cordon
+
+    with one_message_per_mistake():
+        code = cordon(node, wanted=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def uncordon(node: Host) -> None:
+    """Bring a host back into service that was drained."""
+    from rlix.cli.hosts import cordon
+
+    with one_message_per_mistake():
+        code = cordon(node, wanted=False)
+    raise typer.Exit(code)
+
+
 app.command()(simulate)
 app.add_typer(lora.app, name="lora")
 

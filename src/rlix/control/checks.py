@@ -44,6 +44,12 @@ def job(core: Core, pipeline_id: str) -> Job:
     return found
 
 
+def not_drained(core: Core, pipeline_id: str, cluster: str) -> None:
+    """Raises PipelineGoneError when a rollout waits for bundles of drained hosts and its pipeline holds nothing."""
+    if core.known.drained(pipeline_id, core.state.registrations[pipeline_id].cluster(cluster)):
+        raise PipelineGoneError(f"{name(core, pipeline_id)}: the hosts of all devices of its {cluster} are drained")
+
+
 def name(core: Core, pipeline_id: str) -> str:
     """How messages about what a registered pipeline says begin."""
     return job_name(core.state.registrations[pipeline_id])

@@ -13,7 +13,7 @@ from rlix.control.knowledge import Knowledge
 from rlix.control.loop import Loop
 from rlix.control.planning import Decide, Planning
 from rlix.control.ports import Clock, Nodes
-from rlix.control.reconcile import Hold, Leaving, Part, asked_back
+from rlix.control.reconcile import Hold, Leaving, Part
 from rlix.control.settings import Settings
 from rlix.control.watch import Watch
 from rlix.control.writer import EventStore
@@ -21,10 +21,12 @@ from rlix.protocol.errors import DeadlockError, PipelineGoneError
 from rlix.protocol.events import (
     DemandReported,
     DevicesDiscovered,
+    DrainStarted,
     Event,
     GangRequested,
     GrantRevoked,
     HoldersNamed,
+    NodesCordoned,
     PipelineAllocated,
 )
 from rlix.protocol.messages import (
@@ -139,7 +141,7 @@ class Core:
         if lease.pipeline_id in self.state.ending:
             return
         if status.state is LeaseState.DRAINING and lease.phase is Phase.ROLLOUT and not status.reason:
-            known.holds[lease.epoch] = asked_back(Hold(), known.clock.time(), self.settings)
+            known.ask_back(lease)
         elif status.state in (LeaseState.DRAINING, LeaseState.QUARANTINED):
             why = status.reason.partition("; and ")[0]
             grace_s = self.settings.release_grace_s if status.state is LeaseState.DRAINING else 0.0
@@ -304,19 +306,40 @@ class Core:
         if any(known.get(rank) != process for rank, process in named):
             self.record(HoldersNamed(pipeline_id, cluster, named))
 
-    def found(self, devices: tuple[Device, ...]) -> None:
-        """Takes the pool's devices as they are now into account."""
-        if devices == self.state.devices:
+    def cordon(self, nodes: tuple[str, ...]) -> None:
+        """A person's word on which nodes are out of service: all of them. `found` says what that means for devices."""
+        if nodes != self.state.cordoned:
+            self.known.writer.check()
+            self.record(NodesCordoned(nodes))
+
+    def found(self, devices: tuple[Device, ...], draining: Set[str] = frozenset()) -> None:
+        """Takes the devices as they are now into account. Those of `draining` nodes leave the pool as they become free:
+        rollouts are asked for their bundles there, what was promised is taken back, and gangs go on."""
+        before = self.state.draining
+        if (devices, draining) == (self.state.discovered, before):
             return
-        self.record(DevicesDiscovered(devices))
+        on = {device.id for device in devices if device.node_id in draining}
+        back = {device.id for device in devices if device.node_id in before - draining}
         here = {device.id for device in devices}
-        for ticket in self.known.gangs.waiting():
-            if not can_run(self.state, ticket):
-                self.loop.withdraw(ticket, PipelineGoneError(left(self.state, ticket)))
-        gone = [status for status in self.state.leases.values() if not here.issuperset(status.lease.devices)]
-        promised = [status.lease.epoch for status in gone if status.state is LeaseState.PENDING]
-        if promised:  # who has other choices keeps the place in the queue
-            self.record(*(GrantRevoked(epoch) for epoch in promised))
-        for status in gone:
-            if status.lease.epoch not in promised:
+        leases = list(self.state.leases.values())
+        active = [status.lease for status in leases if status.state is LeaseState.ACTIVE]
+        asked = [lease for lease in active if lease.phase is Phase.ROLLOUT and not on.isdisjoint(lease.devices)]
+        pending = [status.lease for status in leases if status.state is LeaseState.PENDING]
+        promised = [lease.epoch for lease in pending if not (here - on).issuperset(lease.devices)]
+        self.record(
+            *(GrantRevoked(epoch) for epoch in promised),  # who has other choices keeps the place in the queue
+            *(DrainStarted(lease.epoch) for lease in asked),
+            DevicesDiscovered(devices, tuple(sorted(draining))),
+        )
+        for status in list(self.state.leases.values()):
+            if status.lease in asked or self._asked_in_vain(status, back):
+                self.known.ask_back(status.lease)
+        self.loop.withdraw_impossible()
+        for status in list(self.state.leases.values()):
+            if not here.issuperset(status.lease.devices):
                 self.loop.node_lost(status.lease)
+
+    def _asked_in_vain(self, status: LeaseStatus, back: Set[int]) -> bool:
+        """Whether a rollout has had no end to its time for a bundle of a node that is in service again."""
+        leaving = self.known.hold(status.lease.epoch).leaving
+        return leaving is not None and leaving.kill_from == math.inf and not back.isdisjoint(status.lease.devices)

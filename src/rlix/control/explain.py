@@ -25,7 +25,9 @@ def wanted(state: Known, ticket: Ticket) -> str:
 
 def left(state: Known, ticket: Ticket) -> str:
     what = f"{ticket.pipeline_id}/{ticket.cluster.name}"
-    return f"{what} asks for devices that left the pool with their node: {wanted(state, ticket)}"
+    drained = any(state.on_draining(devices) for devices in choices(state, ticket))
+    why = "left the pool because their host is drained" if drained else "left the pool with their node"
+    return f"{what} asks for devices that {why}: {wanted(state, ticket)}"
 
 
 def behind(state: Known, ticket: Ticket, order: Sequence[GangRequest], stuck: str = "") -> str:

@@ -2,12 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 from rlix.node.host import Software
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import NodeState, NodeStatus
 from rlix.protocol.types import VIRTUAL_DEVICE_RESOURCE
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Hosts:
         self._known = dict(known)
         self._asked: dict[str, _Asked] = {}
         self._threads = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hosts")
-        self.notes: tuple[str, ...] = ()
+        self.unfit: dict[str, str] = {}  # why they lend nothing, by id
 
     def lending(self, nodes: Sequence[Node], patience_s: float = 0.0) -> dict[str, Keys]:
         """The keys of those nodes that lend devices, by id. Those that have not been asked are waited for so long."""
@@ -64,15 +66,13 @@ class Hosts:
                 self._asked[node_id] = _Asked(answer, _FIRST_PAUSE_S if asked is None else asked.pause_s)
         wait([asked.answer for asked in self._asked.values()], timeout=patience_s)
         found = {node_id: keys for node_id, node in alive.items() if (keys := self._keys(node)) is not None}
-        notes = [
-            f"{_called(alive[i])} lends no devices: {asked.why_not}"
-            for i, asked in self._asked.items()
-            if asked.why_not and i not in found
-        ]
-        for line in notes:
-            if line not in self.notes and _PENDING not in line:
-                logger.warning("%s", line)
-        self.notes = tuple(notes)
+        unfit = {i: asked.why_not for i, asked in self._asked.items() if asked.why_not and i not in found}
+        for node_id, why in unfit.items():
+            if why not in (_PENDING, self.unfit.get(node_id)):
+                logger.warning(
+                    "host %s (%s) lends no devices: %s", _name(alive[node_id]), _address(alive[node_id]), why
+                )
+        self.unfit = unfit
         return found
 
     def _keys(self, node: Node) -> Keys | None:
@@ -94,8 +94,60 @@ class Hosts:
         return keys
 
 
-def _called(node: Node) -> str:
-    return f"host {node.get('NodeManagerHostname') or node['NodeID'][:8]} ({node['NodeManagerAddress']})"
+def statuses(
+    nodes: Sequence[Node], unfit: Mapping[str, str], draining: Set[str], held: Set[str]
+) -> tuple[NodeStatus, ...]:
+    """The state of every host that is there, and of those that are lost and have not come back.
+
+    Args:
+        unfit: why nodes lend nothing, by id.
+        draining: the nodes that are drained.
+        held: those of which somebody has a device.
+    """
+    there = {_address(node) for node in nodes if node["Alive"]}
+    shown = [node for node in nodes if node["Alive"] or _address(node) not in there]
+    lost_last = {_address(node): node["NodeID"] for node in shown if not node["Alive"]}
+    return tuple(
+        NodeStatus(node["NodeID"], _name(node), _address(node), *_state(node, unfit, draining, held))
+        for node in shown
+        if node["Alive"] or lost_last[_address(node)] == node["NodeID"]
+    )
+
+
+def _state(node: Node, unfit: Mapping[str, str], draining: Set[str], held: Set[str]) -> tuple[NodeState, str]:
+    node_id = node["NodeID"]
+    if not node["Alive"]:
+        return NodeState.LOST, "Ray has given it up; start Ray there again"
+    if node_id in draining and node_id in held:
+        return NodeState.DRAINING, "its devices leave the pool as they become free"
+    if node_id in draining:
+        return NodeState.CORDONED, "it lends no devices, and nobody holds one there"
+    if node_id in unfit:
+        return NodeState.MISCONFIGURED, f"it lends no devices: {unfit[node_id]}"
+    return NodeState.READY, ""
+
+
+def find(nodes: Sequence[Node], named: str) -> Node:
+    """The host that is called `named`: by its name, its address or the first characters of its node id.
+
+    Raises:
+        SpecError: there is none, or several; names those there are.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    exact = [node for node in alive if named in (_name(node), _address(node), node["NodeID"])]
+    found = exact or [node for node in alive if named and node["NodeID"].startswith(named)]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(f"{_name(node)} ({_address(node)}, node {node['NodeID'][:8]})" for node in found or alive)
+    raise SpecError(f"{named}: {'several hosts are called that' if found else 'no such host'}; there are: {there}")
+
+
+def _name(node: Node) -> str:
+    return str(node.get("NodeManagerHostname") or node["NodeID"][:8])
+
+
+def _address(node: Node) -> str:
+    return str(node["NodeManagerAddress"])
 
 
 def _too_few(node: Node, keys: Keys) -> str:

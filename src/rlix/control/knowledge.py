@@ -10,7 +10,7 @@ from rlix.control.gang_queue import GangQueue
 from rlix.control.job import Job
 from rlix.control.lease_log import LeaseLog
 from rlix.control.ports import Clock
-from rlix.control.reconcile import Hold
+from rlix.control.reconcile import Hold, asked_back
 from rlix.control.settings import Settings
 from rlix.control.writer import EventStore, Writer
 from rlix.protocol.events import (
@@ -26,7 +26,7 @@ from rlix.protocol.events import (
     PipelineEnding,
     PipelineUnregistered,
 )
-from rlix.protocol.messages import Ending, Lease, LeaseState, Process, ReleaseReason
+from rlix.protocol.messages import Cluster, Ending, Lease, LeaseState, Process, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
 from rlix.scheduler.state import State
@@ -245,12 +245,28 @@ class Knowledge:
             return (named[lease.bundle],) if lease.bundle in named else ()
         return tuple(named.values())
 
+    def ask_back(self, lease: Lease) -> None:
+        """Its rollout, which has been told by a `DrainStarted`, has its time. Nobody waits for what is drained, so
+        there it has all the time it wants."""
+        limit_s = math.inf if self.state.on_draining(lease.devices) else self.settings.shrink_deadline_s
+        self.holds[lease.epoch] = hold = asked_back(self.hold(lease.epoch), self.now, limit_s)
+        assert hold.leaving is not None
+        self.alarm.set(lease.epoch, hold.leaving.look_from)
+        self.wake(lease.pipeline_id, lease.cluster)
+
+    def drained(self, pipeline_id: str, cluster: Cluster) -> bool:
+        """Whether a pipeline that holds nothing cannot roll out, because its rollout's nodes are drained."""
+        if self.state.leases_of(pipeline_id) or not self.state.demand(pipeline_id, cluster.name).trajectories:
+            return False
+        lent = any(all(map(self.state.is_lent, bundle)) for bundle in cluster.bundles)
+        return not lent and any(map(self.state.on_draining, cluster.bundles))
+
     def stranded(self, pipeline_id: str) -> str:
-        """The elastic cluster that has something to do and all of whose bundles have left the pool; "" if none."""
+        """The elastic cluster that has something to do and all of whose bundles were lost; "" if none."""
         state = self.state
         for cluster in state.registrations[pipeline_id].clusters:
             rolls = cluster.elastic and state.demand(pipeline_id, cluster.name).trajectories
-            if rolls and not any(all(state.device(d) is not None for d in bundle) for bundle in cluster.bundles):
+            if rolls and not any(all(map(state.is_discovered, bundle)) for bundle in cluster.bundles):
                 return cluster.name
         return ""
 

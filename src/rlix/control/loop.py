@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rlix.control.explain import behind, wanted
+from rlix.control.explain import behind, can_run, left, wanted
 from rlix.control.gang_queue import Ticket
 from rlix.control.knowledge import Knowledge
 from rlix.control.planning import Planning
@@ -29,7 +29,7 @@ from rlix.control.reconcile import (
     taken,
     unused,
 )
-from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
+from rlix.protocol.errors import PipelineGoneError, RlixError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.events import (
     DevicesReleased,
     DrainStarted,
@@ -194,6 +194,7 @@ class Loop:
         known.holds[lease.epoch] = replace(hold, parts=hold.parts[1:], sight=None)
         if devices:
             known.record(DevicesReleased(lease.epoch, devices))
+            self._left(devices)
         known.wake(lease.epoch)
 
     def _quarantine(self, lease: Lease, why: str, pause_s: float) -> None:
@@ -237,6 +238,7 @@ class Loop:
             if reason is ReleaseReason.KILLED and leaving is not None and leaving.told is None:
                 self._note_failure(lease, leaving.why)
         known.record(*(LeaseReleased(lease.epoch, reason) for lease, reason in leases.items()))
+        self._left(device for lease in leases for device in lease.devices)
         for lease, reason in leases.items():
             known.wake(lease.epoch)
             by_its_word = reason in (ReleaseReason.RELEASED, ReleaseReason.SHRUNK)
@@ -244,6 +246,10 @@ class Loop:
                 known.wake(lease.pipeline_id, lease.cluster)
         for pipeline_id in {lease.pipeline_id: None for lease in leases}:
             self.ended(pipeline_id)
+
+    def _left(self, freed: Iterable[int]) -> None:
+        if self._known.state.on_draining(freed):
+            self.withdraw_impossible()
 
     def _note_failure(self, lease: Lease, why: str) -> Ending:
         """Its rollout gets no further bundle for a while."""
@@ -333,6 +339,12 @@ class Loop:
             self.withdraw(ticket)
         else:
             self.await_request(ticket)
+
+    def withdraw_impossible(self) -> None:
+        """Ends the requests none of whose choices is in the pool."""
+        for ticket in list(self._known.gangs.waiting()):
+            if not can_run(self._known.state, ticket):
+                self.withdraw(ticket, PipelineGoneError(left(self._known.state, ticket)))
 
     def withdraw(self, ticket: Ticket, error: RlixError | None = None) -> None:
         """Ends a request, waiting or granted, for which nobody will use the lease."""

@@ -10,7 +10,7 @@ from rlix.control.rpc import Patient
 from rlix.control.watchdog import here, watch_over, watch_over_coordinators
 from rlix.node.host import Host
 from rlix.node.memory import KEPT, set_oom_score
-from rlix.protocol.messages import ControlStatus, Device, Lease, Process, Registration, StartNeed
+from rlix.protocol.messages import ControlStatus, Device, Lease, NodeStatus, Process, Registration, StartNeed
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 
 CALL_TIMEOUT_S = 30.0
@@ -116,10 +116,20 @@ class Orchestrator:
         devices: tuple[Device, ...] = self._ask("devices")
         return devices
 
-    def notes(self) -> tuple[str, ...]:
-        """A line for each host that lends no devices: which, and why."""
-        notes: tuple[str, ...] = self._manager.ask("notes", timeout_s=CALL_TIMEOUT_S)
-        return notes
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """The state of each host."""
+        nodes: tuple[NodeStatus, ...] = self._manager.ask("nodes", timeout_s=CALL_TIMEOUT_S)
+        return nodes
+
+    def cordon(self, node: str, wanted: bool) -> tuple[NodeStatus, ...]:
+        """Takes a host (its name, address or the beginning of its node id) out of service, or back into it; returns
+        what it is from now on. Nothing that runs there is ended: its devices leave the pool as they become free.
+
+        Raises:
+            SpecError: there is no such host, or several; names those there are.
+        """
+        status: tuple[NodeStatus, ...] = self._manager.ask("cordon", node, wanted, timeout_s=2 * CALL_TIMEOUT_S)
+        return status
 
     def hosts(self, paths: Sequence[str] = (), token: str = "", only: Sequence[str] = ()) -> tuple[Host, ...]:
         """What the hosts (`only` these, by node id) have, and see of `paths`: see `rlix.node.host.host`.

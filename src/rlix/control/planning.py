@@ -7,7 +7,6 @@ from dataclasses import replace
 from rlix.control.job import Job
 from rlix.control.knowledge import Knowledge
 from rlix.control.ports import Timer
-from rlix.control.reconcile import asked_back
 from rlix.control.uncollected import uncollected
 from rlix.protocol.events import DrainStarted, Event
 from rlix.protocol.messages import Demand
@@ -74,11 +73,7 @@ class Planning:
         known.apply(events)  # a plan is complete: what it changes itself is nothing to plan anew for
         for event in events:
             if isinstance(event, DrainStarted):
-                lease = known.state.leases[event.epoch].lease
-                known.holds[lease.epoch] = hold = asked_back(known.hold(lease.epoch), known.now, known.settings)
-                assert hold.leaving is not None
-                known.alarm.set(lease.epoch, hold.leaving.look_from)
-                known.wake(lease.pipeline_id, lease.cluster)
+                known.ask_back(known.state.leases[event.epoch].lease)
         self._took_s = self._stopwatch() - start
 
     def _decided(self, snapshot: Snapshot) -> tuple[Event, ...]:

@@ -226,9 +226,8 @@ def given_back(status: LeaseStatus, hold: Hold, now: float, settings: Settings) 
     return _with(hold, Leaving(status.reason, reason, now, now + settings.release_grace_s, given=True))
 
 
-def asked_back(hold: Hold, now: float, settings: Settings) -> Hold:
+def asked_back(hold: Hold, now: float, limit_s: float) -> Hold:
     """Its rollout shall give it back, and has its time for that; one that it has not noted in time may be free."""
-    limit_s = settings.shrink_deadline_s
     why = f"the job did not give it back within {limit_s:g} s"
     reason = ReleaseReason.SHRUNK if hold.note_by < math.inf else ReleaseReason.KILLED
     return _with(hold, Leaving(why, reason, min(hold.note_by, now + limit_s), now + limit_s))

@@ -12,7 +12,7 @@ from ray._private import state as ray_state
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlix.control.hosts import Hosts, Keys, Node
+from rlix.control.hosts import Hosts, Keys, Node, find, statuses
 from rlix.control.live_nodes import NodeAgent
 from rlix.control.rpc import Patient, get
 from rlix.control.watchdog import here, watch_over
@@ -20,7 +20,7 @@ from rlix.node.devices import device_keys, virtual_key
 from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import Device, DeviceKind, Process
+from rlix.protocol.messages import Device, DeviceKind, NodeStatus, Process
 from rlix.protocol.types import (
     HEAD_RESOURCE,
     NAMESPACE,
@@ -31,6 +31,8 @@ from rlix.protocol.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+Found = tuple[tuple[Device, ...], frozenset[str]]  # the hosts' devices, and the hosts that are drained
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -49,9 +51,7 @@ class ResourceManager:
         self._here = ray.get_runtime_context().get_node_id()
         self._hosts: Hosts | None = None  # until the scheduler has said what it knows
         self._looking = threading.Lock()
-        self._told: tuple[Device, ...] | None = None
-        self._leaving: tuple[str, ...] = ()
-        self._draining: frozenset[str] = frozenset()
+        self._told: Found | None = None
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         threading.Thread(target=self._look_forever, name="nodes", daemon=True).start()
         watch_over((SCHEDULER_ACTOR_NAME, ORCHESTRATOR_ACTOR_NAME))
@@ -63,17 +63,39 @@ class ResourceManager:
             RlixError: there are none.
         """
         with self._looking:
-            devices = self._devices(_FIRST_LOOK_S)
-            self._tell(devices)
-        return len(devices)
+            found = self._found(_FIRST_LOOK_S)
+            self._tell(found)
+        return len(found[0])
 
     def process(self) -> Process:
         """The process this is."""
         return here()
 
-    def notes(self) -> tuple[str, ...]:
-        """A line for each host that lends no devices: which, and why."""
-        return (*(self._hosts.notes if self._hosts else ()), *self._leaving)
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """The state of each host."""
+        held: Sequence[Device] = self._scheduler.ask("devices", timeout_s=_ANSWER_TIMEOUT_S)
+        draining = self._told[1] if self._told else frozenset()
+        unfit = self._hosts.unfit if self._hosts else {}
+        return statuses(ray.nodes(), unfit, draining, {device.node_id for device in held})
+
+    def cordon(self, named: str, wanted: bool) -> tuple[NodeStatus, ...]:
+        """Takes a host out of service, or back into it; returns what it is from now on.
+
+        Raises:
+            SpecError: there is no such host, or several; names those there are.
+        """
+        with self._looking:
+            nodes = ray.nodes()
+            node_id = find(nodes, named)["NodeID"]
+            before = {n["NodeID"] for n in nodes if n["Alive"]}.intersection(self._cordoned()) - {node_id}
+            after = tuple(sorted(before | {node_id} if wanted else before))
+            self._scheduler.ask("cordon", after, timeout_s=_ANSWER_TIMEOUT_S)
+            self._tell(self._found())
+        return tuple(status for status in self.nodes() if status.node_id == node_id)
+
+    def _cordoned(self) -> Sequence[str]:
+        nodes: Sequence[str] = self._scheduler.ask("cordoned", timeout_s=_ANSWER_TIMEOUT_S)
+        return nodes
 
     def hosts(self, paths: Sequence[str] = (), token: str = "", only: Collection[str] = ()) -> tuple[Host, ...]:
         """What hosts (`only` these, by node id) have and see, as `rlix.node.host.host` says.
@@ -102,32 +124,27 @@ class ResourceManager:
         while not waiting.wait(_LOOK_EVERY_S):
             try:
                 with self._looking:
-                    devices = self._devices()
-                    if devices != self._told or self._draining:
-                        self._tell(devices)
+                    found = self._found()
+                    if found != self._told:
+                        self._tell(found)
             except (RayError, RlixError) as error:
                 logger.warning("cannot look for nodes: %s", error)
 
-    def _tell(self, devices: tuple[Device, ...]) -> None:
-        self._scheduler.ask("found", devices, self._draining, timeout_s=_ANSWER_TIMEOUT_S)
-        if devices != self._told:
-            logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
-        self._told = devices
+    def _tell(self, found: Found) -> None:
+        devices, draining = found
+        self._scheduler.ask("found", devices, draining, timeout_s=_ANSWER_TIMEOUT_S)
+        self._told = found
+        logger.info("found %d devices on %d nodes", len(devices), len({d.node_id for d in devices}))
 
-    def _devices(self, patience_s: float = 0.0) -> tuple[Device, ...]:
+    def _found(self, patience_s: float = 0.0) -> Found:
         nodes = ray.nodes()
         if self._hosts is None:
             before: Sequence[Device] = self._scheduler.ask("devices", timeout_s=_ANSWER_TIMEOUT_S)
             self._hosts = Hosts(self._ask_node, software(), _keys_by_node(before))
         keys = self._hosts.lending(nodes, patience_s)
         devices = devices_of([node for node in nodes if node["NodeID"] in keys], keys)
-        self._draining = frozenset(node for node in ray_state.state.get_draining_nodes() if node in keys)
-        self._leaving = tuple(
-            f"host {node['NodeManagerAddress']} is being drained: its devices leave the pool as they become free"
-            for node in nodes
-            if node["NodeID"] in self._draining
-        )
-        return devices
+        drained = {*ray_state.state.get_draining_nodes(), *self._cordoned()}
+        return devices, frozenset(node_id for node_id in keys if node_id in drained)
 
     def _ask_node(self, node_id: str, virtual: bool) -> tuple[Keys, Software]:
         """The names of a node's GPUs, and its software."""

@@ -105,8 +105,16 @@ class Scheduler:
         await self._core()
         return here()
 
+    async def cordon(self, nodes: tuple[str, ...]) -> None:
+        """A person's word: these nodes, all of them, are out of service."""
+        (await self._core()).cordon(nodes)
+
+    async def cordoned(self) -> tuple[str, ...]:
+        """The nodes that a person has taken out of service."""
+        return (await self._core()).state.cordoned
+
     async def found(self, devices: tuple[Device, ...], draining: Collection[str] = ()) -> int:
-        """The pool's devices as they are now, with any ids; returns how many there are.
+        """The nodes' devices as they are now, with any ids, and which nodes are drained; returns how many there are.
 
         Those of `draining` nodes stay in the pool as long as somebody has them under a lease.
 
@@ -114,7 +122,7 @@ class Scheduler:
             RlixError: there are none, and never were.
         """
         core = await self._core()
-        if not devices and not core.state.devices:
+        if not devices and not core.state.discovered:
             raise RlixError(
                 "the Ray cluster has no GPUs; start its nodes with GPUs, or with virtual ones: "
                 "ray start --num-gpus=8 --resources='{\"rlix_virtual\": 1}'; "
@@ -122,9 +130,7 @@ class Scheduler:
             )
         assert self._nodes is not None
         await self._nodes.count_dead()
-        found = numbered(core.state.devices, devices, core.state.next_device_id)
-        leased = {device for status in core.state.leases.values() for device in status.lease.devices}
-        core.found(tuple(each for each in found if each.node_id not in draining or each.id in leased))
+        core.found(numbered(core.state.discovered, devices, core.state.next_device_id), frozenset(draining))
         return len(devices)
 
     async def close(self, spare: Process | None = None) -> None:
@@ -174,7 +180,7 @@ class Scheduler:
             ray_namespace,
             cluster_tp_configs,
             cluster_device_mappings,
-            core.state.devices,
+            core.state.lent,
             cluster_device_alternatives,
             elastic_clusters,
             [other for other in core.state.registrations.values() if other.pipeline_id != pipeline_id],
@@ -341,6 +347,7 @@ class Scheduler:
         known, given = frozenset(held), frozenset(draining)
         deadline = core.clock.time() + wait_s
         while True:
+            checks.not_drained(core, pipeline_id, cluster)
             answer = core.poll(pipeline_id, cluster, known, given)
             left_s = deadline - core.clock.time()
             if answer != RolloutAnswer() or left_s <= 0:

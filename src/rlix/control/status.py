@@ -51,4 +51,5 @@ def status_of(core: Core) -> ControlStatus:
         holders={lease.epoch: known.holders(lease) for lease in held},
         trouble=trouble,
         endings=tuple(known.endings),
+        draining=state.draining,
     )

@@ -8,7 +8,17 @@ from rlix.protocol.types import Phase
 
 @dataclass(frozen=True, slots=True)
 class DevicesDiscovered:
+    """`draining`: the nodes that get no work: their devices leave the pool as they become free."""
+
     devices: tuple[Device, ...]
+    draining: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodesCordoned:
+    """All nodes that a person has taken out of service, by id."""
+
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +178,7 @@ class CountersKept:
 
 Event = (
     DevicesDiscovered
+    | NodesCordoned
     | PipelineAllocated
     | PipelineRegistered
     | PipelineAdmitted

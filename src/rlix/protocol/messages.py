@@ -29,6 +29,28 @@ class Device:
     key: str = ""
 
 
+class NodeState(StrEnum):
+    READY = "ready"
+    CORDONED = "cordoned"  # out of service; nobody holds a device of it
+    DRAINING = "draining"  # on its way there: somebody does
+    LOST = "lost"  # Ray has given it up
+    MISCONFIGURED = "misconfigured"  # lends nothing: it does not answer, or is not as the head is
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A host of the pool. `why` it is not ready, and what to do about that, for people."""
+
+    node_id: str
+    name: str
+    address: str
+    state: NodeState
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"host {self.name} ({self.address}) is {self.state}{self.why and f': {self.why}'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """One process, for ever: a pid is used again, a pid with its start time is not.
@@ -281,7 +303,7 @@ class ControlStatus:
 
     `granted_at`: unix seconds, by epoch. `holders`: the processes behind each active lease, by epoch. `trouble`: what
     keeps the control plane from granting anything, and what to do about it; empty while all is well. `endings`: the
-    last ones, oldest first.
+    last ones, oldest first. `draining`: the ids of nodes whose devices leave the pool as they become free.
     """
 
     devices: tuple[Device, ...]
@@ -293,3 +315,4 @@ class ControlStatus:
     holders: Mapping[int, tuple[Process, ...]] = field(default_factory=dict)
     trouble: str = ""
     endings: tuple[Ending, ...] = ()
+    draining: frozenset[str] = frozenset()

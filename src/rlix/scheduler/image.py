@@ -9,6 +9,7 @@ from rlix.protocol.events import (
     GangRequested,
     HoldersNamed,
     LeaseKept,
+    NodesCordoned,
     PipelineAdmitted,
     PipelineAllocated,
     PipelineEnding,
@@ -26,7 +27,9 @@ def image(state: State) -> tuple[Event, ...]:
 
 
 def _events(state: State) -> Iterator[Event]:
-    yield DevicesDiscovered(state.devices)
+    yield DevicesDiscovered(state.discovered, tuple(sorted(state.draining)))
+    if state.cordoned:
+        yield NodesCordoned(state.cordoned)
     for pipeline_id, kind in state.allocated.items():
         yield PipelineAllocated(pipeline_id, kind)
     for pipeline_id, registration in state.registrations.items():

@@ -22,6 +22,8 @@ class Known:
 
     def __init__(self) -> None:
         self._devices: dict[int, Device] = {}
+        self._draining: frozenset[str] = frozenset()  # nodes
+        self._cordoned: tuple[str, ...] = ()
         self._allocated: dict[str, str] = {}
         self._registrations: dict[str, Registration] = {}
         self._admitted: set[str] = set()
@@ -48,11 +50,51 @@ class Known:
 
     @property
     def devices(self) -> tuple[Device, ...]:
+        """The pool. Of a node that is drained, what somebody holds is in it."""
+        return tuple(filter(self._in_pool, self._devices.values())) if self._draining else self.discovered
+
+    @property
+    def lent(self) -> tuple[Device, ...]:
+        """The devices that may be granted to somebody, once they are free."""
+        if not self._draining:
+            return self.discovered
+        return tuple(device for device in self._devices.values() if device.node_id not in self._draining)
+
+    @property
+    def discovered(self) -> tuple[Device, ...]:
+        """The pool, and what is free on nodes that are drained: it comes back under the numbers it had."""
         return tuple(self._devices.values())
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """The nodes whose devices leave the pool as they become free."""
+        return self._draining
+
+    @property
+    def cordoned(self) -> tuple[str, ...]:
+        """The nodes that a person has taken out of service."""
+        return self._cordoned
 
     def device(self, number: int) -> Device | None:
         """The device with this id, if it is in the pool."""
-        return self._devices.get(number)
+        device = self._devices.get(number)
+        return device if device is not None and self._in_pool(device) else None
+
+    def is_discovered(self, number: int) -> bool:
+        """Whether the device was not lost with its node."""
+        return number in self._devices
+
+    def is_lent(self, number: int) -> bool:
+        """Whether the device may be granted to somebody, once it is free."""
+        device = self._devices.get(number)
+        return device is not None and device.node_id not in self._draining
+
+    def on_draining(self, devices: Iterable[int]) -> bool:
+        """Whether any of them is on a node that is drained."""
+        return any(d in self._devices and not self.is_lent(d) for d in devices)
+
+    def _in_pool(self, device: Device) -> bool:
+        return device.node_id not in self._draining or device.id in self._holder
 
     @property
     def allocated(self) -> Mapping[str, str]:
@@ -140,7 +182,7 @@ class Known:
         rollouts = tuple(rollout.seen(*key, now) for key, rollout in self._rollouts.items() if key[0] in self._admitted)
         requests = tuple(r for r in self._requests.values() if r.pipeline_id in self._admitted)
         given = {r.pipeline_id: self._given[r.pipeline_id].at(now) for r in requests}
-        return Snapshot(tuple(self._devices.values()), requests, rollouts, tuple(self._leases.values()), now, given)
+        return Snapshot(self.lent, requests, rollouts, tuple(self._leases.values()), now, given)
 
     # -- for the one who changes it ------------------------------------------------------------------------------
 
@@ -160,7 +202,7 @@ class Known:
         Where it can, it avoids what its own caller holds until it is granted.
         """
         kept = {d for epoch in asked.holding if epoch in self._leases for d in self._leases[epoch].lease.devices}
-        apart = [c for c in cluster.choices if kept.isdisjoint(c) and self._devices.keys() >= set(c)] if kept else []
+        apart = [c for c in cluster.choices if kept.isdisjoint(c) and all(map(self.is_lent, c))] if kept else []
         choices = [asked.first] if asked.exact else apart or cluster.choices
         first = asked.first or self._expected_on(asked.pipeline_id, cluster)
         first = first if first in choices else choices[0]

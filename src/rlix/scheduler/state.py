@@ -20,6 +20,7 @@ from rlix.protocol.events import (
     LeaseKept,
     LeaseQuarantined,
     LeaseReleased,
+    NodesCordoned,
     PipelineAdmitted,
     PipelineAllocated,
     PipelineEnding,
@@ -67,8 +68,13 @@ class State(Known):
         devices = {device.id: device for device in event.devices}
         if len(devices) != len(event.devices):
             raise StateError("the discovered devices contain an id twice; number them 0..N-1 over all nodes")
-        self._devices = devices
+        self._devices, self._draining = devices, frozenset(event.draining)
         self._last_device = max(self._last_device, *devices, -1)
+        return ()
+
+    @_apply.register
+    def _(self, event: NodesCordoned) -> tuple[Lease, ...]:
+        self._cordoned = event.nodes
         return ()
 
     @_apply.register
@@ -272,7 +278,7 @@ class State(Known):
             raise StateError(f"rollout lease {lease.epoch}: bundle {lease.bundle} is not devices {lease.devices}")
 
     def _check_grantable(self, lease: Lease, device: int) -> None:
-        if device not in self._devices:
+        if not self.is_lent(device):
             raise StateError(f"lease {lease.epoch} names device {device}, which is not in the pool")
         if device in self._successor:
             raise StateError(f"device {device} is promised to lease {self._successor[device]}, not to {lease.epoch}")

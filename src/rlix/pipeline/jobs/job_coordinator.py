@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import call, in_words, outlast, root_cause
@@ -221,7 +220,7 @@ class JobCoordinator(PipelineCoordinator):
             NODE_LOSS_S if self._may_be_a_node and self._nodes - {here} else 0.0
         )
         while True:
-            if gone := sorted(self._nodes - await asyncio.to_thread(_staying)):
+            if gone := sorted(self._nodes - await _staying()):
                 return f"node {gone[0]} left"
             if self._stop_wanted or asyncio.get_running_loop().time() >= deadline:
                 return ""
@@ -295,10 +294,14 @@ class JobCoordinator(PipelineCoordinator):
         return replace(self._last, state="failed", phase="failed", error=error)
 
 
-def _staying() -> set[str]:
-    """The nodes that are there and are not being drained."""
-    draining = ray_state.state.get_draining_nodes()
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining}
+async def _staying() -> set[str]:
+    """The nodes that are there and are not being drained, as far as the control plane says."""
+    draining: frozenset[str] = frozenset()
+    with contextlib.suppress(RayError, ValueError, TimeoutError):
+        orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
+        draining = (await asyncio.wait_for(orchestrator.status.remote(), _WHY_TIMEOUT_S)).draining
+    nodes = await asyncio.to_thread(ray.nodes)
+    return {node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in draining}
 
 
 def _never_again(spec: JobSpec) -> JobSpec:
