@@ -112,6 +112,11 @@ def test_hosts_that_reach_each_other_go_on(server: StoreServer) -> None:
     assert threading.active_count() < 100
 
 
+def test_who_does_not_come_is_named_within_the_time_to_meet_not_that_of_a_collective(server: StoreServer) -> None:
+    with pytest.raises(RlixError, match=r"of the group's members 1, 2 did not come within 0\.1 s"):
+        check_reachable(client(server), 0, 3, "host1", HOSTS[0], 0.1)
+
+
 def test_all_are_told_which_host_cannot_reach_which(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair of hosts is tried, not only each host's way to the first one."""
     reach = store_module.reach

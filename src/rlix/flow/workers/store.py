@@ -176,18 +176,19 @@ def check_reachable(store: dist.Store, member: int, members: int, host: str, add
     Torch would wait for as long as a collective may take, and say nothing. All members call this; `member` counts them.
 
     Raises:
-        RlixError: one host cannot reach another; names both.
+        RlixError: one host cannot reach another, or a member has not come within `timeout_s`; names them.
     """
     store.set(f"host/{member}", address)
-    found = _texts(store, [f"host/{each}" for each in range(members)])
+    found = _texts(store, [f"host/{each}" for each in range(members)], timeout_s)
     firsts = {where: each for each, where in reversed(list(enumerate(found)))}  # of each host, one member
+    reached, trying_s = [f"reached/{each}" for each in firsts.values()], 2 * len(firsts) * timeout_s
     if firsts[address] == member:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=len(firsts)) as listening:
             store.set(f"port/{member}", f"{host} {listening.getsockname()[1]}")
             store.set(f"reached/{member}", _unreached(store, host, address, firsts, timeout_s))
-            _texts(store, [f"reached/{each}" for each in firsts.values()])  # others may be trying until then
-    if wrong := [text for text in _texts(store, [f"reached/{each}" for each in firsts.values()]) if text]:
+            _texts(store, reached, trying_s)  # others may be trying until then
+    if wrong := [text for text in _texts(store, reached, trying_s) if text]:
         raise RlixError("; ".join(wrong))
 
 
@@ -197,7 +198,7 @@ def _unreached(store: dist.Store, host: str, address: str, firsts: dict[str, int
     for where, each in firsts.items():
         if where == address:
             continue
-        name, port = _texts(store, [f"port/{each}"])[0].split()
+        name, port = _texts(store, [f"port/{each}"], timeout_s)[0].split()
         try:
             reach((where, int(port)), timeout_s).close()
         except RlixError as error:
@@ -205,5 +206,10 @@ def _unreached(store: dist.Store, host: str, address: str, firsts: dict[str, int
     return "; ".join(wrong)
 
 
-def _texts(store: dist.Store, keys: Sequence[str]) -> list[str]:  # type: ignore[name-defined]
+def _texts(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[str]:  # type: ignore[name-defined]
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        missing = ", ".join(key.partition("/")[2] for key in keys if not store.check([key]))
+        raise RlixError(f"of the group's members {missing} did not come within {timeout_s:g} s ({error})") from None
     return [store.get(key).decode() for key in keys]
