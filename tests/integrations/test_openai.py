@@ -370,6 +370,8 @@ def play(call):
     if call.sample.endswith("1/1"):
         raise ValueError("this one broke")
     return float(len(text))
+
+play.rows = ["what an agent keeps is its own business"]
 """
 
 

@@ -53,8 +53,8 @@ class AgentSource(PlayedSource[Sample]):
 
     def __init__(self, spec: AgentSpec, around: Surroundings, chat: ChatSpec) -> None:
         self._agent = _find_agent(spec)
-        rows = getattr(self._agent, "rows", None)
-        self._rows: int | None = None if rows is None else rows(around.split)
+        count = getattr(self._agent, "rows_of", None)
+        self._rows: int | None = None if count is None else count(around.split)
         self._endpoint = Endpoint.join(around.shared, around.job, spec.port)
         super().__init__(spec, around, "agent", spec.failure_reward)
         self._spec = spec

@@ -44,7 +44,7 @@ class VerifiersAgent:
         self._loop = LoopThread()
         self._client: AsyncOpenAI | None = None
 
-    def rows(self, split: str) -> int:
+    def rows_of(self, split: str) -> int:
         """How many there are. Raises SpecError when none are held out: the package would give those to train on."""
         if split == EVALUATION and split not in self._rows:
             held_out = self._environment.build_eval_dataset()
