@@ -88,10 +88,10 @@ class _Aside:
         self.step = 0
 
     def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        return self._generator().submit(self.step, _own(trajectory))
+        return self._generator().submit(self.step, self._own(trajectory))
 
     def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        return self._generator().submit_all(self.step, [_own(t) for t in trajectories])
+        return self._generator().submit_all(self.step, [self._own(t) for t in trajectories])
 
     def wait(
         self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
@@ -108,6 +108,6 @@ class _Aside:
     def abandon(self, reason: Exception, purpose: str | None = "") -> None:
         self._generator().abandon(reason, EVALUATION)
 
-
-def _own(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, id=f"{EVALUATION}/{trajectory.id}", purpose=EVALUATION)
+    def _own(self, trajectory: Trajectory) -> Trajectory:
+        """With the step in its id: of one that was given up a replica may still work on some."""
+        return replace(trajectory, id=f"{EVALUATION}/{self.step}/{trajectory.id}", purpose=EVALUATION)
