@@ -28,6 +28,7 @@ class RayProcesses:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._outlive(grace_s)
+        psutil.wait_procs(self._processes, timeout=0)  # collects this process's own children, which Ray may not have
 
     def _outlive(self, grace_s: float) -> list[psutil.Process]:
         """Those that still live after a while. Ray's children may have left children of their own to init, and a last
