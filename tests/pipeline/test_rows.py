@@ -93,6 +93,27 @@ def test_of_many_mistakes_all_are_counted(tmp_path: Path) -> None:
     assert "rows.jsonl:6: column 'prompt' is empty\nand 7 more that cannot be used" in str(caught.value)
 
 
+def test_an_unknown_character_is_named_once(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in ("1x", "x", "xy", "y", "1", "xx"))
+    found = said(load_job(job(tmp_path, rows)), tmp_path)
+    assert found == [
+        "source.data.path: rows.jsonl:1: model.alphabet does not have 'x' of '1x'; add it there",
+        "source.data.path: rows.jsonl:3: model.alphabet does not have 'xy' of 'xy'; add it there",
+        "source.data.path: and 3 more that cannot be used",
+    ]
+
+
+@pytest.mark.parametrize(("rewards", "told"), [("exact_match", True), ("number_match", False)])
+def test_answers_that_are_too_long_to_be_exact_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rewards: str, told: bool
+) -> None:
+    rows = "".join(json.dumps({"prompt": "1", "answer": "1" * length}) + "\n" for length in (4, 5, 6, 7))
+    source = {"data": {"path": "rows.jsonl"}, "rewards": rewards}
+    assert not list(look_at_rows(load_job(job(tmp_path, rows, source=source))))
+    expected = "rows.jsonl:3: this row and 1 others of 4 can hardly be exact: the answer has more than the 5 tokens"
+    assert (expected in caplog.text) is told
+
+
 def test_a_large_file_is_left_to_the_start_and_a_mix_a_run_and_an_evaluation_are_not(tmp_path: Path) -> None:
     bad = '{"prompt": "", "answer": "1"}\n'
     (tmp_path / "good.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
@@ -102,7 +123,9 @@ def test_a_large_file_is_left_to_the_start_and_a_mix_a_run_and_an_evaluation_are
     spec = load_job(job(tmp_path, bad, source=mixed))
     assert not list(row_problems(spec, most_bytes=10))
     assert [p.field for p in row_problems(spec)] == ["source.data.mix.1.path"]
-    spec = load_job(job(tmp_path, bad, source=good, evaluation={"every": 1, "source": mixed}))
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "2", "answer": "2"}\n')
+    held_out = {**mixed, "data": {"mix": [{"path": "held_out.jsonl"}, {"path": "rows.jsonl"}]}}
+    spec = load_job(job(tmp_path, bad, source=good, evaluation={"every": 1, "source": held_out}))
     assert [p.field for p in row_problems(spec)] == ["evaluation.source.data.mix.1.path"]
     spec = load_job(job(tmp_path, bad, source=good, pipeline="multi_lora", runs={"a": {}, "b": {"source": mixed}}))
     assert [p.field for p in row_problems(spec)] == ["runs.b.source.data.mix.1.path"]

@@ -25,9 +25,8 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
     if spec.data is not None:
         room = around.context - around.sampling.max_new_tokens
         longest = min(room, spec.data.max_prompt_tokens or room)
-        task = DataTask(
-            spec.data, load_tables(spec.data), spec.rewards, around.tokenizer, longest, around.stop, spec.chat
-        )
+        rows, most = load_tables(spec.data), around.sampling.max_new_tokens
+        task = DataTask(spec.data, rows, spec.rewards, around.tokenizer, longest, around.stop, spec.chat, most)
         return PromptSource(task, around)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")

@@ -36,6 +36,7 @@ class DataTask(Task):
     Args:
         tables: one for each of `data.tables`: rows by number, or a stream.
         longest_prompt: rows with more tokens are left out.
+        longest_answer: rows whose answers have more tokens are told of, where only the whole answer is right.
         stop: set when the job should end.
 
     Raises:
@@ -52,6 +53,7 @@ class DataTask(Task):
         longest_prompt: int | None = None,
         stop: threading.Event | None = None,
         chat: ChatSpec | None = None,
+        longest_answer: int | None = None,
     ) -> None:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest_prompt
         self._chat, self._skipped = chat or ChatSpec(), 0
@@ -62,6 +64,8 @@ class DataTask(Task):
                 f"source.chat.{given}: is not used, for the model's tokenizer has no chat template: the prompts are "
                 "read as they are; remove this, or give a template with source.chat.template"
             )
+        exact = bool(rewards) and all(reward.name == "exact_match" for reward in rewards)
+        self._longest_answer = longest_answer if exact else None
         self._mixture = Mixture(data.weights)
         self._tables = [self._table(number, data.tables[number], rows) for number, rows in enumerate(tables)]
         self._panel = Panel(rewards, stop=stop)
@@ -98,15 +102,17 @@ class DataTask(Task):
 
     def _usable(self, spec: TableSpec, rows: Rows) -> list[int]:
         """Numbers of the rows that are not too long; every row is looked at before anything starts."""
-        used, unusable = [], []
+        used, unusable, too_long = [], [], list[int]()
         for row in range(len(rows)):
             try:
-                length = len(self._prompt("", spec, "", rows[row]).prompt_ids)
+                prompt = self._prompt("", spec, "", rows[row])
             except SpecError:
                 unusable.append(row)
                 continue
-            if self._longest is None or length <= self._longest:
+            if self._longest is None or len(prompt.prompt_ids) <= self._longest:
                 used.append(row)
+                if self._longest_answer is not None and len(prompt.answer_ids) - 1 > self._longest_answer:
+                    too_long.append(row)
         if unusable:
             named = [self._problem(spec, place(spec.path, row), rows[row]) or "" for row in unusable[:SHOWN]]
             raise SpecError("\n".join([*named, *others(len(unusable) - len(named))]))
@@ -114,6 +120,14 @@ class DataTask(Task):
             raise SpecError(
                 f"{spec.path}: every prompt has more than {self._longest} tokens; raise "
                 "source.data.max_prompt_tokens, lower rollout.max_new_tokens, or use another model"
+            )
+        if too_long:
+            logger.warning(
+                "%s: %s of %s can hardly be exact: the answer has more than the %s tokens of max_new_tokens; raise it",
+                place(spec.path, too_long[0]),
+                f"this row and {len(too_long) - 1} others" if len(too_long) > 1 else "this row",
+                len(rows),
+                self._longest_answer,
             )
         if left_out := len(rows) - len(used):
             logger.warning(

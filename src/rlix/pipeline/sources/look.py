@@ -47,7 +47,8 @@ def look_at_rows(spec: JobSpec) -> Iterator[str]:
         datasets.disable_progress_bars()
         longest = min(context - most, data.max_prompt_tokens or context)
         try:
-            DataTask(data, load_tables(data), source.rewards, tokenizer, longest, chat=source.chat).close()
+            rows = load_tables(data)
+            DataTask(data, rows, source.rewards, tokenizer, longest, chat=source.chat, longest_answer=most).close()
         except SpecError as error:
             lines = str(error).splitlines()
             yield from (f"{where}{'' if line.startswith('source.') else 'source.data: '}{line}" for line in lines)

@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,9 +34,14 @@ class Line:
 
 
 def first_few(problems: Iterable[str]) -> list[str]:
-    """Those that are named, and how many others there are."""
-    left = iter(problems)
-    return [*islice(left, SHOWN), *others(sum(1 for _ in left))]
+    """Those that are named, and how many others there are; "" is one that says nothing that was not said."""
+    named, more = list[str](), 0
+    for problem in problems:
+        if problem and len(named) < SHOWN:
+            named.append(problem)
+        else:
+            more += 1
+    return [*named, *others(more)]
 
 
 def others(count: int) -> list[str]:
@@ -73,9 +77,13 @@ def _of_tables(section: str, data: DataSpec, alphabet: set[str] | None, most_byt
 
 
 def _unusable(table: TableSpec, alphabet: set[str] | None) -> Iterator[str]:
+    """A character that is unknown is named once."""
+    named: set[str] = set()
     for line in lines_of(Path(table.path)):
-        if problem := line.problem or _row_problem(table, line.row, alphabet):
+        if problem := line.problem or _row_problem(table, line.row):
             yield f"{line.at(table.path)}: {problem}"
+        elif alphabet is not None and (unknown := _unknown(table, line.row, alphabet, named)) is not None:
+            yield f"{line.at(table.path)}: {unknown}" if unknown else ""
 
 
 def broken_lines(path: Path) -> list[str]:
@@ -177,16 +185,25 @@ def _csv_rows(file: IO[str]) -> Iterator[tuple[int, list[str] | str]]:
         begin = reader.line_num + 1
 
 
-def _row_problem(table: TableSpec, row: dict[str, Any], alphabet: set[str] | None) -> str:
+def _row_problem(table: TableSpec, row: dict[str, Any]) -> str:
     """What of a row a job cannot use, as far as that shows without the model's tokenizer."""
     for column in filter(None, (table.prompt, table.answer)):
         value = row.get(column)
         if value is None or (column == table.prompt and not value):
             return f"column {column!r} is empty"
-        if alphabet is None:
-            continue
+    return ""
+
+
+def _unknown(table: TableSpec, row: dict[str, Any], alphabet: set[str], named: set[str]) -> str | None:
+    """What of a row is no text of the alphabet; "" when it has `named` characters alone, to which others are added."""
+    known = None
+    for column in filter(None, (table.prompt, table.answer)):
+        value = row[column]
         if column == table.prompt and not isinstance(value, str):
             return f"column {column!r} holds a {type(value).__name__}; without a chat template it is text"
-        if isinstance(value, str) and (unknown := sorted(set(value) - alphabet)):
-            return f"model.alphabet does not have {''.join(unknown)!r} of {value[:_TEXT]!r}; add it there"
-    return ""
+        unknown = set(value) - alphabet if isinstance(value, str) else set()
+        if unknown - named:
+            named |= unknown
+            return f"model.alphabet does not have {''.join(sorted(unknown))!r} of {value[:_TEXT]!r}; add it there"
+        known = "" if unknown else known
+    return known
