@@ -105,6 +105,19 @@ def test_a_process_seen_stopped_once_is_not_ended_because_its_node_is_silent_the
     assert world.held("ft_1") == (lease,)
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_stopped_worker_is_ended_though_it_locks_nothing(holds: bool) -> None:
+    world = World(1)
+    world.core.start()
+    leases = (world.gang("ft_1"),) if holds else ()
+    world.core.name_holders("ft_1", TRAIN.name, [(0, process(9))])
+    world.machine.states_[process(9)] = "stopped"
+    world.run(world.settings.stopped_s + 3.0)
+    assert world.machine.killed == [process(9)]
+    assert not any(lease.epoch in world.core.state.leases for lease in leases)
+    assert "ft_1" in world.core.state.registrations  # what its death means is for the job to say
+
+
 def test_who_was_promised_devices_that_leave_waits_for_the_others_at_its_place() -> None:
     moving = replace(TRAIN, alternatives=((2, 3),))
     world = World(2, clusters=(moving, INFER))

@@ -1,7 +1,7 @@
 """Once a second: who does not speak any more, who was stopped, who does not know what it holds."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ from rlix.control.knowledge import Knowledge
 from rlix.control.loop import Loop
 from rlix.control.ports import Nodes
 from rlix.control.settings import Settings
-from rlix.protocol.messages import LeaseState, Process
+from rlix.protocol.messages import LeaseState, LeaseStatus, Process
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Watch:
         self._seen: dict[Process, Seen] = {}
         self._unused_since: dict[str, float] = {}  # ids that were handed out and never admitted
         self._asked_at: dict[str, float] = {}  # by node: since when an answer is awaited
+        self._ended: set[Process] = set()  # workers that were stopped
 
     def start(self) -> None:
         self._known.clock.call_later(_EVERY_S, self._tick)
@@ -82,6 +83,7 @@ class Watch:
                 self._judge(pipeline_id, job, now)
         processes = self._processes(now)
         self._seen = {process: seen for process, seen in self._seen.items() if process in processes}
+        self._ended &= processes.keys()
         by_node: dict[str, list[Process]] = {}
         for process in processes:
             by_node.setdefault(process.node_id, []).append(process)
@@ -100,14 +102,18 @@ class Watch:
                 self._departures.end(pipeline_id, why)
 
     def _processes(self, now: float) -> dict[Process, None]:
-        """Programs, workers of clusters that hold something, and callers that are silent."""
+        """Programs, workers (those that hold nothing, too: their job may be waiting for them), and silent callers."""
         known, asked = self._known, dict[Process, None]()
         for pipeline_id, job in known.jobs.items():
             asked |= dict.fromkeys(known.state.holders(pipeline_id, "").values())
+            asked |= dict.fromkeys(self._workers(pipeline_id))
             asked |= {p: None for p, caller in job.callers.items() if now - caller.heard_at > _ASK_AFTER_S}
-        for status in known.state.leases.values():
-            asked |= dict.fromkeys(known.named_holders(status.lease))
         return asked
+
+    def _workers(self, pipeline_id: str) -> list[Process]:
+        state = self._known.state
+        clusters = state.registrations[pipeline_id].clusters
+        return [process for cluster in clusters for process in state.holders(pipeline_id, cluster.name).values()]
 
     def _answered(self, node_id: str, states: Mapping[Process, str]) -> None:
         known, now = self._known, self._known.clock.time()
@@ -126,7 +132,7 @@ class Watch:
 
     def _judge(self, pipeline_id: str, job: Job, now: float) -> None:
         """What the fate of its processes and its silence mean for a pipeline."""
-        known, loop, settings = self._known, self._loop, self._known.settings
+        settings = self._known.settings
         if why := self._why_over(pipeline_id, job, now):
             self._departures.end(pipeline_id, why)
             return
@@ -139,10 +145,27 @@ class Watch:
                 what = f"has said nothing for {silent_s:.0f} s"
             if what:
                 self._drop(pipeline_id, process, caller, what)
-        for status in known.state.leases_of(pipeline_id):
-            for process in known.named_holders(status.lease) if status.state is not LeaseState.PENDING else ():
-                if fate(self._seen.get(process), settings) == STOPPED:
-                    loop.take(status.lease, f"process {process.pid} ({process.name}) {STOPPED}")
+        for process in self._workers(pipeline_id):
+            if fate(self._seen.get(process), settings) == STOPPED and process not in self._ended:
+                self._end_stopped(pipeline_id, process)
+
+    def _end_stopped(self, pipeline_id: str, worker: Process) -> None:
+        """Whether it locks a device or not: its job may be waiting for it. Then its leases are taken."""
+        known, why = self._known, f"process {worker.pid} ({worker.name}) {STOPPED}"
+        held = [status.lease for status in known.state.leases_of(pipeline_id) if self._is_of(worker, status)]
+        told = f"{pipeline_id}: {why}" if held else str(known.note(pipeline_id, why))
+        self._ended.add(worker)
+
+        def done(survivors: Sequence[Process]) -> None:
+            if survivors:
+                self._ended.discard(worker)  # to be tried again
+            for lease in held:
+                self._loop.take(lease, why)
+
+        self._nodes.kill((worker,), told, done)
+
+    def _is_of(self, worker: Process, status: LeaseStatus) -> bool:
+        return status.state is not LeaseState.PENDING and worker in self._known.named_holders(status.lease)
 
     def _why_over(self, pipeline_id: str, job: Job, now: float) -> str:
         """Why a pipeline is over; "" while it is not."""
