@@ -288,7 +288,7 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
     with pytest.raises(
         WaitTimeoutError, match=r"many: run 'stuck' holds actor_train for .*timeout_s: 0\.2.*, in hang$"
     ):
-        actor.run()
+        actor._run()
     assert left == ["its run ended"]
     many.wait_ended()
     status = many.status()

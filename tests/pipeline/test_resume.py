@@ -136,7 +136,7 @@ def test_resume_names_the_run_that_was_moved_and_has_checkpoints(tmp_path: Path)
     again.close()
     (earlier,) = earlier_runs(path)
     with pytest.raises(SpecError, match=rf"has no checkpoint, .*has: {earlier}, after step 10") as caught:
-        launch([with_keys()], tmp_path, resume=True)
+        check_resumable(with_keys(), path)
     command = str(caught.value).split("`")[1]
     assert command == f"mv {path} {aside_of(path)}; mv {earlier} {path}"
     subprocess.run(command, shell=True, check=True)
