@@ -155,7 +155,7 @@ def test_jobs_for_which_there_is_no_memory_wait_and_say_so(terminals: Terminals)
     left, right = write_jobs(terminals.folder, steps=3)
     run = terminals.start("run", left, right, "--no-live", "--private", RLIX_HOST_MEMORY_GB="1.2")
     assert run.wait() == 0, run.output()
-    said = re.sub(r"\s+", " ", run.output())
+    said = re.sub(r"\s+", " ", run.stdout.read_text())
     wanted = r"(left|right): starting, step 0/3, waits to start: needs about 1\.0 GB of memory, 0\."
     assert re.search(wanted, said), said  # both ask at about the same time
     assert "left: finished" in said and "right: finished" in said

@@ -271,9 +271,14 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
     entered, released = threading.Event(), threading.Event()
     denominator = Algorithm.denominator
 
+    def saving(folder: Path) -> SimpleNamespace:
+        folder.mkdir()
+        (folder / "state.json").write_text('{"world_size": 0}')
+        return SimpleNamespace(done=lambda: False, wait=waited.append, folder=folder)
+
     def hang(algorithm: Algorithm, mask: torch.Tensor) -> float:
         if threading.current_thread().name == "run-stuck":
-            many.checkpoints.begin(7, lambda _: [SimpleNamespace(done=lambda: False, wait=waited.append)])
+            many.checkpoints.begin(7, lambda folder: [saving(folder / "actor")])
             many.actor.idle_s = 1e9
             entered.set()
             released.wait(WAIT_S)

@@ -40,7 +40,7 @@ def check_hosts(spec: JobSpec, run_dir: Path, registration: Registration, device
         SpecError: one does not; names it, and what it does not see.
         RlixError: one does not answer.
     """
-    if not ray.is_initialized() or not (others := nodes_of(registration, devices) - {_here()}):
+    if not devices or not ray.is_initialized() or not (others := nodes_of(registration, devices) - {_here()}):
         return
     orchestrator, at_home = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE), home(registration, devices)
     everywhere, there = list(_models(spec)), list(_files(spec.model_dump()))
