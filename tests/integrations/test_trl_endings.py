@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None
     assert len(files) == 15
     for file in files:
         assert same(pool / file, plain / file), file
-    status = ask(ray_session.status.remote())
-    assert not [pipeline.name for pipeline in status.pipelines if pipeline.name in codes and not pipeline.ending]
+    status, deadline = ask(ray_session.status.remote()), time.monotonic() + 60
+    while left := [p.name for p in status.pipelines if p.name in codes and not p.ending]:
+        assert time.monotonic() < deadline, f"{left} have ended, and are in the pool"
+        status = ask(ray_session.status.remote())
     assert {ending.job for ending in status.endings} & codes.keys() <= {"leaves_at_once"}
