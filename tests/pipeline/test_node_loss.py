@@ -48,7 +48,7 @@ try:
     print(json.dumps({
         "state": status.state, "error": status.error, "resumes": status.resumes, "renamed": job.pipeline_id != first,
         "log": [[e["event"], e["detail"]] for e in jobs if e["type"] == "job"], "lost": other.node_id,
-        "where": [(runs / f"where_{step}").read_text() == other.node_id for step in range(4)],
+        "where": [path.read_text() == other.node_id for path in sorted(runs.glob("where_*"))],
         "steps": [json.loads(line)["step"] for line in (runs / "steps" / "metrics.jsonl").read_text().splitlines()],
     }))
     rlix.shutdown()

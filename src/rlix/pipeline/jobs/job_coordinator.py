@@ -240,6 +240,7 @@ class JobCoordinator(PipelineCoordinator):
         """Starts the job anew, on the nodes that are there, by the plan it is to go on by, from its latest checkpoint.
         Returns its pipeline actor."""
         orchestrator = await self._leave_pool(why)
+        await _until_the_pool_knows(orchestrator)
         spec, self._other = self._other or self._config.spec, None
         try:
             self._pipeline_id = await asyncio.to_thread(register, spec, orchestrator)
@@ -302,6 +303,17 @@ async def _staying() -> set[str]:
         draining = (await asyncio.wait_for(orchestrator.status.remote(), _WHY_TIMEOUT_S)).draining
     nodes = await asyncio.to_thread(ray.nodes)
     return {node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in draining}
+
+
+async def _until_the_pool_knows(orchestrator: Any) -> None:
+    """Which nodes are gone: until then it would place a job on one of them."""
+    deadline = asyncio.get_running_loop().time() + NODE_LOSS_S
+    while asyncio.get_running_loop().time() < deadline:
+        devices = await call(orchestrator.devices.remote(), what="the pool's devices", timeout_s=_CALL_TIMEOUT_S)
+        there = {node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
+        if all(device.node_id in there for device in devices):
+            return
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def _never_again(spec: JobSpec) -> JobSpec:
