@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from rlix.engine.life_cycle import Phase, Residency
 from rlix.engine.movers import HostBuffer, Mover, SwapMover, VirtualMover, mover_for
 from rlix.engine.residency import ResidentSet, local_tensor, module_tensors
-from rlix.node.host_memory import PinnedMemory
+from rlix.node.pinned_memory import PinnedMemory
 from rlix.protocol.errors import NotResidentError
 
 CPU = torch.device("cpu")

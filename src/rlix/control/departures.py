@@ -78,11 +78,9 @@ class Departures:
 
     def _to_end(self, pipeline_id: str, departure: Departure) -> list[Process]:
         """The program goes first: it would start its workers again."""
-        state = self._known.state
         if departure.ended == 0:
-            return list(state.holders(pipeline_id, "").values())
-        clusters = state.registrations[pipeline_id].clusters
-        return [process for cluster in clusters for process in state.holders(pipeline_id, cluster.name).values()]
+            return list(self._known.state.holders(pipeline_id, "").values())
+        return self._known.workers(pipeline_id)
 
     def _departed(self, pipeline_id: str, departure: Departure, step: int, survivors: Sequence[Process]) -> None:
         """Whoever is left of them and keeps devices, the locks tell."""

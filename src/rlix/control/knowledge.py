@@ -238,6 +238,11 @@ class Knowledge:
         job = self.jobs.get(lease.pipeline_id)
         return tuple(p for p, caller in job.callers.items() if lease.epoch in caller.held) if job else ()
 
+    def workers(self, pipeline_id: str) -> list[Process]:
+        """The processes that were named to keep bytes under any lease of a pipeline's."""
+        clusters = self.state.registrations[pipeline_id].clusters
+        return [process for cluster in clusters for process in self.state.holders(pipeline_id, cluster.name).values()]
+
     def named_holders(self, lease: Lease) -> tuple[Process, ...]:
         """The processes that were named to keep bytes under the lease."""
         named: Mapping[int, Process] = self.state.holders(lease.pipeline_id, lease.cluster)

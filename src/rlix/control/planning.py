@@ -81,7 +81,7 @@ class Planning:
         with uncollected():
             try:
                 return self._decide(snapshot, state, self._policy)
-            except Exception as error:
+            except Exception as error:  # whatever one pipeline makes it raise must not stop the others
                 if self._strict:
                     raise
                 self._refuse(snapshot, error)

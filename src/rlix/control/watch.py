@@ -106,14 +106,9 @@ class Watch:
         known, asked = self._known, dict[Process, None]()
         for pipeline_id, job in known.jobs.items():
             asked |= dict.fromkeys(known.state.holders(pipeline_id, "").values())
-            asked |= dict.fromkeys(self._workers(pipeline_id))
+            asked |= dict.fromkeys(known.workers(pipeline_id))
             asked |= {p: None for p, caller in job.callers.items() if now - caller.heard_at > _ASK_AFTER_S}
         return asked
-
-    def _workers(self, pipeline_id: str) -> list[Process]:
-        state = self._known.state
-        clusters = state.registrations[pipeline_id].clusters
-        return [process for cluster in clusters for process in state.holders(pipeline_id, cluster.name).values()]
 
     def _answered(self, node_id: str, states: Mapping[Process, str]) -> None:
         known, now = self._known, self._known.clock.time()
@@ -145,7 +140,7 @@ class Watch:
                 what = f"has said nothing for {silent_s:.0f} s"
             if what:
                 self._drop(pipeline_id, process, caller, what)
-        for process in self._workers(pipeline_id):
+        for process in self._known.workers(pipeline_id):
             if fate(self._seen.get(process), settings) == STOPPED and process not in self._ended:
                 self._end_stopped(pipeline_id, process)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlix.node.host_memory import PinnedMemory
+from rlix.node.pinned_memory import PinnedMemory
 from rlix.protocol.errors import RlixError
 
 _ALIGNMENT = 512  # bytes; where each storage begins in host memory, as on a device

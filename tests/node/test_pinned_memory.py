@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlix.node.host_memory import PinnedMemory, memory_bytes
+from rlix.node.pinned_memory import PinnedMemory, memory_bytes
 
 MACHINE = int(psutil.virtual_memory().total)
 
@@ -33,7 +33,7 @@ def test_what_is_pinned_is_counted_over_processes_that_live(tmp_path: Path) -> N
     program = f"""
 import sys
 from pathlib import Path
-from rlix.node.host_memory import PinnedMemory
+from rlix.node.pinned_memory import PinnedMemory
 mine = PinnedMemory(1000, Path({str(tmp_path)!r}))
 print(mine.take(600), flush=True)
 sys.stdin.read()
