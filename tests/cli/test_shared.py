@@ -131,15 +131,17 @@ def test_whatever_is_dead_or_stopped_commands_say_it_in_a_sentence_and_down_ends
 
     first, _ = sorted(named(left, "JobCoordinator", "JobCoordinator"), key=lambda process: process.create_time())
     first.suspend()
-    assert re.search(r"(left|right) \(ft_1\): unknown", terminals.run("status"))  # by its name
-    ends, stays = (left, right) if "left (ft_1)" in terminals.run("status") else (right, left)
+    said = terminals.run("status")
+    stopped = re.search(r"(left|right) \(ft_[12]\): unknown", said)  # by its name
+    assert stopped, said
+    ends, stays, running = (left, right, "right") if stopped[1] == "left" else (right, left, "left")
     ends.wait()
     assert "coordinator does not say how it ended: process" in ends.output()
     assert "Traceback" not in ends.output() and stays.process.poll() is None
 
     for process in named(left, *CONTROL_PLANE):
         process.kill()
-    assert "(ft_2): running" in terminals.run("status")
+    assert re.search(rf"{running} \(ft_[12]\): running", terminals.run("status"))
 
     (raylet,) = [process for process in left.marked() if process.name() == "raylet"]
     raylet.suspend()
