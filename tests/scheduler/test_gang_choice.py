@@ -2,10 +2,11 @@
 
 import pytest
 
-from rlix.protocol.events import DevicesReleased
+from rlix.protocol.events import DevicesReleased, GangRequested
 from rlix.protocol.messages import Demand, Lease, LeaseState, LeaseStatus
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
+from rlix.scheduler.image import image
 from rlix.scheduler.planner import plan
 from rlix.scheduler.policies.rlix import rlix
 from rlix.scheduler.snapshot import GangRequest, RolloutState, Snapshot
@@ -16,9 +17,13 @@ from tests.scheduler.world import INFER, TRAIN, World, devices
 HOME, HALF, ALONE = (0, 1, 2, 3), (0, 1), (7,)
 
 
-def granted(work_gpu_s: float, jobs: int, *, gang_at_home: bool = False, load_s: float = 2.0) -> tuple[int, ...] | None:
+def granted(
+    work_gpu_s: float, jobs: int, *, gang_at_home: bool = False, load_s: float = 2.0, move_s: float = 0.0
+) -> tuple[int, ...] | None:
     """On 8 GPUs, all but the last of which rollouts of so many jobs hold; the gang's own job is one more."""
-    request = GangRequest(1, "me", TRAIN, Phase.ACTOR_TRAINING, HOME, (HALF, ALONE), work_gpu_s=work_gpu_s)
+    request = GangRequest(
+        1, "me", TRAIN, Phase.ACTOR_TRAINING, HOME, (HALF, ALONE), work_gpu_s=work_gpu_s, move_s=move_s
+    )
     leases = [Lease(n + 1, f"p{n % jobs}", INFER, Phase.ROLLOUT, (n,), n) for n in range(7)]
     if gang_at_home:
         leases[0] = Lease(1, "p0", TRAIN, Phase.ACTOR_TRAINING, (0,))
@@ -49,6 +54,49 @@ def test_a_gang_waits_at_home_or_runs_on_less_whichever_ends_it_sooner() -> None
     """At home somebody trains. Waiting is guessed at half a run: 1.5 * 10 * 1 + 8 * 3 (three bundles to stop)."""
     assert granted(40.0, 7, gang_at_home=True) is None  # 15 + 24 = 39 against 40 alone; HALF is not to be had
     assert granted(20.0, 7, gang_at_home=True) == ALONE
+
+
+def test_what_a_state_takes_to_other_devices_counts_against_them() -> None:
+    """Share 1: it waits at home for 39, or moves and runs alone for 20 and what it takes to get there."""
+    assert granted(20.0, 7, gang_at_home=True, move_s=6.0) == ALONE  # waiting costs 7.5 + 24 = 31.5; 26 < 26.8
+    assert granted(20.0, 7, gang_at_home=True, move_s=7.0) is None
+    assert granted(20.0, 7, move_s=1e9) == HOME
+
+
+def test_where_the_state_lies_is_what_its_client_says() -> None:
+    """Whatever the scheduler remembers; and from devices that it may not have it moves in any case."""
+    world = World(6)
+    world.register("a", [0], [0, 1], alternatives=[(2, 3), (4, 5)])
+
+    def asked(home: tuple[int, ...], move_s: float) -> GangRequest:
+        number = world.state.next_request_id
+        world.apply(GangRequested(number, "a", TRAIN, Phase.ACTOR_TRAINING, first=home, move_s=move_s))
+        again = State()
+        for event in image(world.state):
+            again.apply(event, world.now)
+        assert again.requests == world.state.requests
+        return world.state.requests[number]
+
+    there = asked((4, 5), 3.0)
+    assert (there.devices, there.alternatives, there.move_s) == ((4, 5), ((0, 1), (2, 3)), 3.0)
+    lost = asked((6, 7), 3.0)
+    assert (lost.devices, lost.move_s) == ((0, 1), 0.0)
+
+
+def test_what_a_gang_takes_is_learnt_without_its_move() -> None:
+    world = World(4)
+    world.register("a", [0], [0, 1], alternatives=[(2, 3)])
+    world.register("b", [0], [0, 1])
+    world.request("b")
+    world.cycle()
+    world.apply(GangRequested(world.state.next_request_id, "a", TRAIN, Phase.ACTOR_TRAINING, first=(0, 1), move_s=4.0))
+    world.cycle()
+    assert world.state.leases[2].lease.devices == (2, 3)
+    world.now = 10.0
+    world.release_gangs()
+    world.request("a")
+    (request,) = world.snapshot().requests
+    assert (request.devices, request.work_gpu_s) == ((2, 3), 12.0)
 
 
 def test_a_job_cannot_make_itself_unstoppable_by_what_it_says_of_its_loads() -> None:

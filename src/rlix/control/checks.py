@@ -133,8 +133,11 @@ def asked(where: str, value: object) -> None:
     process(where, value.holder, optional=True)
     epochs(where, value.holding)
     epochs(where, value.giving)
-    if not isinstance(value.devices, tuple) or not _are_counts(value.devices):
-        raise SpecError(f"{where}: needs a tuple of device ids, got {value.devices!r}")
+    for devices in (value.devices, value.home):
+        if not isinstance(devices, tuple) or not _are_counts(devices):
+            raise SpecError(f"{where}: needs a tuple of device ids, got {devices!r}")
+    if not _is_seconds(value.move_s):
+        raise SpecError(f"{where}: move_s must be a number of seconds from 0 up, got {value.move_s!r}")
     for field, limit in (("timeout_s", value.timeout_s), ("longest_s", value.longest_s)):
         if limit is not None and not (_is_seconds(limit) and limit > 0):
             raise SpecError(f"{where}: {field} must be positive or None, got {limit!r}")

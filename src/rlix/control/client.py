@@ -71,12 +71,14 @@ class JobClient:
         *,
         longest_s: float | None = None,
         stop: threading.Event | None = None,
+        home: Sequence[int] = (),
+        move_s: float = 0.0,
     ) -> Iterator[Lease]:
         """Holds the cluster's devices for the duration of the block.
 
         Raises what `acquire` raises, and StaleEpochError at its end when the lease was taken back meanwhile.
         """
-        lease = self.acquire(cluster, phase, timeout_s, longest_s=longest_s, stop=stop)
+        lease = self.acquire(cluster, phase, timeout_s, longest_s=longest_s, stop=stop, home=home, move_s=move_s)
         mine = self._held_here()
         mine.append(lease.epoch)
         try:
@@ -101,6 +103,8 @@ class JobClient:
         stop: threading.Event | None = None,
         devices: Sequence[int] = (),
         giving: Sequence[Lease] = (),
+        home: Sequence[int] = (),
+        move_s: float = 0.0,
     ) -> Lease:
         """Waits until the cluster's devices are this pipeline's; the caller must `release` them.
 
@@ -111,6 +115,9 @@ class JobClient:
             devices: exactly these of the cluster's, in place of any that it may have.
             giving: leases that are given back first, as `release` does. It is one question: who waits for their devices
                 already goes first by the rules of the queue, and rollouts do not get them for a moment in between.
+            home: of a cluster that may run elsewhere, too: the devices where its state lies. It waits for these, unless
+                it costs less to run on others.
+            move_s: what its state takes to others; it is part of that cost.
 
         Raises:
             SpecError: the request makes no sense.
@@ -134,7 +141,7 @@ class JobClient:
                 # A wait that is over is still answered: with who holds the devices.
                 left_s = None if deadline is None else max(0.001, round(deadline - time.monotonic(), 3))
                 wait_s = self._poll_s if stop is None else min(self._poll_s, _STOP_POLL_S)
-                asked = Asked(key, self.process, holding, left_s, longest_s, tuple(devices), given)
+                asked = Asked(key, self.process, holding, left_s, longest_s, tuple(devices), given, tuple(home), move_s)
                 answer: GangAnswer = self._ask("poll_gang", cluster, phase, asked, wait_s, wait_s=wait_s)
                 for epoch in given:
                     self.heartbeat.gave_back(epoch)

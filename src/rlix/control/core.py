@@ -192,9 +192,10 @@ class Core:
             asked.holder,
             asked.holding,
             asked.longest_s,
-            asked.devices,
+            asked.devices or asked.home,
             exact=bool(asked.devices),
             until=until,
+            move_s=asked.move_s,
         )
         self.record(event)
         ticket = known.gangs.open(request_id, asked.key, pipeline_id, cluster, phase)

@@ -15,7 +15,8 @@ class Asked:
     """What a gang request may carry besides what it asks for; times are seconds. See `GangRequested`.
 
     `devices`: exactly these of the cluster's, in place of any of its choices. `giving`: the epochs of leases that are
-    given back by the same question, once it has its place in the queue.
+    given back by the same question, once it has its place in the queue. `home`: where the gang's state lies, from where
+    it takes `move_s` to any other of the choices.
     """
 
     key: str = ""
@@ -25,6 +26,8 @@ class Asked:
     longest_s: float | None = None
     devices: tuple[int, ...] = ()
     giving: tuple[int, ...] = ()
+    home: tuple[int, ...] = ()
+    move_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

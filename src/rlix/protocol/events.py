@@ -77,8 +77,9 @@ class GangRequested:
     `holding` are the epochs that it keeps until this request is granted. `longest_s`: after so many seconds with the
     devices the lease is ended, whatever its holder does. `until`: unix seconds at which its caller waits no longer.
 
-    An `exact` request is for the devices `first`, which may be a part of the cluster's. Of another one they are in a
-    compacted journal only: which of the choices it waits for depends on when it asked.
+    An `exact` request is for the devices `first`, which may be a part of the cluster's. Of another one they are where
+    the gang's state lies, as its client says, or in a compacted journal which of the choices it waits for. `move_s`:
+    what it takes the state to any other.
     """
 
     request_id: int
@@ -92,6 +93,7 @@ class GangRequested:
     first: tuple[int, ...] = ()
     exact: bool = False
     until: float | None = None
+    move_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """On which of its choices a gang is to run: now at home, now elsewhere, now on fewer devices, or later at home.
 
 All are priced in GPU-seconds. A second that the gang's job loses costs what the job is due in it, an equal share of
-the pool: `share * (wait + work / width)`. Rollouts that are stopped cost their bundles' loads, `_PER_LOAD` times. So a
-gang is wide while the pool is wide, or while nobody is stopped for it; where jobs are as many as GPUs it runs on few.
-A choice other than the first, which is where the gang last was, must be cheaper by `_WORTH_IT`: its state has to move.
+the pool: `share * (wait + move + work / width)`. Rollouts that are stopped cost their bundles' loads, `_PER_LOAD`
+times. So a gang is wide while the pool is wide, or while nobody is stopped for it; where jobs are as many as GPUs it
+runs on few. On any choice but the first, which is where the gang last was, its state has to move: for as long as its
+client says, and such a choice must be cheaper by `_WORTH_IT`, too.
 How long a phase takes is not known at its first time. It then runs where nobody is at work, as wide as it is.
 """
 
@@ -58,8 +59,8 @@ class GangChoice:
             price += self._share * self._wait_s(request, first)
         price *= _WORTH_IT
         for devices in others:
-            if self._share * request.work_gpu_s / len(devices) < price and self._fits(devices):
-                other = self._price(request, devices)
+            if self._busy(request, devices, request.move_s) < price and self._fits(devices):
+                other = self._price(request, devices, request.move_s)
                 if other < price:
                     price, best = other, devices
         return best
@@ -77,10 +78,14 @@ class GangChoice:
         leases = {id(lease): lease for device in devices if (lease := self.running.get(device)) is not None}
         return [lease for lease in leases.values() if (lease.pipeline_id, lease.cluster) in self._load_s]
 
-    def _price(self, request: GangRequest, devices: tuple[int, ...]) -> float:
+    def _busy(self, request: GangRequest, devices: tuple[int, ...], move_s: float) -> float:
+        """GPU-seconds that the gang's job loses while it runs there."""
+        return self._share * (move_s + request.work_gpu_s / len(devices))
+
+    def _price(self, request: GangRequest, devices: tuple[int, ...], move_s: float = 0.0) -> float:
         """GPU-seconds that it costs to run there at once."""
         loads = (self._load_s[s.pipeline_id, s.cluster] * len(s.devices) for s in self._stopped(devices))
-        return self._share * request.work_gpu_s / len(devices) + _PER_LOAD * sum(loads)
+        return self._busy(request, devices, move_s) + _PER_LOAD * sum(loads)
 
     def _wait_s(self, request: GangRequest, devices: tuple[int, ...]) -> float:
         """A guess: whoever works there is half done, and those that wait are as long as this gang."""

@@ -55,6 +55,7 @@ def _events(state: State) -> Iterator[Event]:
             request.devices,
             request.exact,
             request.until,
+            request.move_s,
         )
     for pipeline_id, reason in state.ending.items():
         yield PipelineEnding(pipeline_id, reason, state.spared.get(pipeline_id))

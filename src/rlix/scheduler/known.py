@@ -39,6 +39,7 @@ class Known:
         self._successor: dict[int, int] = {}  # device -> epoch of the pending lease on it
         self._answered: dict[int, GangRequest] = {}  # the request that a pending lease answers
         self._gang_since: dict[int, float] = {}  # epoch -> when the gang became active
+        self._moves: dict[int, float] = {}  # epoch -> the seconds that the gang's state is on its way meanwhile
         self._given: dict[str, Given] = {}  # by pipeline that was admitted
         self._gang_work: dict[tuple[str, str, Phase], float] = {}  # GPU-seconds that it took last time
         self._bundles: dict[Bundles, Bundles] = {}  # equal placements share one tuple, which the planner exploits
@@ -222,6 +223,7 @@ class Known:
             asked.until,
             self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
             self._now,
+            asked.move_s if asked.first == first else 0.0,  # else it moves in any case
         )
 
     def _account(self, pipeline_id: str) -> Given:

@@ -28,8 +28,8 @@ class GangRequest:
     `id` grows with every request: it is the arrival order. `devices` are where the cluster last was, if it ever was.
     Those of an `exact` request are what was asked for, which may be a part of the cluster's, and its only choice.
     `key`, `holder`, `holding`, `longest_s` and `until` are the client's: see `GangRequested`. `work_gpu_s` are the
-    GPU-seconds that this phase of the cluster took the last time, as far as is remembered; 0: not known. `asked_at`:
-    seconds, on the clock of `Snapshot.now`.
+    GPU-seconds that this phase of the cluster took the last time, as far as is remembered; 0: not known. `move_s`: what
+    it takes its state from `devices` to an alternative. `asked_at`: seconds, on the clock of `Snapshot.now`.
     """
 
     id: int
@@ -46,6 +46,7 @@ class GangRequest:
     until: float | None = None
     work_gpu_s: float = field(default=0.0, compare=False)
     asked_at: float = field(default=0.0, compare=False)
+    move_s: float = 0.0
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:

@@ -214,6 +214,8 @@ class State(Known):
             request = self._requests.pop(event.request_id)
             if not free:
                 self._answered[lease.epoch] = request
+            if lease.devices != request.devices:
+                self._moves[lease.epoch] = request.move_s
             self._moved(lease, cluster)
         self._keep(LeaseStatus(lease, LeaseState.ACTIVE if free else LeaseState.PENDING))
         return (lease,) if free else ()
@@ -327,7 +329,7 @@ class State(Known):
     def _(self, event: LeaseReleased) -> tuple[Lease, ...]:
         lease = self._status(event.epoch).lease
         if event.reason is ReleaseReason.RELEASED and event.epoch in self._gang_since:
-            took_s = self._now - self._gang_since[event.epoch]
+            took_s = max(0.0, self._now - self._gang_since[event.epoch] - self._moves.get(event.epoch, 0.0))
             self._gang_work[lease.pipeline_id, lease.cluster, lease.phase] = took_s * len(lease.devices)
         return self._activate(self._remove(event.epoch))
 
@@ -364,8 +366,8 @@ class State(Known):
     def _remove(self, epoch: int) -> tuple[int, ...]:
         """Forget the lease; returns the devices it held."""
         status = self._leases.pop(epoch)
-        self._answered.pop(epoch, None)
-        self._gang_since.pop(epoch, None)
+        for of_epoch in (self._answered, self._gang_since, self._moves):
+            of_epoch.pop(epoch, None)
         lease = status.lease
         self._leases_of[lease.pipeline_id].discard(epoch)
         if not self._leases_of[lease.pipeline_id]:

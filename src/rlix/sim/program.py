@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlix.control.core import Core
-from rlix.control.gang_queue import Ticket
+from rlix.control.gang_queue import Asked, Ticket
 from rlix.protocol.messages import Lease, Registration
 from rlix.protocol.types import ClusterName, Phase
 from rlix.sim.clock import VirtualClock, VirtualTimer
@@ -91,7 +91,8 @@ class Program:
     # -- gangs -------------------------------------------------------------------------------------------------------
 
     def _request(self, cluster: str, phase: Phase) -> None:
-        ticket = self._core.request(self.id, self._registration.cluster(cluster), phase)
+        asked = Asked(home=self.progress.home(cluster), move_s=self._world.switching.move_s)
+        ticket = self._core.request(self.id, self._registration.cluster(cluster), phase, asked)
         ticket.watchers.append(partial(self._answered, ticket))
 
     def _answered(self, ticket: Ticket) -> None:

@@ -37,6 +37,10 @@ class Progress:
     def work(self) -> GangWork:
         return self.step.gangs[self.gang]
 
+    def home(self, cluster: str) -> tuple[int, ...]:
+        """Where a gang's state lies; () before it has begun."""
+        return self.gang_on.get(cluster, ())
+
     def moves(self, lease: Lease) -> bool:
         """Notes where a gang is; True when its state was elsewhere before."""
         before = self.gang_on.get(lease.cluster, lease.devices)
