@@ -20,9 +20,9 @@ class BestOfGroup(FullFinetunePipeline):
 
     def step(self, step: int) -> Mapping[str, float]:
         samples = self.sample(step)  # on whatever devices the job has at the moment
-        batch = self.collate(samples)
+        batch = self.scored(samples)
 
-        rewards = self.shaped(samples).view(-1, samples.group_size)
+        rewards = self.algorithm.rewards(samples).view(-1, samples.group_size)
         best = rewards == rewards.amax(dim=1, keepdim=True)
         taught = groups_with_spread(rewards.flatten(), samples.group_size)
         batch["advantages"] = (best & taught.unsqueeze(1)).float().flatten()

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from rlix.pipeline import FullFinetunePipeline
 from rlix.pipeline.algorithms import Algorithm, Estimate
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, measured
@@ -44,9 +42,9 @@ class BestOptions:
 class Best(Algorithm):
     Options = BestOptions
 
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: Any) -> Estimate:
-        groups = rewards.view(-1, self.setting.group_size) * self.options.sharpness
-        return Estimate((groups.softmax(dim=1) - 1 / self.setting.group_size).flatten())
+    def estimate(self, samples: Samples, batch: Any) -> Estimate:
+        groups = self.rewards(samples).view(-1, samples.group_size) * self.options.sharpness
+        return Estimate((groups.softmax(dim=1) - 1 / samples.group_size).flatten())
 
 
 class BreaksInStepOne(Best):

@@ -32,14 +32,6 @@ class Batch:
             mask[row, prompt - 1 : total - 1] = 1.0
         return mask
 
-    @property
-    def paid(self) -> Tensor:
-        """[rows, length - 1]: the reward, at the last token of each sequence."""
-        paid = torch.zeros_like(self.old)
-        for row, total in enumerate(self.totals):
-            paid[row, total - 2] = self.rewards[row]
-        return paid
-
 
 def random_batch(rows: int = 8, vocabulary: int = 17, seed: int = 0) -> Batch:
     """Rows of very different lengths."""

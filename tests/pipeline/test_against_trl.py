@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlix.pipeline.algorithms import (
-    Setting,
+    Scores,
     clipped_policy_loss,
     token_log_probs,
     truncated_importance_weights,
@@ -26,6 +26,7 @@ from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
+from tests.pipeline.plain_samples import samples_of
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "vllm", None)  # which TRL would import, for seconds and for nothing
@@ -35,6 +36,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 GROUP, ROWS = 4, 8
 REWARDS = [0.0, 1.0, 0.25, 0.5, 1.0, 1.0, 1.0, 1.0]  # the second group has no spread
+SAMPLES = samples_of(REWARDS, GROUP)
 TRL_EPSILON = 1e-4  # which TRL adds to the standard deviation; ours leaves it out
 
 
@@ -122,20 +124,20 @@ def test_losses_gradients_and_advantages(
 ) -> None:
     trainer = make_trainer("GRPO", folder, **theirs)
     batch = sampled(trainer)
-    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(GROUP, longest=6))
+    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), 6)
     now, mask = log_probs(trainer.model, batch), batch["completion_mask"].float()
     ours = PolicyBatch(input_ids=batch["completion_ids"], mask=mask, old_log_probs=batch["old_per_token_logps"])
-    if algorithm.needs_reference:
+    if algorithm.needs(algorithm.options).reference:
         ours["reference_log_probs"] = batch["ref_per_token_logps"]
 
     rewards = torch.tensor(REWARDS)
-    advantages = algorithm.estimate(rewards, torch.ones(ROWS, dtype=torch.bool), ours).advantages
+    advantages = algorithm.estimate(SAMPLES, ours).advantages
     scaled = theirs.get("scale_rewards") != "none"
     spread = rewards.view(-1, GROUP).std(dim=1).repeat_interleave(GROUP)
     close(advantages * (spread / (spread + TRL_EPSILON) if scaled else 1.0), batch["advantages"])
 
     ours["advantages"] = batch["advantages"]
-    loss = algorithm.loss(now, ours, algorithm.denominator(mask))[0]
+    loss = algorithm.loss(Scores(now, torch.zeros_like(now)), ours, algorithm.denominator(mask))[0]
     expected = trainer._compute_loss(trainer.model, batch)
     close(loss, expected)
     close(gradients(trainer.model, loss), gradients(trainer.model, expected))
@@ -169,10 +171,9 @@ def test_leave_one_out(beta: float, folder: Path) -> None:
     if beta:
         ours["reference_log_probs"] = log_probs(trainer.ref_model, batch).detach()
         assert not torch.allclose(now, ours["reference_log_probs"], atol=0.01)
-    algorithm = build_algorithm(AlgorithmSpec(name="rloo", options={"kl_coefficient": beta}), Setting(GROUP, longest=6))
-    everyone = torch.ones(ROWS, dtype=torch.bool)
-    ours["advantages"] = algorithm.estimate(torch.tensor(REWARDS), everyone, ours).advantages
+    algorithm = build_algorithm(AlgorithmSpec(name="rloo", options={"kl_coefficient": beta}), 6)
+    ours["advantages"] = algorithm.estimate(SAMPLES, ours).advantages
     close(ours["advantages"], batch["advantages"])
     batch["old_logps"] = (now * mask).sum(1).detach()
-    loss = algorithm.loss(now, ours, float(ROWS))[0]
+    loss = algorithm.loss(Scores(now, torch.zeros_like(now)), ours, float(ROWS))[0]
     close(gradients(trainer.model, loss), gradients(trainer.model, trainer._compute_loss(trainer.model, batch)))

@@ -3,7 +3,6 @@
 import math
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from rlix.pipeline.algorithms import (
     truncated_importance_weights,
     whiten,
 )
-from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
+from rlix.pipeline.algorithms.base import Estimate
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import align, stale_tokens, token_rewards
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
@@ -28,6 +27,7 @@ from rlix.pipeline.sources import base
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import SpecError
+from tests.pipeline.plain_samples import samples_of
 from tests.pipeline.training_jobs import agent, ahead, small
 
 
@@ -48,13 +48,16 @@ def test_groups_whose_rewards_are_all_equal_have_no_spread() -> None:
     ],
 )
 def test_an_estimate_has_an_advantage_for_each_sample(returned: Any, said: str) -> None:
-    batch: Any = {}
-    algorithm: Any = SimpleNamespace(estimate=lambda *_: returned)
+    algorithm: Any = build_algorithm(AlgorithmSpec(), 2)
+    algorithm.estimate = lambda *_: returned
+    samples = samples_of([0.0] * 4, 2)
     with pytest.raises(TypeError, match=rf"{said}; it must be .* for each of 4 samples"):
-        estimate_of(algorithm, torch.zeros(4), torch.ones(4), batch)
+        algorithm.prepare(samples, algorithm.begin(samples, 0)[0])
     for given in (torch.zeros(4), torch.zeros(4, 2)):
         algorithm.estimate = lambda *_, given=given: Estimate(given)
-        assert estimate_of(algorithm, torch.zeros(4), torch.ones(4), batch).advantages is given
+        batch, _ = algorithm.begin(samples, 0)
+        algorithm.prepare(samples, batch)
+        assert batch["advantages"] is given
 
 
 def test_overlong_penalty_by_hand() -> None:
@@ -79,10 +82,11 @@ def test_rewards_are_paid_at_their_turns_and_the_rest_at_the_end() -> None:
 
 def test_ppos_lambda_sees_when_a_turn_was_paid() -> None:
     """Two turns of one token, discount 1, lambda 0.5, values 0: half of what comes later is seen at the first."""
-    ppo = build_algorithm(AlgorithmSpec(name="ppo", options={"smoothing": 0.5}), Setting(group_size=1, longest=2))
-    paid = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    batch: Any = {"mask": torch.ones(2, 2), "values": torch.zeros(2, 2), "rewards": paid}
-    found = ppo.estimate(torch.ones(2), torch.ones(2), batch)
+    ppo = build_algorithm(AlgorithmSpec(name="ppo", options={"smoothing": 0.5}), 2)
+    turns = ((Turn((0,), answer(1), first), Turn((), answer(1), 1.0 - first)) for first in (1.0, 0.0))
+    played = Samples([replace(sample("a"), turns=both) for both in turns], 1)
+    batch: Any = {"mask": torch.ones(2, 2), "values": torch.zeros(2, 2)}
+    found = ppo.estimate(played, batch)
     assert found.returns is not None
     assert_close(found.returns, torch.tensor([[1.0, 0.0], [0.5, 1.0]]))
 

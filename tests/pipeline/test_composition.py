@@ -141,8 +141,9 @@ def test_what_was_cut_off_is_left_out_of_the_loss(tmp_path: Path) -> None:
     pipeline = InProcess(job("task", "on_policy", {"mask_truncated": True}, tmp_path), tmp_path)
     pipeline.setup()
     try:
+        pipeline.initialize()
         samples = pipeline.sample(0)
-        learnt = pipeline.collate(samples)["mask"].any(dim=1).tolist()
+        learnt = pipeline.scored(samples)["mask"].any(dim=1).tolist()
     finally:
         pipeline.teardown()
     assert learnt == [sample.end != "length" for sample in samples.samples]

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rlix.pipeline.algorithms import Algorithm, Setting, kl_estimate
+from rlix.pipeline.algorithms import Algorithm, Scores, kl_estimate
 from rlix.pipeline.algorithms.choice import CLASSES, build_algorithm
 from rlix.pipeline.batch import PolicyBatch
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.spec.algorithm import ALGORITHMS, AlgorithmSpec
 from rlix.protocol.errors import SpecError
+from tests.pipeline.plain_samples import samples_of
 
 WORDS, GROUP, SAMPLES, STEPS = 4, 4, 256, 40
 OPTIONS: dict[str, dict[str, Any]] = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}}
@@ -102,11 +104,11 @@ class Tiny:
             old_log_probs=log_probs.detach(),
             reference_log_probs=self.log_probs(self.reference, words),
             values=torch.zeros(SAMPLES, 2),
-            rewards=torch.zeros(SAMPLES, 2),
         )
-        everyone = torch.ones(SAMPLES, dtype=torch.bool)
-        batch["advantages"] = self.algorithm.estimate(torch.zeros(SAMPLES), everyone, batch).advantages
-        loss = self.algorithm.loss(log_probs, batch, self.algorithm.denominator(mask))[0]
+        batch["advantages"] = self.algorithm.estimate(samples_of([0.0] * SAMPLES, GROUP, tokens=2), batch).advantages
+        loss = self.algorithm.loss(Scores(log_probs, torch.zeros(SAMPLES, 2)), batch, self.algorithm.denominator(mask))[
+            0
+        ]
         (gradient,) = torch.autograd.grad(loss, self.parameters)
         with torch.no_grad():
             self.parameters -= rate * gradient
@@ -116,7 +118,7 @@ class Tiny:
 def test_nothing_but_the_penalty_leads_to_the_reference(name: str) -> None:
     options = {"kl_coefficient": 0.5, **OPTIONS.get(name, {})}
     reference = logits(1)
-    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(GROUP, longest=2))
+    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), 2)
     tiny = Tiny(algorithm, reference, (reference + 0.8 * logits(2)).requires_grad_())
     begin, source = tiny.divergence(), torch.Generator().manual_seed(3)
     for step in range(STEPS):
@@ -127,9 +129,10 @@ def test_nothing_but_the_penalty_leads_to_the_reference(name: str) -> None:
 
 def test_which_algorithms_have_it_in_the_reward_is_said_once_for_both_sides() -> None:
     for name, kind in CLASSES.items():
-        alone = AlgorithmSpec(name=name, options={"kl_coefficient": 0.1}).scores_first(off_policy=False)
-        algorithm = build_algorithm(AlgorithmSpec(name=name, options={"kl_coefficient": 0.1}), Setting(GROUP, 2))
-        assert alone == algorithm.needs_old_log_probs == (kind.kl_in_reward or algorithm.critic is not None), name
+        spec = AlgorithmSpec(name=name, options={"kl_coefficient": 0.1})
+        needs = kind.needs(spec.parse())
+        assert spec.needs(off_policy=False) == needs, name
+        assert needs.old_log_probs == (kind.kl_in_reward or needs.critic is not None), name
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class OwnInReward(Algorithm):
     Options = OwnOptions
     kl_in_reward = True
 
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Any:
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Any:
         raise NotImplementedError
 
 

@@ -12,13 +12,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.pipeline.algorithms import Algorithm, Setting
+from rlix.pipeline.algorithms import Algorithm
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.critic import CriticModule, critic_on_meta
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from tests.pipeline import plain_training as plain
+from tests.pipeline.plain_samples import samples_of
 from tests.pipeline.plain_training import Batch
 
 TEMPERATURE = 0.9
@@ -84,20 +86,24 @@ def scenario(name: str, batch: Batch, aggregation: Any = "token") -> Scenario:
     if name not in ("dr_grpo", "gspo", "cispo"):
         options |= {"aggregation": aggregation, "clip_low": CLIP}
     options |= {"reinforce_pp": {"discount": 0.9}, "ppo": {"discount": 0.9}, "cispo": {"ratio_cap": CAP}}.get(name, {})
-    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), Setting(plain.GROUP, LONGEST))
+    algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), LONGEST)
     tensors = {
         "input_ids": batch.ids,
         "mask": batch.mask,
         "old_log_probs": batch.old,
         "reference_log_probs": batch.reference,
         "values": batch.old_values,
-        "rewards": batch.paid,
         "importance": batch.importance,
     }
-    everyone = torch.ones(len(batch.ids), dtype=torch.bool)
-    tensors["advantages"] = algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, tensors)).advantages
-    del tensors["values"], tensors["rewards"]
+    tensors["advantages"] = algorithm.estimate(of(batch), cast(PolicyBatch, tensors)).advantages
+    del tensors["values"]
     return Scenario(algorithm, tensors, plain_loss(name, batch, aggregation))
+
+
+def of(batch: Batch) -> Samples:
+    """The rows as samples of one turn."""
+    lengths = [total - prompt for prompt, total in zip(batch.prompts, batch.totals, strict=True)]
+    return samples_of(batch.rewards.tolist(), plain.GROUP, tokens=lengths)
 
 
 def plain_loss(name: str, batch: Batch, aggregation: str) -> Callable[[Tensor], Tensor]:
@@ -135,10 +141,8 @@ def critic_tensors(batch: Batch) -> dict[str, Tensor]:
         "old_log_probs": batch.old,
         "reference_log_probs": batch.reference,
         "values": batch.old_values,
-        "rewards": batch.paid,
     }
-    everyone = torch.ones(len(batch.ids), dtype=torch.bool)
-    estimate = scenario("ppo", batch).algorithm.estimate(batch.rewards, everyone, cast(PolicyBatch, given))
+    estimate = scenario("ppo", batch).algorithm.estimate(of(batch), cast(PolicyBatch, given))
     assert estimate.returns is not None
     kept = {"input_ids": batch.ids, "mask": batch.mask, "old_values": batch.old_values}
     return {**kept, "returns": estimate.returns}

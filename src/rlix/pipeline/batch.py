@@ -1,13 +1,13 @@
 """From sequences of tokens to the padded tensors a policy trains on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from rlix.engine.parallel import NeedParallel
-from rlix.pipeline.samples import End, Samples
+from rlix.pipeline.samples import Sample, Samples
 from rlix.pipeline.training.micro_batches import row_lengths
 
 Row = tuple[Sequence[int], Sequence[bool]]
@@ -28,18 +28,16 @@ class TokenBatch(TypedDict):
 class PolicyBatch(TokenBatch):
     """Sequences with what algorithms need, each [batch, length - 1]; `advantages` may be [batch].
 
-    `behavior_log_probs`: of the policy that sampled the tokens; `importance`: each token's weight in the loss;
-    `rewards`: what each token was paid; `values`: the critic's estimate before each token, `returns`: what it should
-    have been.
+    `sampled_log_probs`: as whoever generated the tokens saw them; `importance`: each token's weight in the loss;
+    `values`: the critic's estimate before each token, `returns`: what it should have been.
     """
 
     advantages: NotRequired[Tensor]
-    behavior_log_probs: NotRequired[Tensor]
     importance: NotRequired[Tensor]
     old_log_probs: NotRequired[Tensor]
     reference_log_probs: NotRequired[Tensor]
     returns: NotRequired[Tensor]
-    rewards: NotRequired[Tensor]
+    sampled_log_probs: NotRequired[Tensor]
     values: NotRequired[Tensor]
 
 
@@ -55,19 +53,13 @@ def collate(rows: Sequence[Row], pad_id: int) -> TokenBatch:
     return TokenBatch(input_ids=input_ids, mask=mask)
 
 
-def policy_batch(samples: Samples, pad_id: int, *, without_cut_off: bool = False) -> PolicyBatch:
-    """One row for each sample. Of those that are not learnt from the mask is empty: those that do not count, and
-    perhaps those that were cut off for their length."""
-    learnt = [s.counts and not (without_cut_off and s.end is End.LENGTH) for s in samples.samples]
-    rows = [(s.token_ids, s.from_policy if kept else ()) for s, kept in zip(samples.samples, learnt, strict=True)]
+def policy_batch(samples: Samples, pad_id: int, learns_from: Callable[[Sample], bool]) -> PolicyBatch:
+    """One row for each sample; of those that are not learnt from the mask is empty."""
+    rows = [(s.token_ids, s.from_policy if learns_from(s) else ()) for s in samples.samples]
     tokens = collate(rows, pad_id)
-    return PolicyBatch(input_ids=tokens["input_ids"], mask=tokens["mask"])
-
-
-def sampled_log_probs(samples: Samples, mask: Tensor) -> Tensor:
-    """Of the tokens under `mask` [samples, length - 1], as whoever generated them saw them; of the same shape."""
-    rows = zip(samples.samples, mask, strict=True)
-    return align([sample.logprobs if row.any() else () for sample, row in rows], mask)
+    mask = tokens["mask"]
+    given = [s.logprobs if row.any() else () for s, row in zip(samples.samples, mask, strict=True)]
+    return PolicyBatch(input_ids=tokens["input_ids"], mask=mask, sampled_log_probs=align(given, mask))
 
 
 def stale_tokens(samples: Samples, mask: Tensor) -> Tensor:

@@ -14,21 +14,9 @@ from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
 from rlix.engine.weights.publication import Published
-from rlix.pipeline.algorithms import masked_mean, overlong_penalty, truncated_importance_weights
-from rlix.pipeline.algorithms.base import Estimate, Setting, estimate_of
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import (
-    PolicyBatch,
-    collate,
-    over_ranks,
-    policy_batch,
-    sampled_log_probs,
-    shuffled_parts,
-    stale_tokens,
-    token_rewards,
-    tokens_of,
-)
+from rlix.pipeline.batch import PolicyBatch, collate, over_ranks, shuffled_parts, tokens_of
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
@@ -65,13 +53,9 @@ class FullFinetunePipeline(Pipeline):
 
     def step(self, step: int) -> Mapping[str, float]:
         samples = self.sample(step)
-        batch = self.collate(samples)
-        self.score(batch)
-        estimate = self.estimate(samples, batch)
-        batch["advantages"] = estimate.advantages
-        metrics = self.weigh(samples, batch)
-        if estimate.returns is not None:
-            metrics |= self.train_critic(step, batch, estimate.returns)
+        batch = self.scored(samples)
+        metrics = self.algorithm.prepare(samples, batch)
+        metrics |= self.train_critic(step, batch)
         return metrics | self.train(step, batch) | samples.metrics() | self.rollouts.slot_use()
 
     def sample(self, step: int) -> Samples:
@@ -81,44 +65,24 @@ class FullFinetunePipeline(Pipeline):
         self.texts.note(step, samples)
         return samples
 
-    def collate(self, samples: Samples) -> PolicyBatch:
-        """One row for each sample; of those that are not learnt from the mask is empty."""
-        batch = policy_batch(samples, self.pad_id, without_cut_off=self.spec.algorithm.mask_truncated)
-        if self.importance_cap(samples) is not None:
-            batch["behavior_log_probs"] = sampled_log_probs(samples, batch["mask"])
-        return batch
+    def scored(self, samples: Samples) -> PolicyBatch:
+        """A row for each sample, with what the algorithm compares with, as far as it asks for it.
 
-    def score(self, batch: PolicyBatch) -> None:
-        """Put in the batch what the algorithm compares with, as far as it asks for it."""
-        if self.needs_old_log_probs or "behavior_log_probs" in batch:
+        Raises:
+            SpecError: tokens of older weights are to be weighed, and sampling forbids it.
+        """
+        batch, needs = self.algorithm.begin(samples, self.pad_id)
+        if samples.off_policy and (problem := self.spec.rollout.not_as_the_policy_says):
+            raise SpecError(
+                f"rollout.temperature: step {samples.learner} learns from older weights' tokens, and {problem}"
+            )
+        if needs.old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
-        if self.algorithm.needs_reference:
+        if needs.reference:
             batch["reference_log_probs"] = self.reference_log_probs(batch)
         if self.critic is not None:
             batch["values"] = self.values(batch)
-
-    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
-        """How much better each sample, or each token, is than expected."""
-        rewards = self.shaped(samples)
-        batch["rewards"] = token_rewards(samples, rewards, batch["mask"])
-        estimate = estimate_of(self.algorithm, rewards, samples.counts, batch)
-        del batch["rewards"]
-        return estimate
-
-    def shaped(self, samples: Samples) -> torch.Tensor:
-        """The rewards as the policy learns from them: [samples]."""
-        lengths = torch.tensor([sample.generated for sample in samples.samples])
-        buffer = self.spec.algorithm.overlong_buffer
-        return samples.rewards + overlong_penalty(lengths, self.source.longest, buffer)
-
-    def weigh(self, samples: Samples, batch: PolicyBatch) -> dict[str, float]:
-        """Weight tokens for having been sampled by another policy than the one that trains."""
-        if (cap := self.importance_cap(samples)) is None:
-            return {}
-        mask, sampled_with = batch["mask"], batch.pop("behavior_log_probs")
-        weights = truncated_importance_weights(batch["old_log_probs"], sampled_with, mask, cap=cap)
-        batch["importance"] = torch.where(stale_tokens(samples, mask), 1.0, weights)
-        return {"importance": float(masked_mean(batch["importance"], mask))} if mask.any() else {}
+        return batch
 
     def train(self, step: int, batch: PolicyBatch) -> dict[str, float]:
         """Optimizer steps over the minibatches, then the new weights; not abandoned where the critic has trained."""
@@ -143,14 +107,13 @@ class FullFinetunePipeline(Pipeline):
             self.publish(self.weights(step + 1))
         return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
-    def train_critic(self, step: int, batch: PolicyBatch, returns: torch.Tensor) -> dict[str, float]:
-        """As many optimizer steps as the policy takes, over the same minibatches."""
-        assert self.critic is not None
-        assert self.algorithm.critic is not None
-        clip, norm = self.algorithm.critic.clip, self.spec.optimizer.max_grad_norm
-        whole = CriticBatch(
-            input_ids=batch["input_ids"], mask=batch["mask"], old_values=batch.pop("values"), returns=returns
-        )
+    def train_critic(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+        """As many optimizer steps as the policy takes, over the same minibatches; of a job that has a critic."""
+        if self.critic is None or self.needs.critic is None:
+            return {}
+        clip, norm = self.needs.critic.clip, self.spec.optimizer.max_grad_norm
+        old, returns = batch.pop("values"), batch.pop("returns")
+        whole = CriticBatch(input_ids=batch["input_ids"], mask=batch["mask"], old_values=old, returns=returns)
         metrics: list[dict[str, float]] = []
         with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
             start = time.time()
@@ -164,20 +127,6 @@ class FullFinetunePipeline(Pipeline):
         return {"critic_train_s": seconds} | mean_metrics(metrics)
 
     # ---- its parts -------------------------------------------------------------------------------------------
-
-    def importance_cap(self, samples: Samples) -> float | None:
-        """What their weights are cut at; None: they need none. Raises SpecError where sampling forbids weights."""
-        cap = self.spec.algorithm.cap(samples.off_policy)
-        if cap is not None and (problem := self.spec.rollout.not_as_the_policy_says):
-            raise SpecError(
-                f"rollout.temperature: step {samples.learner} learns from older weights' tokens, and {problem}"
-            )
-        return cap
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """They differ from the policy's as soon as it takes a step."""
-        return self.spec.algorithm.epochs * self.spec.algorithm.minibatches > 1 or self.algorithm.needs_old_log_probs
 
     def old_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
         """Under the policy before this step's first update: [samples, length - 1]."""
@@ -269,7 +218,8 @@ class FullFinetunePipeline(Pipeline):
             generator=lambda: self.rollouts,
         )
         self.source = build_source(spec.source, around)
-        self.algorithm = build_algorithm(spec.algorithm, Setting(around.group_size, self.source.longest))
+        self.algorithm = build_algorithm(spec.algorithm, self.source.longest)
+        self.needs = self.algorithm.needs(self.algorithm.options)
         self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
         if spec.evaluation is not None:
             self.evaluation = Evaluation(spec.evaluation, spec.source, around)
@@ -277,7 +227,7 @@ class FullFinetunePipeline(Pipeline):
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            if self.algorithm.needs_reference or self.algorithm.critic is not None:
+            if self.needs.reference or self.needs.critic is not None:
                 self.actor.save(self.reference_path)
             self.publish(self.weights(0))
         self._build_others()
@@ -350,15 +300,15 @@ class FullFinetunePipeline(Pipeline):
 
     def _build_others(self) -> None:
         """What starts from the policy as reinforcement learning finds it; an adapter's reference is what it is on."""
-        if self.algorithm.needs_reference and self.adapter is None:
+        if self.needs.reference and self.adapter is None:
             self.reference = self._policy_engine(ClusterName.REFERENCE, self.reference_path)
-        if self.algorithm.critic is not None:
+        if self.needs.critic is not None:
             module, optimizer = critic_on_meta(self.reference_path), self._of_critic(self.spec.optimizer)
             self.critic = self.build_train_engine(ClusterName.CRITIC, module, self.reference_path, optimizer)
 
     def _of_critic(self, optimizer: OptimizerSpec) -> OptimizerSpec:
-        assert self.algorithm.critic is not None
-        return optimizer.model_copy(update={"learning_rate": self.algorithm.critic.learning_rate})
+        assert self.needs.critic is not None
+        return optimizer.model_copy(update={"learning_rate": self.needs.critic.learning_rate})
 
     def _start_replicas(self) -> InferenceEngine:
         cluster = self.registration.cluster(ClusterName.ACTOR_INFER)

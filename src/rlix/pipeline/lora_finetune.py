@@ -38,7 +38,7 @@ class LoraFinetunePipeline(FullFinetunePipeline):
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            if self.spec.warmup is not None or self.algorithm.critic is not None:
+            if self.spec.warmup is not None or self.needs.critic is not None:
                 self.actor.save(self.reference_path)
             self.serve_base()
             self.attach(self.outside)

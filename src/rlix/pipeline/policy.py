@@ -62,7 +62,7 @@ class PolicyModule(CausalLmModule):
 
         def loss_of(part: Mapping[str, Tensor]) -> Terms:
             scores = self.scores(part, temperature)
-            loss, metrics = algorithm.loss(scores.log_probs, cast(PolicyBatch, part), denominator / self.dp_size)
+            loss, metrics = algorithm.loss(scores, cast(PolicyBatch, part), denominator / self.dp_size)
             return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
 
         with self.using(adapter):

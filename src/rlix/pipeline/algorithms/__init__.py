@@ -20,12 +20,15 @@ from rlix.pipeline.algorithms.losses import (
     truncated_importance_weights,
     value_loss,
 )
-from rlix.pipeline.algorithms.tensors import aggregate, entropy, masked_mean, token_log_probs
+from rlix.pipeline.algorithms.tensors import Scores, aggregate, entropy, masked_mean, token_log_probs
+from rlix.pipeline.spec.algorithm import Needs
 
 __all__ = [
     "Algorithm",
     "Estimate",
+    "Needs",
     "PolicyLoss",
+    "Scores",
     "Setting",
     "aggregate",
     "capped_ratio_loss",

@@ -1,24 +1,28 @@
 """What an algorithm is: what it needs to know of a batch, its advantages and its loss."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rlix.pipeline.algorithms.advantages import overlong_penalty
 from rlix.pipeline.algorithms.kl import KlEstimator, kl_estimate
-from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss
-from rlix.pipeline.algorithms.tensors import Aggregation, Terms, aggregate, masked_mean
-from rlix.pipeline.batch import PolicyBatch
-from rlix.pipeline.spec.algorithm import CriticSpec, GrpoOptions, critic_of, needs_reference
+from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss, truncated_importance_weights
+from rlix.pipeline.algorithms.tensors import Aggregation, Scores, Terms, aggregate, masked_mean
+from rlix.pipeline.batch import PolicyBatch, policy_batch, stale_tokens, token_rewards
+from rlix.pipeline.samples import End, Sample, Samples
+from rlix.pipeline.spec.algorithm import AlgorithmSpec, GrpoOptions, Needs, needs_of
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What an algorithm knows of its job: samples per group, and the most tokens the policy can generate in one."""
+    """What an algorithm knows of its job: the most tokens that the policy can generate in a sample, and the keys of
+    `algorithm` that go with any."""
 
-    group_size: int
     longest: int
+    spec: AlgorithmSpec = field(default_factory=AlgorithmSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +52,54 @@ class Algorithm(ABC):
         self.options = options
         self.setting = setting
 
-    # ---- what it needs -----------------------------------------------------------------------------------------
+    @classmethod
+    def needs(cls, options: Any) -> Needs:
+        """What the batch must hold for `estimate`, said before anything starts."""
+        return needs_of(options, kl_in_reward=cls.kl_in_reward)
 
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether `estimate` reads `old_log_probs`. The loss gets them whenever the policy has moved since."""
-        return self.kl_in_reward and self.needs_reference
+    # ---- what it learns from -----------------------------------------------------------------------------------
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the batch must hold `reference_log_probs`."""
-        return needs_reference(self.options)
+    def rewards(self, samples: Samples) -> Tensor:
+        """As the policy learns from them, which metrics do not show: [samples]."""
+        lengths = torch.tensor([sample.generated for sample in samples.samples])
+        return samples.rewards + overlong_penalty(lengths, self.setting.longest, self.setting.spec.overlong_buffer)
 
-    @property
-    def critic(self) -> CriticSpec | None:
-        """The critic whose `values` the batch must hold, if any."""
-        return critic_of(self.options)
+    def token_rewards(self, samples: Samples, batch: PolicyBatch) -> Tensor:
+        """The same token by token, where each turn was paid: [samples, length - 1]."""
+        return token_rewards(samples, self.rewards(samples), batch["mask"])
+
+    def learns_from(self, sample: Sample) -> bool:
+        """Whether the loss sees it; those that it does not see are compared with all the same, where they count."""
+        return sample.counts and not (self.setting.spec.mask_truncated and sample.end is End.LENGTH)
 
     # ---- what it computes --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
-        """Of `rewards` [samples]; `counts` (bool) says which are compared at all. The mask of others is empty.
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
+        """Of the samples, those of a group next to each other; `samples.counts` says which are compared at all.
 
-        `batch["rewards"]` has the same token by token: where each turn of a sample was paid.
+        The batch has a row for each, and what `needs` asks for; the mask of who is not learnt from is empty.
         """
 
+    def loss(self, scores: Scores, batch: PolicyBatch, denominator: float) -> Terms:
+        """Of a part of a minibatch, on whatever device it is: those of all parts, each with the denominator of the
+        whole, add up. The batch has its `advantages`, [rows] or [rows, length - 1], and, where the policy has moved
+        since, its `old_log_probs`."""
+        log_probs, old = scores.log_probs, batch.get("old_log_probs")
+        result = self.policy_loss(log_probs, log_probs.detach() if old is None else old, batch, denominator)
+        metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
+        reference = batch.get("reference_log_probs")
+        if reference is None:
+            return result.loss, metrics
+        metrics["kl"] = masked_mean(kl_estimate(log_probs, reference, "k3"), batch["mask"])
+        if self.kl_in_reward:
+            return result.loss, metrics
+        per_token = kl_estimate(log_probs, reference, self.kl_estimator)
+        kl = aggregate(per_token, batch["mask"], self.aggregation, denominator)
+        return result.loss + self.options.kl_coefficient * kl, metrics
+
     def policy_loss(self, log_probs: Tensor, old: Tensor, batch: PolicyBatch, denominator: float) -> PolicyLoss:
-        """The loss without its KL term, for a part of a minibatch, on whatever device it is."""
+        """The part of `loss` that the advantages weigh."""
         return clipped_policy_loss(
             log_probs,
             old,
@@ -88,21 +112,6 @@ class Algorithm(ABC):
             weights=batch.get("importance"),
             per_sequence=self.per_sequence,
         )
-
-    def loss(self, log_probs: Tensor, batch: PolicyBatch, denominator: float) -> Terms:
-        """Of a part of a minibatch: those of all parts, each with the denominator of the whole, add up."""
-        old = batch.get("old_log_probs")
-        result = self.policy_loss(log_probs, log_probs.detach() if old is None else old, batch, denominator)
-        metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
-        reference = batch.get("reference_log_probs")
-        if reference is None:
-            return result.loss, metrics
-        metrics["kl"] = masked_mean(kl_estimate(log_probs, reference, "k3"), batch["mask"])
-        if self.kl_in_reward:
-            return result.loss, metrics
-        per_token = kl_estimate(log_probs, reference, self.kl_estimator)
-        kl = aggregate(per_token, batch["mask"], self.aggregation, denominator)
-        return result.loss + self.options.kl_coefficient * kl, metrics
 
     def denominator(self, mask: Tensor) -> float:
         """What the sum over a minibatch with `mask` [rows, length - 1] is divided by."""
@@ -125,16 +134,38 @@ class Algorithm(ABC):
             return None
         return kl_estimate(batch["old_log_probs"], batch["reference_log_probs"], "k1")
 
+    # ---- a step, around what is scored -------------------------------------------------------------------------
 
-def estimate_of(algorithm: Algorithm, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
-    """What the algorithm estimates. Raises TypeError when it is not an advantage, or a row of them, of each sample."""
-    found: Any = algorithm.estimate(rewards, counts, batch)
+    def begin(self, samples: Samples, pad_id: int) -> tuple[PolicyBatch, Needs]:
+        """A row for each sample, without what is needed still."""
+        needs = self.setting.spec.scored(self.needs(self.options), off_policy=samples.off_policy)
+        return policy_batch(samples, pad_id, self.learns_from), needs
+
+    def prepare(self, samples: Samples, batch: PolicyBatch) -> dict[str, float]:
+        """Put what the losses read into a batch that has been scored: advantages, returns, weights; with metrics.
+
+        Raises:
+            TypeError: `estimate` has returned no advantage, or a row of them, for each sample.
+        """
+        estimate = _checked(self.estimate(samples, batch), self, len(samples))
+        batch["advantages"] = estimate.advantages
+        if estimate.returns is not None:
+            batch["returns"] = estimate.returns
+        sampled, mask = batch.pop("sampled_log_probs"), batch["mask"]
+        if (cap := self.setting.spec.cap(samples.off_policy)) is None:
+            return {}
+        weights = truncated_importance_weights(batch["old_log_probs"], sampled, mask, cap=cap)
+        batch["importance"] = torch.where(stale_tokens(samples, mask), 1.0, weights)
+        return {"importance": float(masked_mean(batch["importance"], mask))} if mask.any() else {}
+
+
+def _checked(found: Any, algorithm: Algorithm, samples: int) -> Estimate:
     given = found.advantages if isinstance(found, Estimate) else found
     shape = given.shape if isinstance(given, Tensor) else None
-    if not isinstance(found, Estimate) or shape is None or shape[:1] != rewards.shape or len(shape) > 2:
+    if not isinstance(found, Estimate) or shape is None or shape[:1] != (samples,) or len(shape) > 2:
         what = type(found).__name__ if shape is None else f"{type(found).__name__} of shape {list(shape)}"
         raise TypeError(
             f"{type(algorithm).__name__}.estimate returned {what}; it must be an Estimate with an advantage, or "
-            f"a row of them, for each of {len(rewards)} samples"
+            f"a row of them, for each of {samples} samples"
         )
     return found

@@ -19,9 +19,12 @@ CLASSES: dict[str, type[Algorithm]] = {
 }
 
 
-def build_algorithm(spec: AlgorithmSpec, setting: Setting) -> Algorithm:
-    """Raises SpecError when what the job names is no algorithm."""
+def build_algorithm(spec: AlgorithmSpec, longest: int) -> Algorithm:
+    """Of a job in which a sample has at most `longest` tokens of the policy's.
+
+    Raises SpecError when what the job names is no algorithm.
+    """
     found = CLASSES.get(spec.name) or import_object(spec.name)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise SpecError(f"algorithm.name: {spec.name!r} is not a subclass of rlix.pipeline.algorithms.Algorithm")
-    return found(spec.parse(), setting)
+    return found(spec.parse(), Setting(longest, spec))

@@ -10,6 +10,7 @@ from rlix.pipeline.algorithms.base import Algorithm, Estimate
 from rlix.pipeline.algorithms.losses import PolicyLoss, capped_ratio_loss
 from rlix.pipeline.algorithms.tensors import Aggregation
 from rlix.pipeline.batch import PolicyBatch
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.spec.algorithm import (
     CispoOptions,
     DapoOptions,
@@ -25,10 +26,13 @@ class Grpo(Algorithm):
 
     Options: Any = GrpoOptions
 
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
         return Estimate(
             group_relative_advantages(
-                rewards, self.setting.group_size, counts=counts, normalize_by_std=self.options.normalize_by_std
+                self.rewards(samples),
+                samples.group_size,
+                counts=samples.counts,
+                normalize_by_std=self.options.normalize_by_std,
             )
         )
 
@@ -45,9 +49,9 @@ class DrGrpo(Algorithm):
 
     Options = DrGrpoOptions
 
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
-        size = self.setting.group_size
-        return Estimate(group_relative_advantages(rewards, size, counts=counts, normalize_by_std=False))
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
+        rewards, counts = self.rewards(samples), samples.counts
+        return Estimate(group_relative_advantages(rewards, samples.group_size, counts=counts, normalize_by_std=False))
 
     def denominator(self, mask: Tensor) -> float:
         return float(len(mask) * self.setting.longest)
@@ -59,11 +63,12 @@ class Rloo(Algorithm):
     Options = RlooOptions
     kl_in_reward = True
 
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
+        rewards = self.rewards(samples)
         if (kl := self.kl(batch)) is not None:
             paid = torch.where(batch["mask"].bool(), kl, torch.zeros_like(kl)).sum(dim=1)
             rewards = rewards - self.options.kl_coefficient * paid
-        return Estimate(rloo_advantages(rewards, self.setting.group_size, counts=counts))
+        return Estimate(rloo_advantages(rewards, samples.group_size, counts=samples.counts))
 
 
 class Gspo(Grpo):

@@ -1,10 +1,9 @@
 """Algorithms that give every token a return of its own; the KL to the reference is a cost per token."""
 
-from torch import Tensor
-
 from rlix.pipeline.algorithms.advantages import gae, reinforce_plus_plus_advantages, rewards_less_kl, whiten
 from rlix.pipeline.algorithms.base import Algorithm, Estimate
 from rlix.pipeline.batch import PolicyBatch
+from rlix.pipeline.samples import Samples
 from rlix.pipeline.spec.algorithm import PpoOptions, ReinforceOptions
 
 
@@ -14,10 +13,10 @@ class ReinforcePlusPlus(Algorithm):
     Options = ReinforceOptions
     kl_in_reward = True
 
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
         options = self.options
         advantages = reinforce_plus_plus_advantages(
-            batch["rewards"],
+            self.token_rewards(samples, batch),
             batch["mask"],
             self.kl(batch),
             kl_coefficient=options.kl_coefficient,
@@ -33,13 +32,9 @@ class Ppo(Algorithm):
     Options = PpoOptions
     kl_in_reward = True
 
-    @property
-    def needs_old_log_probs(self) -> bool:
-        return True
-
-    def estimate(self, rewards: Tensor, counts: Tensor, batch: PolicyBatch) -> Estimate:
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
         options, mask = self.options, batch["mask"]
-        per_token = rewards_less_kl(batch["rewards"], mask, self.kl(batch), options.kl_coefficient)
+        per_token = rewards_less_kl(self.token_rewards(samples, batch), mask, self.kl(batch), options.kl_coefficient)
         advantages, returns = gae(
             per_token, batch["values"], mask, discount=options.discount, smoothing=options.smoothing
         )

@@ -1,6 +1,7 @@
 """Masked reductions, and per-token quantities of logits computed in slices so that memory stays bounded."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,6 +11,15 @@ from torch.utils.checkpoint import checkpoint
 Aggregation = Literal["token", "sequence"]
 Terms = tuple[Tensor, Mapping[str, Tensor]]
 """A micro-batch's part of the loss of the global batch, and metrics as means over the micro-batch's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of each token that a mask counts, 0 elsewhere: [rows, length - 1], float32. Entropies are in nats; gradients flow
+    from both."""
+
+    log_probs: Tensor
+    entropies: Tensor
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

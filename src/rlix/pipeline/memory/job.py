@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rlix.pipeline.memory import estimate
 from rlix.pipeline.memory.estimate import PREFILL_TOKENS, Generation, Need, Training
 from rlix.pipeline.memory.shape import ModelShape, shape_of
-from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.executor import VllmOptions, parsed_options
 from rlix.pipeline.spec.runs import target_problems
@@ -60,17 +59,17 @@ def _of_runs(spec: "JobSpec", model: ModelShape, memory: int | None) -> JobMemor
 
 
 def _of_job(spec: "JobSpec", model: ModelShape, memory: int | None, trained: int | None) -> JobMemory:
-    algorithm = spec.algorithm.parse()
+    wanted = spec.algorithm.needs(off_policy=spec.schedule.works_ahead)
     clusters = spec.clusters_in_use
-    policy, reference = needs_reference(algorithm), clusters.get(ClusterName.REFERENCE)
+    reference = clusters.get(ClusterName.REFERENCE)
     train = replace(_training(spec, clusters[ClusterName.ACTOR_TRAIN], model), trained=trained)
     needs = [estimate.training(model, train)]
-    if spec.algorithm.scores_first(off_policy=spec.schedule.works_ahead):
+    if wanted.old_log_probs:
         needs.append(estimate.scoring(model, train, "old_log_probs", "actor_train"))
-    if policy and reference is not None:
+    if wanted.reference and reference is not None:
         how = replace(_training(spec, reference, model), stored=_bytes(spec))  # it has no adapter
         needs.append(estimate.scoring(model, how, "reference_log_probs", "reference", moments=False))
-    if critic_of(algorithm) is not None:
+    if wanted.critic is not None:
         how = replace(_training(spec, clusters[ClusterName.CRITIC], model), stored=_WIDE)
         needs.append(estimate.training(model, how, "critic", has_logits=False))
     needs.append(estimate.sync(model, train))

@@ -10,7 +10,6 @@ from rlix.engine.declared import DeclaredSpeed
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.pipeline.planning.graph import parts_of, widths_of
-from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.types import ClusterName
@@ -69,13 +68,13 @@ def _leaves(spec: JobSpec, off_policy: bool) -> int:
 
 def passes(spec: JobSpec, name: str, off_policy: bool) -> tuple[int, int]:
     """How often a cluster that trains or scores goes over a step's samples: phases that score, and epochs."""
-    options, epochs = spec.algorithm.parse(), spec.algorithm.epochs
+    needs, epochs = spec.algorithm.needs(off_policy=off_policy), spec.algorithm.epochs
     if name == ClusterName.REFERENCE:
         return 1, 0
     if name == ClusterName.CRITIC:
-        return (1 if critic_of(options) is not None else 0), epochs
-    without_adapter = spec.lora is not None and needs_reference(options)  # which is the reference then
-    return int(spec.algorithm.scores_first(off_policy)) + int(without_adapter), epochs
+        return int(needs.critic is not None), epochs
+    without_adapter = spec.lora is not None and needs.reference  # which is the reference then
+    return int(needs.old_log_probs) + int(without_adapter), epochs
 
 
 def prompt_tokens(spec: JobSpec) -> float:

@@ -1,6 +1,7 @@
 """What a job learns from its samples: the algorithms that ship, and the options of each."""
 
-from typing import Annotated, Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -132,6 +133,26 @@ class PpoOptions(ReinforceOptions):
     critic: CriticSpec = CriticSpec()
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What is known of a step's samples before an algorithm estimates: what the job must have, and score, for it.
+
+    `old_log_probs`: under the policy before the step; `reference`: under the one that reinforcement learning found;
+    `critic`: its values of each token.
+    """
+
+    old_log_probs: bool = False
+    reference: bool = False
+    critic: CriticSpec | None = None
+
+
+def needs_of(options: Any, *, kl_in_reward: bool) -> Needs:
+    """What options say that are named as those that ship: a `kl_coefficient` above 0 needs a reference, and a `critic`
+    one; who is paid less for the KL, or has a critic, compares with the policy before the step."""
+    reference, critic = getattr(options, "kl_coefficient", 0.0) > 0, getattr(options, "critic", None)
+    return Needs((kl_in_reward and reference) or critic is not None, reference, critic)
+
+
 ALGORITHMS: dict[str, type[Section]] = {
     "grpo": GrpoOptions,
     "dr_grpo": DrGrpoOptions,
@@ -195,12 +216,17 @@ class AlgorithmSpec(Named):
             raise SpecError(f"algorithm.options.kl_estimator: {problem}")
         return options
 
-    def scores_first(self, off_policy: bool) -> bool:
-        """Whether the policy scores a step's samples before it trains on them."""
-        options = self.parse()
-        in_reward = _kl_in_reward(self.options_owner(), options) and needs_reference(options)
-        several = self.epochs * self.minibatches > 1 or self.cap(off_policy) is not None
-        return several or in_reward or critic_of(options) is not None
+    def needs(self, *, off_policy: bool) -> Needs:
+        """What the algorithm needs, of samples that older weights have a part in or of others."""
+        owner, options = self.options_owner(), self.parse()
+        said = getattr(owner, "needs", None)
+        needs = needs_of(options, kl_in_reward=_kl_in_reward(owner, options)) if said is None else said(options)
+        return self.scored(needs, off_policy=off_policy)
+
+    def scored(self, needs: Needs, *, off_policy: bool) -> Needs:
+        """With the log-probs before the step, where they are not those of its only update, or tokens are weighed."""
+        several = self.epochs * self.minibatches > 1
+        return replace(needs, old_log_probs=needs.old_log_probs or several or self.cap(off_policy) is not None)
 
     def options_owner(self) -> object:
         """Has the options' class as `Options`."""
@@ -217,13 +243,3 @@ class _Shipped:
 def _kl_in_reward(owner: object, options: Any) -> bool:
     """As `Algorithm.kl_in_reward` says, without loading the class of what ships."""
     return isinstance(options, RewardKlOptions) or bool(getattr(owner, "kl_in_reward", False))
-
-
-def needs_reference(options: Any) -> bool:
-    """Whether an algorithm with these options compares with the policy as reinforcement learning found it."""
-    return getattr(options, "kl_coefficient", 0.0) > 0
-
-
-def critic_of(options: Any) -> CriticSpec | None:
-    """The critic of an algorithm with these options, if it has one."""
-    return cast(CriticSpec | None, getattr(options, "critic", None))

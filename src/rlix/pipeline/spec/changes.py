@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.sections import Sections
 
 _APPLIED = (
@@ -77,11 +76,11 @@ def _change(field: str, old: Any, new: Any, missing: str) -> Change:
 
 def _missing_state(old: Sections, new: Sections) -> str:
     """What the algorithm would go on from and the run has not kept; "" when it has everything."""
-    before, after = old.algorithm.parse(), new.algorithm.parse()
-    if critic_of(after) is not None and critic_of(before) is None:
+    before, after = (job.algorithm.needs(off_policy=False) for job in (old, new))
+    if after.critic is not None and before.critic is None:
         return "the run has no critic to go on with"
-    kept = needs_reference(before) or critic_of(before) is not None
-    if needs_reference(after) and not kept:
+    kept = before.reference or before.critic is not None
+    if after.reference and not kept:
         return "the run has not kept the policy as it was before reinforcement learning"
     return ""
 

@@ -6,7 +6,7 @@ from math import gcd
 
 from pydantic import ValidationError
 
-from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of, needs_reference
+from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
 from rlix.pipeline.spec.executor import executor_problems
@@ -89,14 +89,14 @@ def _unused_clusters(spec: Sections) -> Iterator[Problem]:
     if spec.algorithm.name not in ALGORITHMS or (spec.pipeline is not None and not spec.multi_lora):
         return
     try:
-        options = spec.algorithm.parse()
+        needs = spec.algorithm.needs(off_policy=False)
     except ValidationError:  # reported with the other options
         return
-    if spec.clusters.critic and critic_of(options) is None:
+    if spec.clusters.critic and needs.critic is None:
         yield Problem(
             "clusters.critic", f"is not used: {spec.algorithm.name} has no critic; remove this, or use 'algorithm: ppo'"
         )
-    if spec.clusters.reference and not needs_reference(options) and not (spec.lora or spec.runs):
+    if spec.clusters.reference and not needs.reference and not (spec.lora or spec.runs):
         yield Problem(
             "clusters.reference",
             "is not used: without a KL there is no reference model; remove this, or set "

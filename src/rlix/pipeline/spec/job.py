@@ -10,7 +10,6 @@ from typing import Any, Self
 import yaml
 from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 
-from rlix.pipeline.spec.algorithm import critic_of, needs_reference
 from rlix.pipeline.spec.checks import inconsistencies
 from rlix.pipeline.spec.clusters import ClusterSpec, ClustersSpec, node_problems, pool_problems
 from rlix.pipeline.spec.columns import is_path
@@ -35,12 +34,12 @@ class JobSpec(Sections):
     @property
     def clusters_in_use(self) -> dict[str, ClusterSpec]:
         """All worker sets; a reference model or critic that is needed but not mentioned is like `actor_train`."""
-        options = self.algorithm.parse()
-        needed = {
-            ClusterName.REFERENCE: needs_reference(options) and self.lora is None and not self.runs,
-            ClusterName.CRITIC: critic_of(options) is not None,
+        needs = self.algorithm.needs(off_policy=False)
+        wanted = {
+            ClusterName.REFERENCE: needs.reference and self.lora is None and not self.runs,
+            ClusterName.CRITIC: needs.critic is not None,
         }
-        left_out = {name.value: self.clusters.actor_train for name, is_needed in needed.items() if is_needed}
+        left_out = {name.value: self.clusters.actor_train for name, is_needed in wanted.items() if is_needed}
         return left_out | dict(self.clusters.items())
 
     def to_yaml(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlix.pipeline.spec.algorithm import ALGORITHMS, critic_of
+from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.lora import RunSpec, unknown_targets
 from rlix.pipeline.spec.old_keys import moved
 from rlix.pipeline.spec.sections import Sections
@@ -61,7 +61,7 @@ def run_problems(job: Sections) -> Iterator[Problem]:
             for problem in problems_of(error.errors(), type(job), run_data(job, run), moved):
                 yield Problem(f"runs.{name}.{problem.field}", problem.message)
         else:
-            if algorithm.name in ALGORITHMS and critic_of(algorithm.parse()) is not None:
+            if algorithm.name in ALGORITHMS and algorithm.needs(off_policy=False).critic:
                 yield Problem(f"runs.{name}.algorithm", "has a critic, which multi_lora has no place for; use another")
 
 

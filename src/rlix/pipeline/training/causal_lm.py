@@ -3,13 +3,12 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlix.pipeline.algorithms.tensors import entropy, token_log_probs
+from rlix.pipeline.algorithms.tensors import Scores, entropy, token_log_probs
 from rlix.pipeline.training.adapters import AdaptedModule
 from rlix.pipeline.training.micro_batches import in_place
 from rlix.pipeline.training.token_scores import chosen_scores
@@ -17,14 +16,6 @@ from rlix.pipeline.training.token_scores import chosen_scores
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Of each token that a mask counts, 0 elsewhere: [rows, length - 1], float32. Entropies are in nats."""
-
-    log_probs: Tensor
-    entropies: Tensor
 
 
 class CausalLmModule(AdaptedModule):
