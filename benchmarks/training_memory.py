@@ -22,7 +22,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.pipeline.algorithms import Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
@@ -95,7 +94,7 @@ def one_case(options: argparse.Namespace) -> None:
     settings = CASES[options.case]
     training = TrainingSpec(micro_batch_tokens=options.budget, **(settings or {}))
     model.configure_optimizer(OptimizerSpec(), training)
-    algorithm = build_algorithm(AlgorithmSpec(), Setting(group_size=8, longest=options.length))
+    algorithm = build_algorithm(AlgorithmSpec(), options.length)
 
     def log_probs(tensors: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

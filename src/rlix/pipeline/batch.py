@@ -87,6 +87,16 @@ def token_rewards(samples: Samples, rewards: Tensor, mask: Tensor) -> Tensor:
     return align(paid, mask)
 
 
+def per_turn(values: Tensor, samples: Samples, mask: Tensor) -> Tensor:
+    """`values` [samples, most turns] at all tokens of each turn under `mask` [samples, length - 1]; of its shape."""
+    rows = zip(samples.samples, values.tolist(), mask, strict=True)
+    return align([_repeated(s, given) if row.any() else () for s, given, row in rows], mask)
+
+
+def _repeated(sample: Sample, given: Sequence[float]) -> list[float]:
+    return [value for turn, value in zip(sample.turns, given, strict=False) for _ in turn.answer.token_ids]
+
+
 def align(values: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
     """One value per learnt token, put where `mask` [batch, length - 1] has that token; 0 elsewhere."""
     result = torch.zeros(mask.shape)

@@ -20,7 +20,7 @@ from rlix.pipeline.batch import PolicyBatch, collate, over_ranks, shuffled_parts
 from rlix.pipeline.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
-from rlix.pipeline.models import describe_model, prepare_model
+from rlix.pipeline.models import describe_model, prepare_model, teacher_of
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
@@ -227,7 +227,7 @@ class FullFinetunePipeline(Pipeline):
     def initialize(self) -> None:
         self.warm_up()
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            if self.needs.reference or self.needs.critic is not None:
+            if self.needs.starting_policy:
                 self.actor.save(self.reference_path)
             self.publish(self.weights(0))
         self._build_others()
@@ -299,9 +299,12 @@ class FullFinetunePipeline(Pipeline):
         self.bundles.feed(self.rollouts)
 
     def _build_others(self) -> None:
-        """What starts from the policy as reinforcement learning finds it; an adapter's reference is what it is on."""
-        if self.needs.reference and self.adapter is None:
-            self.reference = self._policy_engine(ClusterName.REFERENCE, self.reference_path)
+        """The teacher, or what starts from the policy as reinforcement learning finds it."""
+        if self.needs.reference_engine(adapter=self.adapter is not None):
+            path = (
+                self.reference_path if self.needs.teacher is None else teacher_of(self.needs.teacher, self.model_path)
+            )
+            self.reference = self._policy_engine(ClusterName.REFERENCE, path)
         if self.needs.critic is not None:
             module, optimizer = critic_on_meta(self.reference_path), self._of_critic(self.spec.optimizer)
             self.critic = self.build_train_engine(ClusterName.CRITIC, module, self.reference_path, optimizer)

@@ -28,7 +28,9 @@ class LoraFinetunePipeline(FullFinetunePipeline):
         return cast(PublishedAdapter, self.actor.read("publish_adapter", self.adapter, version))
 
     def reference_log_probs(self, batch: PolicyBatch) -> torch.Tensor:
-        """Under the model without its adapter, which no second engine is needed for."""
+        """Under the teacher, or the model without its adapter, which no second engine is needed for."""
+        if self.reference is not None:
+            return super().reference_log_probs(batch)
         tokens = over_ranks(tokens_of(batch))
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.REFERENCE_LOG_PROBS, self.actor):
             return cast(torch.Tensor, self.actor.log_probs(tokens, self.spec.rollout.temperature))

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.pipeline.hub import check_reachable
-from rlix.pipeline.tokenizer import character_tokenizer
+from rlix.pipeline.tokenizer import character_tokenizer, load_tokenizer
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def describe_model(model: Path, folder: Path, dtype: str) -> None:
     config.write_text(json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
 
 
-def local_model(path: str) -> Path:
-    """A local folder holding the model `path` names: itself, or the hub's files in the local cache.
+def local_model(path: str, field: str = "model.path") -> Path:
+    """A local folder holding the model `path` names, which `field` says: itself, or the hub's files in the local cache.
 
     Raises SpecError when it is neither a folder nor a model the hub (or the cache, when offline) has.
     """
@@ -104,6 +104,20 @@ def local_model(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise SpecError(
-            f"model.path: {path!r} is neither a local folder nor a model the Hugging Face hub would send "
+            f"{field}: {path!r} is neither a local folder nor a model the Hugging Face hub would send "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
+
+
+def teacher_of(path: str, student: Path) -> Path:
+    """A local folder with the model that teaches the one in `student`.
+
+    Raises SpecError when it cannot be had, or its tokens are others.
+    """
+    folder = local_model(path, "algorithm.options.teacher")
+    if load_tokenizer(folder).get_vocab() != load_tokenizer(student).get_vocab():
+        raise SpecError(
+            f"algorithm.options.teacher: the tokens of {path!r} are not those of the model that learns; use a model "
+            "with the same tokenizer"
+        )
+    return folder

@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from math import sqrt
 
-from torch import Tensor, tensor
+from torch import Tensor, tensor, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class End(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One trajectory. `counts`: whether it is learnt from and compared with; `error`: why it may not be; `abandoned`:
-    how many answers the policy gave for it that are no part of it; `exact`: whether it is right, None: nobody said."""
+    how many answers the policy gave for it that are no part of it; `exact`: whether it is right, None: nobody said;
+    `parts`: the rewards that its own is the weighted sum of, by name, where there are several."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -48,6 +50,7 @@ class Sample:
     counts: bool = True
     error: str | None = None
     abandoned: int = 0
+    parts: tuple[tuple[str, float], ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -105,6 +108,24 @@ class Samples:
     def rewards(self) -> Tensor:
         """[samples], float32."""
         return tensor([sample.reward for sample in self.samples])
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Each reward of several by name, before weights: [samples], float32; 0 of who has none."""
+        given = [dict(sample.parts) for sample in self.samples]
+        return {name: tensor([of_one.get(name, 0.0) for of_one in given]) for name in dict.fromkeys(chain(*given))}
+
+    @property
+    def turn_rewards(self) -> Tensor:
+        """What each turn was paid, and at the last one what is left of the sample's reward: [samples, most turns]."""
+        most = max((len(sample.turns) for sample in self.samples), default=0)
+        paid = zeros(len(self.samples), most)
+        for row, sample in zip(paid, self.samples, strict=True):
+            for number, turn in enumerate(sample.turns):
+                row[number] = turn.reward
+            if sample.turns:
+                row[len(sample.turns) - 1] += sample.reward - sum(turn.reward for turn in sample.turns)
+        return paid
 
     @property
     def counts(self) -> Tensor:

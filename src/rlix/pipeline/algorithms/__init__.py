@@ -11,6 +11,7 @@ from rlix.pipeline.algorithms.advantages import (
     whiten,
 )
 from rlix.pipeline.algorithms.base import Algorithm, Estimate, Setting
+from rlix.pipeline.algorithms.groups import Cispo, Dapo, DrGrpo, Grpo, Gspo, Rloo
 from rlix.pipeline.algorithms.kl import kl_estimate
 from rlix.pipeline.algorithms.losses import (
     PolicyLoss,
@@ -20,14 +21,23 @@ from rlix.pipeline.algorithms.losses import (
     truncated_importance_weights,
     value_loss,
 )
+from rlix.pipeline.algorithms.returns import Ppo, ReinforcePlusPlus
 from rlix.pipeline.algorithms.tensors import Scores, aggregate, entropy, masked_mean, token_log_probs
 from rlix.pipeline.spec.algorithm import Needs
 
 __all__ = [
     "Algorithm",
+    "Cispo",
+    "Dapo",
+    "DrGrpo",
     "Estimate",
+    "Grpo",
+    "Gspo",
     "Needs",
     "PolicyLoss",
+    "Ppo",
+    "ReinforcePlusPlus",
+    "Rloo",
     "Scores",
     "Setting",
     "aggregate",

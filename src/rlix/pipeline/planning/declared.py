@@ -73,7 +73,7 @@ def passes(spec: JobSpec, name: str, off_policy: bool) -> tuple[int, int]:
         return 1, 0
     if name == ClusterName.CRITIC:
         return int(needs.critic is not None), epochs
-    without_adapter = spec.lora is not None and needs.reference  # which is the reference then
+    without_adapter = spec.lora is not None and needs.reference and needs.teacher is None  # which is the reference then
     return int(needs.old_log_probs) + int(without_adapter), epochs
 
 

@@ -94,4 +94,4 @@ def _sample(trajectory: Trajectory, answer: Answer, end: End, verdict: Verdict) 
     turns = (Turn(trajectory.prompt_ids, answer),)
     if isinstance(verdict, str):
         return Sample(trajectory.id, turns, 0.0, False, end, counts=False, error=verdict)
-    return Sample(trajectory.id, turns, verdict.reward, verdict.exact, end)
+    return Sample(trajectory.id, turns, verdict.reward, verdict.exact, end, parts=verdict.parts)

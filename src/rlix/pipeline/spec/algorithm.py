@@ -138,12 +138,23 @@ class Needs:
     """What is known of a step's samples before an algorithm estimates: what the job must have, and score, for it.
 
     `old_log_probs`: under the policy before the step; `reference`: under the one that reinforcement learning found;
-    `critic`: its values of each token.
+    `teacher`: the folder or hub name of a model with the same tokenizer that stands in the reference's place; `critic`:
+    its values of each token.
     """
 
     old_log_probs: bool = False
     reference: bool = False
     critic: CriticSpec | None = None
+    teacher: str | None = None
+
+    @property
+    def starting_policy(self) -> bool:
+        """Whether the policy as reinforcement learning found it is kept."""
+        return (self.reference and self.teacher is None) or self.critic is not None
+
+    def reference_engine(self, *, adapter: bool) -> bool:
+        """Whether the reference is an engine of its own: an adapter's is the model that it is on."""
+        return self.reference and (self.teacher is not None or not adapter)
 
 
 def needs_of(options: Any, *, kl_in_reward: bool) -> Needs:

@@ -79,8 +79,7 @@ def _missing_state(old: Sections, new: Sections) -> str:
     before, after = (job.algorithm.needs(off_policy=False) for job in (old, new))
     if after.critic is not None and before.critic is None:
         return "the run has no critic to go on with"
-    kept = before.reference or before.critic is not None
-    if after.reference and not kept:
+    if after.starting_policy and not before.starting_policy:
         return "the run has not kept the policy as it was before reinforcement learning"
     return ""
 

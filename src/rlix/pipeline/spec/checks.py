@@ -74,8 +74,6 @@ def _lora(spec: Sections) -> Iterator[Problem]:
         yield Problem("runs", "are of a job with many adapters; add 'pipeline: multi_lora'")
     if spec.multi_lora and not spec.runs:
         yield Problem("runs", "is missing: multi_lora trains an adapter for each of them; add e.g. 'runs: {a: {}}'")
-    if (spec.lora or spec.runs) and spec.clusters.reference:
-        yield Problem("clusters.reference", "is not used: with LoRA it is the model without its adapter; remove this")
     if (spec.lora or spec.multi_lora) and spec.optimizer.groups:
         yield Problem("optimizer.groups", "has no effect on an adapter, whose parameters all learn alike; remove it")
     if (path := spec.lora and spec.lora.path) and (given := sorted(spec.lora.model_fields_set - {"path"})):
@@ -96,12 +94,14 @@ def _unused_clusters(spec: Sections) -> Iterator[Problem]:
         yield Problem(
             "clusters.critic", f"is not used: {spec.algorithm.name} has no critic; remove this, or use 'algorithm: ppo'"
         )
-    if spec.clusters.reference and not needs.reference and not (spec.lora or spec.runs):
-        yield Problem(
-            "clusters.reference",
-            "is not used: without a KL there is no reference model; remove this, or set "
-            "algorithm.options.kl_coefficient",
+    adapter = bool(spec.lora or spec.runs)
+    if spec.clusters.reference and not needs.reference_engine(adapter=adapter):
+        why = (
+            "with LoRA it is the model without its adapter; remove this"
+            if adapter
+            else ("without a KL there is no reference model; remove this, or set algorithm.options.kl_coefficient")
         )
+        yield Problem("clusters.reference", f"is not used: {why}")
 
 
 def _attention(spec: Sections) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ class JobSpec(Sections):
         """All worker sets; a reference model or critic that is needed but not mentioned is like `actor_train`."""
         needs = self.algorithm.needs(off_policy=False)
         wanted = {
-            ClusterName.REFERENCE: needs.reference and self.lora is None and not self.runs,
+            ClusterName.REFERENCE: needs.reference_engine(adapter=bool(self.lora or self.runs)),
             ClusterName.CRITIC: needs.critic is not None,
         }
         left_out = {name.value: self.clusters.actor_train for name, is_needed in wanted.items() if is_needed}
