@@ -1,0 +1,290 @@
+"""Who is admitted now, who is stopped for whom, and why everybody else waits: one pure function.
+
+Between teams comes first what is within a guarantee, then the team with the least decayed usage for its weight; within
+a team the higher priority class, then the owner with the least usage, then who came first. In that order each job gets
+the earliest time at which all that it needs is free for as long as it may run, so that whoever starts earlier than
+somebody ahead of it delays nobody (conservative backfill: Mu'alem and Feitelson, "Utilization, predictability,
+workloads, and user runtime estimates in scheduling the IBM SP2 with backfilling", 2001).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlix.scheduler.queue.fair_share import of_team, times_its_share
+from rlix.scheduler.queue.jobs import Job, Snapshot, State, Stop
+from rlix.scheduler.queue.reasons import (
+    AtMaximum,
+    Held,
+    Holder,
+    Later,
+    NoRoom,
+    NotLent,
+    Reason,
+    Reclaiming,
+    Reserved,
+    TooLarge,
+    Wait,
+)
+from rlix.scheduler.queue.timeline import Timeline
+
+DEPTH = 100
+"""So many waiting jobs have reservations; those behind start only where they delay none (Slurm: bf_max_job_test)."""
+UNLIMITED_S = 365 * 86400.0
+"""How long a job without a time limit is taken to run."""
+STOP_S = 120.0
+"""For a job that is asked to stop to write a checkpoint and end."""
+_FORESEEN_S = UNLIMITED_S / 2  # a start that is further away is not known
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running job is stopped, and queued again, for a waiting one."""
+
+    victim: int
+    for_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Ids, in order; of each job that waits on, why."""
+
+    admit: tuple[int, ...]
+    preempt: tuple[Preemption, ...]
+    waits: Mapping[int, Wait]
+
+
+def decide(snapshot: Snapshot) -> Decision:
+    """What is to be done now. Asked again before anything has changed, it is the same."""
+    waits: dict[int, Wait] = {}
+    waiting: list[Job] = []
+    for job in snapshot.jobs:
+        if not job.active:
+            reason = _unplaced(snapshot, job)
+            if reason is None:
+                waiting.append(job)
+            else:
+                waits[job.id] = Wait(reason, 0)
+    board = _Board(snapshot)
+    for job, entitled in _in_order(snapshot, waiting, board.active):
+        board.place(job, entitled)
+    return Decision(tuple(board.admitted), tuple(board.preempted), waits | board.settled())
+
+
+def _unplaced(snapshot: Snapshot, job: Job) -> Reason | None:
+    """Why a job takes no part; None: it does."""
+    team = snapshot.team(job.team)
+    if job.state is State.HELD:
+        return Held(job.why)
+    if job.gpus > snapshot.pool.places:
+        return TooLarge(job.gpus, snapshot.pool.places, "")
+    if team.maximum is not None and job.gpus > team.maximum:
+        return TooLarge(job.gpus, team.maximum, f"team {job.team}")
+    if job.not_before > snapshot.now:
+        return Later(job.failures, job.not_before, job.why)
+    return None
+
+
+def within(jobs: Sequence[Job], guaranteed: int) -> frozenset[int]:
+    """Which of a team's jobs are within its guarantee: first those that cannot be preempted, then the others, each in
+    the order given, if they fit. The rest borrow."""
+    left, found = guaranteed, set()
+    for job in sorted(jobs, key=lambda job: job.preemptible):
+        if job.gpus <= left:
+            left -= job.gpus
+            found.add(job.id)
+    return frozenset(found)
+
+
+def _in_order(snapshot: Snapshot, waiting: Sequence[Job], active: Sequence[Job]) -> list[tuple[Job, bool]]:
+    """Each with whether its team is entitled to it: with all that the team has, it is within the guarantee."""
+    keyed = []
+    for name in {job.team for job in waiting}:
+        mine = [job for job in waiting if job.team == name]
+        mine.sort(key=lambda job: (-job.priority, snapshot.used.get((name, job.owner), 0.0), job.id))
+        left = snapshot.team(name).guaranteed - sum(job.gpus for job in active if job.team == name)
+        used = of_team(snapshot, name)
+        for place, job in enumerate(mine):
+            entitled = job.gpus <= left
+            left -= job.gpus if entitled else 0
+            keyed.append(((not entitled, used, name, place), job, entitled))
+    return [(job, entitled) for _, job, entitled in sorted(keyed, key=lambda item: item[0])]
+
+
+def end_of(job: Job, now: float) -> float:
+    """When an active job has ended, at the latest; one that should have, any moment."""
+    end = job.admitted_at + min(job.limit_s, UNLIMITED_S) + STOP_S
+    if job.stop is not None:
+        end = min(end, job.stop.at + STOP_S)
+    return max(end, now + 1.0)
+
+
+class _Board:
+    """What is free when, while jobs are placed one after another: in the pool, under each team's maximum, and of what
+    is guaranteed to nobody for jobs that cannot be preempted and are beyond their team's guarantee."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, now = snapshot, snapshot.now
+        self.active = sorted((job for job in snapshot.jobs if job.active), key=lambda job: (job.admitted_at, job.id))
+        self.admitted: list[int] = []
+        self.preempted: list[Preemption] = []
+        self._waits: dict[int, Wait] = {}
+        self._blocked: list[tuple[Job, Sequence[Timeline]]] = []
+        self._pool = Timeline(now, snapshot.pool.places)
+        self._common = Timeline(now, snapshot.common)
+        self._teams = {name: Timeline(now, t.maximum) for name, t in snapshot.teams.items() if t.maximum is not None}
+        self._reserved: list[tuple[Job, float, float, Sequence[Timeline]]] = []
+        self._shares = {name: times_its_share(snapshot, name) for name in {job.team for job in snapshot.jobs}}
+        for job in self.active:
+            for line in self._lines(job, lent=job.id not in self._within(job.team)):
+                line.take(now, end_of(job, now), job.gpus)
+
+    def place(self, job: Job, entitled: bool) -> None:
+        """Admits the job, or has others stopped for it, or reserves what it needs for the time when it is free."""
+        now, length = self.snapshot.now, min(job.limit_s, UNLIMITED_S) + STOP_S
+        lines = self._lines(job, lent=not job.preemptible and self._is_lent(job))
+        reserves = len(self._reserved) < DEPTH
+        start = _earliest(lines, now, length, job.gpus) if reserves else self._now_or_never(lines, job, length)
+        if start <= now:
+            self.admitted.append(job.id)
+            self.active.append(replace(job, state=State.ADMITTED, admitted_at=now))
+            for line in lines:
+                line.take(now, now + length, job.gpus)
+            return
+        if start > now + STOP_S and (victims := self._victims(job, entitled, lines, length)):
+            start = _earliest(lines, now, length, job.gpus)
+            self.preempted += [Preemption(victim.id, job.id) for victim in victims]
+        going = [other for other in self.active if other.stop is not None and other.stop.for_id == job.id]
+        if going:
+            reason: Reason = Reclaiming(job.gpus, self._holders(going))
+        elif (reason_now := self._lacks(job, lines)) is not None:
+            reason = reason_now
+            self._blocked.append((job, lines))
+        else:
+            reason = self._would_delay(job, lines, length)
+        known = start if start < now + _FORESEEN_S else None
+        self._waits[job.id] = Wait(reason, len(self._waits), known, self._shares[job.team])
+        if reserves and start < math.inf:
+            for line in lines:
+                line.take(start, start + length, job.gpus)
+            self._reserved.append((job, start, start + length, lines))
+
+    def _lines(self, job: Job, *, lent: bool) -> list[Timeline]:
+        lines = [self._teams[job.team]] if job.team in self._teams else []
+        return [*lines, *([self._common] if lent and not job.preemptible else []), self._pool]
+
+    def _within(self, team: str, *more: Job) -> frozenset[int]:
+        mine = [job for job in self.active if job.team == team]
+        return within([*mine, *more], self.snapshot.team(team).guaranteed)
+
+    def _is_lent(self, job: Job) -> bool:
+        """Whether it is beyond the guarantee, beside others of its team that cannot be preempted, also those ahead."""
+        ahead = [o for o, *_ in self._reserved if o.team == job.team and not o.preemptible]
+        return job.id not in self._within(job.team, *ahead, job)
+
+    def _now_or_never(self, lines: Sequence[Timeline], job: Job, length: float) -> float:
+        now = self.snapshot.now
+        fits = all(line.shortage(now, now + length, job.gpus) is None for line in lines)
+        return now if fits else math.inf
+
+    def _victims(self, job: Job, entitled: bool, lines: Sequence[Timeline], length: float) -> list[Job]:
+        """The fewest jobs with which out of the way it could begin; none where even all would not do.
+
+        A job within its team's guarantee takes back what is lent. Any job may take the place of one of its own team
+        that has a lower priority. In either case only of jobs that can be preempted: first of the team that has used
+        most for its weight, then of the lowest priority, then of those that began last.
+        """
+        soon = self.snapshot.now + STOP_S
+        chosen: list[Job] = []
+        for victim in self._candidates(job, entitled):
+            self._give_back(victim, soon, -victim.gpus)
+            chosen.append(victim)
+            if _earliest(lines, soon, length, job.gpus) <= soon:
+                break
+        else:
+            for victim in chosen:
+                self._give_back(victim, soon, victim.gpus)
+            return []
+        for victim in list(chosen):  # some that were chosen before the last may not be needed
+            self._give_back(victim, soon, victim.gpus)
+            if _earliest(lines, soon, length, job.gpus) <= soon:
+                chosen.remove(victim)
+            else:
+                self._give_back(victim, soon, -victim.gpus)
+        stop = Stop(self.snapshot.now, "", for_id=job.id)
+        gone = {victim.id for victim in chosen}
+        self.active = [replace(other, stop=stop) if other.id in gone else other for other in self.active]
+        return chosen
+
+    def _candidates(self, job: Job, entitled: bool) -> list[Job]:
+        kept: set[int] = set()
+        for name in {other.team for other in self.active}:
+            kept |= self._within(name)
+        found = [
+            other
+            for other in self.active
+            if other.preemptible
+            and other.state is State.RUNNING
+            and other.stop is None
+            and ((other.priority < job.priority) if other.team == job.team else (entitled and other.id not in kept))
+        ]
+        used = {other.team: of_team(self.snapshot, other.team) for other in found}
+        return sorted(found, key=lambda other: (-used[other.team], other.priority, -other.admitted_at, -other.id))
+
+    def _give_back(self, victim: Job, soon: float, places: int) -> None:
+        for line in self._lines(victim, lent=False):
+            line.take(soon, max(soon, end_of(victim, self.snapshot.now)), places)
+
+    def settled(self) -> dict[int, Wait]:
+        """When all are placed: why each of those waits that were not admitted, as things are then."""
+        for job, lines in self._blocked:
+            if (reason := self._lacks(job, lines)) is not None:
+                self._waits[job.id] = replace(self._waits[job.id], reason=reason)
+        return self._waits
+
+    def _lacks(self, job: Job, lines: Sequence[Timeline]) -> Reason | None:
+        """Of what too little is free now; None: of nothing."""
+        now, team = self.snapshot.now, self.snapshot.team(job.team)
+        short = next((line for line in lines if line.free(now) < job.gpus), None)
+        if short is None:
+            return None
+        if short is self._pool:
+            return NoRoom(job.gpus, max(0, short.free(now)), self._holders(self.active))
+        if short is self._common:
+            mine = self._within(job.team)
+            fixed = sum(j.gpus for j in self.active if j.id in mine and not j.preemptible)
+            taken = self.snapshot.common - short.free(now)
+            return NotLent(job.gpus, team.guaranteed, fixed, self.snapshot.common, taken)
+        assert team.maximum is not None
+        return AtMaximum(job.gpus, job.team, team.maximum - short.free(now), team.maximum)
+
+    def _would_delay(self, job: Job, lines: Sequence[Timeline], length: float) -> Reason:
+        now = self.snapshot.now
+        found = [(at, line) for line in lines if (at := line.shortage(now, now + length, job.gpus)) is not None]
+        at, line = min(found, key=lambda item: item[0])
+        others = tuple(o.said for o, start, end, theirs in self._reserved if start <= at < end and line in theirs)
+        ends = now + length if job.limit_s < math.inf else None
+        return Reserved(job.gpus, at, max(0, line.free(at)), others, ends, self._names(line, job))
+
+    def _names(self, line: Timeline, job: Job) -> str:
+        if line is self._pool:
+            return ""
+        return " of what is guaranteed to nobody" if line is self._common else f" to team {job.team}"
+
+    def _holders(self, jobs: Sequence[Job]) -> tuple[Holder, ...]:
+        """The first to end first."""
+        now = self.snapshot.now
+        ends = sorted((end_of(job, now), job.id, job) for job in jobs)
+        return tuple(
+            Holder(job.said, job.gpus, end if job.limit_s < math.inf or job.stop else None) for end, _, job in ends
+        )
+
+
+def _earliest(lines: Sequence[Timeline], start: float, length: float, places: int) -> float:
+    """When on all of them so many are free for so long."""
+    at = start
+    while True:
+        latest = max(line.earliest(at, length, places) for line in lines)
+        if latest in (at, math.inf):
+            return latest
+        at = latest

@@ -1,0 +1,167 @@
+"""Why a job waits, as data, and the sentence that it makes. Every number in a sentence is a field of the reason."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Clock = Callable[[float], str]
+"""A unix time, for people: "14:20"."""
+_SHOWN = 3  # of several jobs in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A job that has GPUs. `until`: when it must have ended, by its time limit; None: it has none."""
+
+    said: str
+    gpus: int
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By a person, who must release it."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """It came back `failures` times in a row for the pool's reasons, and is tried again at `until`."""
+
+    failures: int
+    until: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """It needs more than there is (`whose` is empty), or than its team may have."""
+
+    gpus: int
+    most: int
+    whose: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Fewer are free than it needs."""
+
+    gpus: int
+    free: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AtMaximum:
+    """Its team would have more than its maximum."""
+
+    gpus: int
+    team: str
+    used: int
+    maximum: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotLent:
+    """It cannot be preempted, and beyond its team's guarantee such jobs share what is guaranteed to nobody.
+
+    `fixed`: what jobs of the team that cannot be preempted have of its guarantee.
+    """
+
+    gpus: int
+    guaranteed: int
+    fixed: int
+    common: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """It fits now, but not for as long as it may run: at `at` at most `free` are left beside those reserved for others.
+
+    `ends`: when it would have to be over, None without a time limit. `of`: of what too few are left, "" of the pool.
+    """
+
+    gpus: int
+    at: float
+    free: int
+    others: tuple[str, ...]
+    ends: float | None
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaiming:
+    """Jobs that can be preempted write a checkpoint and end for it."""
+
+    gpus: int
+    victims: tuple[Holder, ...]
+
+
+Reason = Held | Later | TooLarge | NoRoom | AtMaximum | NotLent | Reserved | Reclaiming
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A reason; how many jobs are ahead; when it starts at the latest if nobody comes before it, None where nobody
+    knows; and how much of its share its team has used."""
+
+    reason: Reason
+    ahead: int
+    start: float | None = None
+    share: float | None = None
+
+
+def sentence(wait: Wait, unit: str, clock: Clock) -> str:
+    """One sentence. `unit`: what is counted, such as "GPUs"."""
+    parts = [_why(wait.reason, unit, clock)]
+    if wait.ahead:
+        parts.append(f"{wait.ahead} job{' is' if wait.ahead == 1 else 's are'} ahead of it")
+    if wait.start is not None:
+        parts.append(f"it starts by {clock(wait.start)} if nobody comes before it")
+    if wait.share is not None:
+        parts.append(f"its team has used {wait.share:.1f} × its share lately")
+    return "; ".join(parts)
+
+
+def _why(reason: Reason, unit: str, clock: Clock) -> str:
+    match reason:
+        case Held(by):
+            return f"is held by {by}"
+        case Later(failures, until, why):
+            times = "once" if failures == 1 else f"{failures} times in a row"
+            return f"came back {times} ({why}) and is tried again at {clock(until)}"
+        case TooLarge(gpus, most, whose):
+            return f"needs {gpus} {unit} at once, and {whose or 'the pool'} has {'at most ' if whose else ''}{most}"
+        case NoRoom(gpus, free, holders):
+            return f"needs {gpus} {unit} at once, {free} are free; {_held(holders, clock)}"
+        case AtMaximum(gpus, team, used, maximum):
+            return f"needs {gpus} {unit}, and {team} has {used} of the {maximum} that it may have"
+        case NotLent(gpus, guaranteed, fixed, common, taken):
+            return (
+                f"needs {gpus} {unit} and cannot be preempted: of the {guaranteed} guaranteed to its team such jobs "
+                f"have {fixed}, and of the {common} guaranteed to nobody {taken}"
+            )
+        case Reserved(gpus, at, free, others, ends, of):
+            names = _some(others)
+            if ends is None:
+                return f"needs {gpus} {unit} without a time limit, and {names} would wait for it: give it a limit"
+            left = f"at most {free} are left{of} from {clock(at)} on beside what is reserved for {names}"
+            return f"needs {gpus} {unit} until {clock(ends)}, and {left}"
+        case Reclaiming(gpus, victims):
+            return f"needs {gpus} {unit}, for which {_some([v.said for v in victims])} writes a checkpoint and ends"
+
+
+def _held(holders: Sequence[Holder], clock: Clock) -> str:
+    shown = [
+        f"{h.gpus} are held by {h.said} {'without a time limit' if h.until is None else f'until {clock(h.until)}'}"
+        for h in holders[:_SHOWN]
+    ]
+    if more := holders[_SHOWN:]:
+        shown.append(f"{sum(h.gpus for h in more)} by {len(more)} more")
+    return ", ".join(shown) or "nobody holds any"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
