@@ -5,7 +5,6 @@ transformers are only loaded by the parts that need them.
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from rlix.protocol.types import Phase
-
-try:
-    __version__ = version("rlix")
-except PackageNotFoundError:  # running from a source tree that was never installed
-    __version__ = "0+unknown"
 
 _ERRORS = (
     "ChannelError",
@@ -120,10 +114,21 @@ __all__ = [
 ]
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("rlix")
+    except PackageNotFoundError:  # running from a source tree that was never installed
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
     name = _OLDER_NAMES.get(name, name)
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     if name in _MODULES:
         return import_module(f"rlix.{name}")
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'rlix' has no attribute {name!r}")

@@ -1,5 +1,9 @@
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +33,15 @@ def mistake(*arguments: str) -> str:
 def test_version() -> None:
     result = runner.invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"rlix {version('rlix')}\n")
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rlix.cli.__main__ as it; "
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", start + "it.main()"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")  # which a shell calls 130
 
 
 def test_no_arguments_shows_help() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -26,11 +27,11 @@ pytest.importorskip("peft")
 SCRIPT = Path(__file__).parent / "trl_endings.py"
 CODES = {
     "raises_before": 1, "raises_after": 1, "raises_in_a_callback": 1, "exits": 3, "is_interrupted": 130,
-    "leaves_at_once": 4,
+    "is_terminated": -signal.SIGTERM, "leaves_at_once": 4,
 }  # fmt: skip
 STATES = {
     "raises_before": "failed", "raises_after": "failed", "raises_in_a_callback": "failed", "exits": "failed",
-    "is_interrupted": "stopped", "leaves_at_once": "unfinished",
+    "is_interrupted": "stopped", "is_terminated": "stopped", "leaves_at_once": "unfinished",
 }  # fmt: skip
 
 
@@ -71,6 +72,7 @@ def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None
     assert codes == expected
     for name in codes:
         assert last_line(pool / name) == last_line(plain / name)
+        assert "SIGTERM" not in said[name]
         assert load_run(tmp_path / "runs" / name).state == STATES.get(name, "finished")
     files = sorted(path.relative_to(plain) for path in plain.glob("*/**/*") if path.is_file() and path.name != "stderr")
     assert len(files) == 15
@@ -80,4 +82,4 @@ def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None
     while left := [p.name for p in status.pipelines if p.name in codes and not p.ending]:
         assert time.monotonic() < deadline, f"{left} have ended, and are in the pool"
         status = ask(ray_session.status.remote())
-    assert {ending.job for ending in status.endings} & codes.keys() <= {"leaves_at_once"}
+    assert {ending.job for ending in status.endings} & codes.keys() <= {"leaves_at_once", "is_terminated"}

@@ -107,13 +107,18 @@ def is_interrupted(folder):
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def is_terminated(folder):
+    build()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def leaves_at_once(folder):
     build()
     os._exit(4)
 
 
 END = (uses_it_before_between_and_after, merges, does_not_train, raises_before, raises_after, exits,
-       raises_in_a_callback, is_interrupted, leaves_at_once)  # fmt: skip
+       raises_in_a_callback, is_interrupted, is_terminated, leaves_at_once)  # fmt: skip
 
 
 def main():

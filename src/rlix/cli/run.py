@@ -148,15 +148,13 @@ def _run_to_end(
                 check_memory(specs, memory)
             placed = split_devices(specs, ids) if options.split else specs
             _check_not_running(placed, options.runs_dir, pool.orchestrator)
-            # Ray has put its own handler for SIGTERM in place of ours meanwhile.
-            with interrupts.handled():
-                if interrupts.stop_wanted:
-                    interrupts.kill()
-                if not options.resume:
-                    say_moves(placed, options.runs_dir, console)
-                handles = launch(placed, options.runs_dir, resume=options.resume)
-                with screen_on(console, live=options.live and not options.as_json) as screen:
-                    statuses = watch(handles, status, screen, interrupts, time.monotonic)
+            if interrupts.stop_wanted:
+                interrupts.kill()
+            if not options.resume:
+                say_moves(placed, options.runs_dir, console)
+            handles = launch(placed, options.runs_dir, resume=options.resume)
+            with screen_on(console, live=options.live and not options.as_json) as screen:
+                statuses = watch(handles, status, screen, interrupts, time.monotonic)
         except (KilledError, SystemError):  # the latter is what Ray's extension makes of the former
             if not interrupts.killed or not handles:
                 raise

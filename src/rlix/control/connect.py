@@ -8,9 +8,11 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -122,8 +124,21 @@ def loopback_kept() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
+@contextlib.contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Around `ray.init`, after which SIGTERM would print a stack and end the program with exit code 15."""
+    before, theirs = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = theirs
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)  # said again: Ray's C++ has a handler of its own beneath Python's
+
+
 def _connect(address: str, where: str, *, loopback: bool) -> None:
-    with loopback_kept() if loopback else contextlib.nullcontext():
+    with loopback_kept() if loopback else contextlib.nullcontext(), sigterm_kept():
         try:
             ray.init(address=address, logging_level=logging.WARNING, job_config=_job_config())
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rlix.control import setup_worker
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
-from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept
+from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept, sigterm_kept
 from rlix.control.home import check_home
 from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import get
@@ -189,7 +189,7 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     remove_unheld(VIRTUAL_KEYS, older_than_s=_OLD_LOCK_S)  # of pools that were killed
-    with loopback_kept(), _own_session(), _bare():
+    with loopback_kept(), _own_session(), _bare(), sigterm_kept():
         ray.init(
             address="local",
             num_cpus=num_cpus or _LOGICAL_CPUS,

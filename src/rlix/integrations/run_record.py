@@ -23,7 +23,8 @@ from rlix.protocol.types import folder_problem
 
 logger = logging.getLogger(__name__)
 
-_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, signal.SIGTERM)  # the last is Ray's, after SIGTERM
+_STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_STOP_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +144,26 @@ _open: "weakref.WeakSet[RunRecord]" = weakref.WeakSet()
 
 @functools.cache
 def _watch() -> None:
-    """Python tells nobody with which exit code it ends: hears of it before, as of an error that nobody caught."""
+    """Python tells nobody with which exit code it ends: hears of it before, as of an error that nobody caught, and of
+    SIGTERM where it would be the end."""
     sys.excepthook = functools.partial(_on_uncaught, sys.excepthook)
     sys.exit = functools.partial(_on_exit, sys.exit)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, _: object) -> None:
+    """It ends as it would have, once that is noted: by a thread, for this one may be at the same files just now."""
+    signal.signal(number, signal.SIG_DFL)
+    noting = threading.Thread(target=_note_stop, name="note of the end", daemon=True)
+    noting.start()
+    noting.join(_STOP_TIMEOUT_S)
+    signal.raise_signal(number)
+
+
+def _note_stop() -> None:
+    for record in tuple(_open):
+        record.close(stopped=True)
 
 
 def _on_uncaught(
