@@ -96,14 +96,18 @@ def test_metrics_count_failures_and_leave_them_out_of_means() -> None:
 
 
 def test_a_job_whose_environments_all_fail_gives_up_and_says_why() -> None:
-    patience = Patience("job", "environment")
     failed = replace(episode((), end=End.FAILED), error="no such sandbox")
+    at_once = Patience("job", "environment")
+    at_once.look_at([failed, episode(())])
+    with pytest.raises(SourceFailedError, match="every environment of a step failed, the first, e: no such sandbox"):
+        at_once.look_at([failed, failed])
+    patience = Patience("job", "environment", paid=True)
     for step in (0, 1, 3, 4):
         patience.look_at([failed, failed])
         if step == 1:
             patience.look_at([failed, episode(())])
     for count in (3, 4):  # also when it is looked at again: an evaluation that found it hopeless does not end the job
-        with pytest.raises(SourceFailedError, match=f"of {count} steps in a row failed, the last one: no such sandbox"):
+        with pytest.raises(SourceFailedError, match=f"of {count} steps in a row failed, the first, e: no such sandbox"):
             patience.look_at([failed, failed])
 
 

@@ -84,7 +84,7 @@ def test_a_failing_reward_is_told_with_its_sample_and_the_users_own_traceback(lo
     finally:
         panel.close()
     place = f"({file}:7)"
-    assert verdict == f"reward {file}:score for prompt prompts/3/1 failed: KeyError: 'wrong' {place}"
+    assert verdict == f"reward {file}:score for prompt prompts/3/1 failed: KeyError: 'wrong' {place}; it judged 'wrong'"
     text = log.read_text()
     assert "\n  prompt: 'what?'\n  completion: 'wrong'\n  answer: 'right'\n" in text
     assert f'File "{file}", line 3, in score\n    return grade(completion)\n' in text

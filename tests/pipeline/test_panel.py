@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlix.pipeline.sources.base import SourceFailedError
 from rlix.pipeline.sources.judge import Failures
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
@@ -116,14 +117,25 @@ def test_calls_run_side_by_side(panels: Any, tmp_path: Path) -> None:
     assert verdicts == [Reward(1.0, True)] * 3
 
 
-def test_a_job_learns_from_what_is_left(tmp_path: Path) -> None:
-    spec = job("data", "on_policy", "grpo", tmp_path, steps=1)
-    rows = [{"prompt": f"{i}>", "answer": f"{i}", "mood": "raise" if i == 0 else "good"} for i in range(2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def moody_job(folder: Path, moods: tuple[str, ...]) -> InProcess:
+    spec = job("data", "on_policy", "grpo", folder, steps=1)
+    rows = [{"prompt": f"{i}>", "answer": f"{i}", "mood": mood} for i, mood in enumerate(moods)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = {"name": f"{OWN}:moody", "options": {}, "weight": 1.0, "timeout_s": 60.0}
     values = spec.model_dump()
     values["source"] |= {"rewards": [own, {"name": "token_match"}]}
-    (row,) = InProcess(type(spec).model_validate(values), tmp_path).run_steps()
+    return InProcess(type(spec).model_validate(values), folder)
+
+
+def test_a_job_whose_rewards_all_fail_does_no_step_and_says_what_failed_on_what(tmp_path: Path) -> None:
+    doing = moody_job(tmp_path, ("raise", "raise"))
+    of_one = rf"reward {OWN}:moody for prompt \S+ failed: KeyError: .* \({OWN}:\d+\); it judged '.*'"
+    with pytest.raises(SourceFailedError, match=rf"every reward of a step failed, the first, \S+: {of_one}"):
+        doing.run_steps()
+
+
+def test_a_job_learns_from_what_is_left(tmp_path: Path) -> None:
+    (row,) = moody_job(tmp_path, ("raise", "good")).run_steps()
     assert row["reward_failed"] == 4
     assert (row["reward_moody"], row["trajectories"]) == (1.0, 8)
     assert row["grad_norm"] > 0

@@ -27,7 +27,7 @@ _HOPELESS_STEPS = 3
 
 
 class SourceFailedError(RlixError):
-    """Every sample of several steps in a row failed: it will not get better by itself."""
+    """Every sample failed: there is nothing to learn from."""
 
 
 class Generator(Protocol):
@@ -142,19 +142,23 @@ def ended(trajectory: Trajectory, ends: "Ends") -> tuple[Answer, End]:
 
 @dataclass(slots=True)
 class Patience:
-    """Notices when everything fails, step after step."""
+    """Notices when everything fails: at once, or where a failure is a reward that is learnt from (`paid`), when that
+    goes on for steps."""
 
     job: str
     what: str
+    paid: bool = False
     failed: int = field(default=0)
 
     def look_at(self, samples: Sequence[Sample]) -> None:
-        """Raises SourceFailedError once every sample of `_HOPELESS_STEPS` steps in a row, or more, has failed."""
+        """Raises SourceFailedError when every sample of a step has failed, or `paid`, of `_HOPELESS_STEPS` in a row."""
         if not all(sample.failed for sample in samples):
             self.failed = 0
             return
         self.failed += 1
-        reason = samples[-1].error
-        logger.warning("%s: every %s of a step failed, the last one: %s", self.job, self.what, reason)
+        reason = f"the first, {samples[0].id}: {samples[0].error}"
+        if not self.paid:
+            raise SourceFailedError(f"every {self.what} of a step failed, {reason}")
+        logger.warning("%s: every %s of a step failed, %s", self.job, self.what, reason)
         if self.failed >= _HOPELESS_STEPS:
-            raise SourceFailedError(f"every {self.what} of {self.failed} steps in a row failed, the last one: {reason}")
+            raise SourceFailedError(f"every {self.what} of {self.failed} steps in a row failed, {reason}")

@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 3
 _WARNED = 8
 _LONGEST = 2000  # characters of a text in the log
+_EXCERPT = 60  # and in a message
 
 Verdict = Reward | str
 """A reward, or why there is none."""
@@ -25,7 +26,9 @@ class Failures:
         self._shown: Counter[str] = Counter()
 
     def note(self, reward: str, reason: str, asked: Mapping[str, str], trace: str) -> str:
-        """The reason. `asked`: the sample, in words."""
+        """The reason, with what was judged. `asked`: the sample, in words."""
+        if "completion" in asked:
+            reason = f"{reason}; it judged {shortened(asked['completion'])!r}"
         self._shown[reward] += 1
         logger.log(logging.WARNING if self._shown[reward] <= _WARNED else logging.INFO, "%s", reason)
         if self._shown[reward] == _WARNED:
@@ -37,6 +40,11 @@ class Failures:
 
 
 FAILURES = Failures()
+
+
+def shortened(text: str) -> str:
+    """As much of a text as a message has room for."""
+    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]} ..."
 
 
 def attempted(source: str, call: Callable[[], float | Reward]) -> Verdict:

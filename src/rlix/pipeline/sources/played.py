@@ -54,7 +54,7 @@ class PlayedSource(Source, Generic[S]):
         self._what = what
         self._failure_reward = failure_reward
         self._loop = self.make_loop()
-        self._patience = Patience(around.job, what)
+        self._patience = Patience(around.job, what, paid=failure_reward is not None)
 
     def make_loop(self) -> LoopThread:
         """What they are played on."""
