@@ -56,6 +56,8 @@ def test_an_attached_program_is_a_job_for_as_long_as_it_is_registered() -> None:
     now.pop(0)
     assert script.status().state == "finished"
     assert (nameless.status().state, nameless.status().error) == ("failed", why["job_3"])
+    why["job_2"] = "stopped by `rlix stop`"
+    assert (script.status().state, script.status().error) == ("stopped", why["job_2"])
 
 
 def test_python_path_is_meant_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,6 +31,13 @@ def died(kind: str = "SYSTEM_ERROR", detail: str = "connection error code 2. End
     return error
 
 
+def stillborn(error: Exception) -> ActorDiedError:
+    """As Ray says that an actor's `__init__` raised: with colours, and a cause of the error."""
+    frames = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    raise KeyError(key)\n'
+    page = f"{frames}KeyError: 'key'\n\nThe above was the cause:\n\n\x1b[36mray::X.__init__()\x1b[39m (pid=1)\n{frames}"
+    return ActorDiedError(RayTaskError("__init__", f"{page}some.module.{type(error).__name__}: {error}", error))
+
+
 def in_actor(cause: Exception) -> RayTaskError:
     return RayTaskError("status", "Traceback (most recent call last):\n" + "  a page\n" * 100, cause)
 
@@ -42,6 +49,7 @@ def in_actor(cause: Exception) -> RayTaskError:
         (in_actor(RlixError("the scheduler is away")), "rlix: the scheduler is away\n", 1),
         (in_actor(in_actor(SpecError("no such device"))).as_instanceof_cause(), "rlix: no such device\n", 2),
         (died(), "process 15820 (pipeline:ft_1) died: it was killed (by somebody, or by the kernel", 1),
+        (stillborn(SpecError("job.yaml: no steps")), "rlix: SpecError: job.yaml: no steps; try again", 1),
         (died("NODE_OUT_OF_MEMORY"), "process 15820 (pipeline:ft_1) was killed: its node ran out of memory", 1),
         (ActorUnavailableError("connection reset", b"x" * 16), "cannot be reached just now", 1),
         (GetTimeoutError("Get timed out"), "the control plane did not answer in time", 1),

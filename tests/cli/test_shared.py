@@ -92,6 +92,7 @@ def test_jobs_outlive_their_driver_and_are_watched_and_stopped_by_others(termina
     assert f"ended the control plane of process {started[1]}" in terminals.run("down")
     assert second.wait() == 1, second.output()  # its job was stopped by somebody else
     assert "right: stopped" in second.output()
+    assert "rlix: right was stopped by `rlix down`; `rlix run --resume` goes on from its newest" in second.output()
     assert (terminals.folder / "runs" / "report.html").exists()
     assert "no control plane runs here" in terminals.run("status")
     assert second.marked() == []
@@ -136,7 +137,8 @@ def test_whatever_is_dead_or_stopped_commands_say_it_in_a_sentence_and_down_ends
     assert stopped, said
     ends, stays, running = (left, right, "right") if stopped[1] == "left" else (right, left, "left")
     ends.wait()
-    assert "coordinator does not say how it ended: process" in ends.output()
+    why = r"failed: its coordinator, process \d+, was stopped \(SIGSTOP\) and did not go on; it has no checkpoint"
+    assert re.search(why, ends.output()), ends.output()
     assert "Traceback" not in ends.output() and stays.process.poll() is None
 
     for process in named(left, *CONTROL_PLANE):
@@ -149,6 +151,7 @@ def test_whatever_is_dead_or_stopped_commands_say_it_in_a_sentence_and_down_ends
     assert "ended the control plane of process" in terminals.run("down")
     assert stays.wait() == 1
     assert "Traceback" not in stays.output()
+    assert re.search(r"the control plane \(process \d+\) was ended by `rlix down`, and its jobs", stays.output())
     assert left.marked() == []
 
 

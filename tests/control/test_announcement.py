@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from rlix.control.announcement import (
     DeathNotice,
     await_end,
     await_start,
+    find_or_start_daemon,
     is_claimed,
+    note_end,
     read_announcement,
 )
 from rlix.protocol.errors import RlixError, WaitTimeoutError
@@ -54,6 +57,23 @@ def test_a_daemon_has_its_claim_before_it_has_run_a_line(tmp_path: Path, monkeyp
     await_end(tmp_path / "home", 60.0)
 
 
+def test_who_interrupts_a_start_leaves_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(slow))
+
+    def ctrl_c(_: float) -> None:
+        assert is_claimed(tmp_path / "home")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlix.control.announcement.time.sleep", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        find_or_start_daemon(tmp_path / "home", 2)
+    monkeypatch.undo()
+    await_end(tmp_path / "home", 60.0)
+
+
 def test_a_home_is_claimed_until_the_process_is_gone_whatever_python_forgets(tmp_path: Path) -> None:
     claim = Claim(tmp_path)
     assert claim.take()
@@ -64,10 +84,13 @@ def test_a_home_is_claimed_until_the_process_is_gone_whatever_python_forgets(tmp
     assert not is_claimed(tmp_path)
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_who_is_connected_to_a_daemon_is_told_at_once_that_it_died(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: bool
+@pytest.mark.parametrize(("left", "how"), [(False, "died"), (True, "died"), (False, "was ended by `rlix down`")])
+def test_who_is_connected_to_a_daemon_is_told_at_once_how_it_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: bool, how: str
 ) -> None:
+    note_end(tmp_path, replace(READY, started=0.0), "told to end")  # of an earlier one with that process id
+    if how != "died":
+        note_end(tmp_path, READY, how.removeprefix("was "))
     with contextlib.closing(Claim(tmp_path)) as claim:
         assert claim.take()
         notice = DeathNotice(tmp_path, READY)
@@ -76,7 +99,7 @@ def test_who_is_connected_to_a_daemon_is_told_at_once_that_it_died(
             notice.thread.join(60.0)
     notice.thread.join(60.0)
     assert not notice.thread.is_alive()
-    assert ("the control plane (process 4711) is gone" in caplog.text) is not left
+    assert (f"the control plane (process 4711) {how}, and its Ray" in caplog.text) is not left
 
 
 def test_down_waits_for_a_daemon_that_is_starting(

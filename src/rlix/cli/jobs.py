@@ -23,13 +23,21 @@ from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render
 from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, watch
-from rlix.control.announcement import Announcement, await_end, await_start, is_claimed, log_path, read_announcement
+from rlix.control.announcement import (
+    Announcement,
+    await_end,
+    await_start,
+    is_claimed,
+    log_path,
+    note_end,
+    read_announcement,
+)
 from rlix.control.daemon import other_programs
 from rlix.control.init import shutdown
 from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import in_words
 from rlix.control.settings import Settings
-from rlix.pipeline.jobs.handle import JobHandle, find_jobs
+from rlix.pipeline.jobs.handle import STOPPED_BY, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ LocalJob = JobHandle | AttachedProgram
 LEAVE_TIMEOUT_S = 15.0
 DOWN_TIMEOUT_S = 60.0
 POLL_S = 0.3
+_DOWN = "`rlix down`"
 EXIT_FAILED = 1
 
 
@@ -104,7 +113,8 @@ def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
             return 0 if everything else EXIT_FAILED
         # Whoever says "all" means the jobs that have checkpoints to write; a program is ended when it is named.
         jobs = select(_all_jobs(pool) if names else find_jobs(pool.orchestrator), names)
-        return 0 if _stop(jobs, console, now=now) else EXIT_FAILED
+        by = "`rlix stop --now`" if now else "`rlix stop`"
+        return 0 if _stop(jobs, console, by, now=now) else EXIT_FAILED
 
 
 def take_down() -> int:
@@ -122,11 +132,12 @@ def take_down() -> int:
     try:
         with running_pool(settings) as pool:
             if pool is not None:
-                _stop(find_jobs(pool.orchestrator), console, now=False)
+                _stop(find_jobs(pool.orchestrator), console, _DOWN)
                 # Ray ends the programs that are attached to it: they should have reported by then.
                 _wait(lambda: not set(other_programs()) - {found.pid}, LEAVE_TIMEOUT_S)
     except (RlixError, RayError) as error:
         logger.warning("%s; ending it all the same", in_words(error) if isinstance(error, RayError) else error)
+    note_end(settings.home, found, f"ended by {_DOWN}")
     _end(found, settings)
     _say(console, f"ended the control plane of process {found.pid}")
     return 0
@@ -137,7 +148,7 @@ def _leave_cluster(settings: Settings, console: Console) -> int:
         if pool is None:
             _say_nothing_runs(console)
             return 0
-        _stop(find_jobs(pool.orchestrator), console, now=False)
+        _stop(find_jobs(pool.orchestrator), console, _DOWN)
         # Who followed a job removes its coordinator once it has reported.
         _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
         for job in find_jobs(pool.orchestrator):
@@ -166,15 +177,15 @@ def _end(found: Announcement, settings: Settings) -> None:
     await_end(settings.home, LEAVE_TIMEOUT_S)
 
 
-def _stop(jobs: Sequence[LocalJob], console: Console, *, now: bool) -> bool:
-    """Whether each has ended."""
+def _stop(jobs: Sequence[LocalJob], console: Console, by: str, *, now: bool = False) -> bool:
+    """Whether each has ended. `by`: which command it was, for those who follow them."""
     running = [job for job in jobs if job.status().state not in FINAL_STATES]
     for job in running:
         if now:
-            job.close()
+            job.close(f"{STOPPED_BY}{by}")
             _say(console, f"{job.name} ({job.pipeline_id}): ended")
         else:
-            job.stop()
+            job.stop(f"{STOPPED_BY}{by}")
     if now or not running:
         return True
     _say(console, f"stopping {count(len(running), 'job')}: each writes a checkpoint (attached programs none) and ends")

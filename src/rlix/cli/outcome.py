@@ -63,11 +63,11 @@ def print_report(
 
 
 def print_failures(statuses: Sequence["JobStatus"]) -> None:
-    """Say on stderr why jobs failed."""
+    """Say on stderr why jobs failed, and whose command stopped them."""
     for status in statuses:
-        if status.state == "failed":
+        if status.state == "failed" or status.error:
             make_console(stderr=True).print(
-                f"rlix: {status.name} failed: {plain(status.error or '')}",
+                f"rlix: {status.name} {'failed:' if status.state == 'failed' else 'was'} {plain(status.error or '')}",
                 style="red",
                 highlight=False,
                 markup=False,

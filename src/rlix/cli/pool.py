@@ -12,7 +12,14 @@ from ray._private import worker as ray_worker
 from ray.exceptions import RayActorError
 
 from rlix.cli.text import count
-from rlix.control.announcement import Announcement, find_or_start_daemon, is_claimed, pool_text, read_announcement
+from rlix.control.announcement import (
+    Announcement,
+    find_or_start_daemon,
+    how_gone,
+    is_claimed,
+    pool_text,
+    read_announcement,
+)
 from rlix.control.init import check_size, detach, init, shutdown
 from rlix.control.rpc import comes_back, get, in_words
 from rlix.control.settings import Settings
@@ -46,11 +53,16 @@ class Pool:
         Raises:
             ControlPlaneDiedError: it is gone.
         """
-        if self.daemon is not None and self.home is not None and not is_claimed(self.home):
-            raise ControlPlaneDiedError(
-                f"the control plane (process {self.daemon.pid}) died, and its jobs with it; `rlix run --resume` goes "
-                "on from their latest checkpoints"
-            )
+        if self.home is not None and not is_claimed(self.home):
+            raise self.death("")
+
+    def death(self, error: str) -> ControlPlaneDiedError:
+        """What there is to say when it is gone; `error` is how that was noticed."""
+        on = "and its jobs with it; `rlix run --resume` goes on from their latest checkpoints"
+        if self.daemon is None or self.home is None:
+            return ControlPlaneDiedError(f"the control plane died, {on}: {error}")
+        how = how_gone(self.home, self.daemon)
+        return ControlPlaneDiedError(f"the control plane (process {self.daemon.pid}) {how}, {on}")
 
 
 class StatusSource:
@@ -73,7 +85,7 @@ class StatusSource:
                     raise RlixError(f"the control plane did not answer within {_FIRST_TIMEOUT_S:.0f} s") from None
             except RayActorError as error:
                 if not comes_back(ORCHESTRATOR_ACTOR_NAME):
-                    raise ControlPlaneDiedError(f"the control plane died: {in_words(error)}") from error
+                    raise self._pool.death(in_words(error)) from error
                 if self._last is None:
                     if time.monotonic() > deadline:
                         raise RlixError(f"the control plane does not come back: {in_words(error)}") from error

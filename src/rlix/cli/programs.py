@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlix.control.rpc import get
+from rlix.pipeline.jobs.handle import STOPPED_BY
 from rlix.protocol.errors import PipelineGoneError
 from rlix.protocol.messages import ControlStatus, PipelineStatus
 
@@ -16,7 +17,6 @@ Ask = Callable[..., Any]
 """Calls a method of the orchestrator."""
 _TIMEOUT_S = 60.0
 _LEFT = "its program ended"
-_STOPPED = "stopped with rlix stop"
 
 
 class AttachedProgram:
@@ -40,16 +40,16 @@ class AttachedProgram:
             state, phase = "running", _phase(found[0], control)
         else:
             why = str(self._ask("why_ended", self.pipeline_id))
-            state = phase = {_LEFT: "finished", _STOPPED: "stopped"}.get(why, "failed")
-        return JobStatus(self.name, self.pipeline_id, state, 0, 0, phase, error=why if state == "failed" else None)
+            state = phase = "finished" if why == _LEFT else "stopped" if why.startswith(STOPPED_BY) else "failed"
+            why = None if state == "finished" else why
+        return JobStatus(self.name, self.pipeline_id, state, 0, 0, phase, error=why)
 
-    def stop(self) -> None:
+    def stop(self, why: str = STOPPED_BY) -> None:
         """Ends its process: whether there is something to save, only the program knows."""
         with contextlib.suppress(PipelineGoneError):
-            self._ask("unregister_pipeline", self.pipeline_id, _STOPPED)
+            self._ask("unregister_pipeline", self.pipeline_id, why)
 
-    def close(self) -> None:
-        self.stop()
+    close = stop
 
 
 def find_programs(control: Callable[[], ControlStatus], launched: set[str], ask: Ask) -> list[AttachedProgram]:

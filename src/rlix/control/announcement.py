@@ -154,6 +154,21 @@ class Claim:
         os.close(self.descriptor)
 
 
+def note_end(home: Path, found: Announcement, why: str) -> None:
+    """For whoever is connected to this daemon: who ends it, as in "ended by `rlix down`"."""
+    with in_home(home):
+        _end_file(home).write_text(json.dumps({"pid": found.pid, "started": found.started, "why": why}))
+
+
+def how_gone(home: Path, found: Announcement) -> str:
+    """How a daemon ended that is not there any more: as `note_end` was told, or that it died."""
+    with contextlib.suppress(OSError, ValueError):
+        noted = json.loads(_end_file(home).read_text())
+        if (noted.get("pid"), noted.get("started")) == (found.pid, found.started):
+            return f"was {noted['why']}"
+    return "died"
+
+
 class DeathNotice:
     """Says at once that a daemon is gone: Ray notices almost a minute later, and whoever asks it something waits so
     long."""
@@ -171,8 +186,8 @@ class DeathNotice:
             if self._over.wait(_LOOK_S):
                 return
         if not self._over.is_set():
-            text = "the control plane (process %d) is gone, and its Ray; what is asked of it fails within a minute"
-            logger.warning(text, found.pid)
+            text = "the control plane (process %d) %s, and its Ray with it; what is asked of it fails within a minute"
+            logger.warning(text, found.pid, how_gone(home, found))
 
 
 def find_or_start_daemon(
@@ -180,21 +195,36 @@ def find_or_start_daemon(
 ) -> tuple[Announcement, bool]:
     """The announcement of the home's daemon, which is started where none runs, and whether this call started it.
 
+    Who is interrupted meanwhile, by Ctrl-C, leaves none behind that is only starting.
+
     Raises:
         SpecError: none runs, and none can with this home.
         RlixError: it could not start; the message has the end of its log.
         WaitTimeoutError: it was not ready within `timeout_s` seconds.
     """
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        return _find_or_start(home, virtual_gpus, timeout_s, started)
+    except RlixError:
+        raise
+    except BaseException:  # raised again
+        for child in started:
+            child.terminate()
+        raise
+
+
+def _find_or_start(
+    home: Path, virtual_gpus: int | None, timeout_s: float, started: "list[subprocess.Popen[bytes]]"
+) -> tuple[Announcement, bool]:
     deadline = time.monotonic() + timeout_s
-    child: subprocess.Popen[bytes] | None = None
     while True:
-        found = read_announcement(home)
+        found, child = read_announcement(home), started[-1] if started else None
         if found is not None:
             return found, child is not None and child.pid == found.pid
         if child is not None and child.poll():
             raise RlixError(f"the control plane did not start: {_end_of(log_path(home))}")
         if (child is None or child.returncode is not None) and not is_claimed(home):
-            child = _spawn(home, virtual_gpus) or child
+            started += filter(None, [_spawn(home, virtual_gpus)])
         if time.monotonic() > deadline:
             raise WaitTimeoutError(_not_ready(home, timeout_s))
         time.sleep(_POLL_S)
@@ -278,6 +308,10 @@ def _wait(done: Callable[[], bool], timeout_s: float) -> bool:
 
 def _file(home: Path) -> Path:
     return home / "daemon.json"
+
+
+def _end_file(home: Path) -> Path:
+    return home / "ended.json"
 
 
 def _lock(home: Path) -> Path:

@@ -20,7 +20,7 @@ import ray
 from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from rlix.control.announcement import Announcement, Claim
+from rlix.control.announcement import Announcement, Claim, how_gone, note_end
 from rlix.control.connect import authentication, daemon_authentication
 from rlix.control.init import init, shutdown
 from rlix.control.rpc import comes_back
@@ -69,7 +69,6 @@ class Daemon:
         token_path = self._make_token()
         try:
             orchestrator = init(virtual_gpus=virtual_gpus, settings=replace(self._settings, ray_address="local"))
-            self._listen()  # Ray has put its own handler in place of ours
             self._keep(orchestrator, self._announcement(orchestrator, token_path))
         finally:
             self._claim.withdraw()
@@ -106,6 +105,8 @@ class Daemon:
         )
 
     def _keep(self, orchestrator: Any, announcement: Announcement) -> None:
+        if self._told.is_set():  # while it started
+            return
         self._claim.announce(announcement)
         logger.info("%s at %s, until %g s after the last job", announcement.pool, announcement.address, self._idle_s)
         idle = Idle(self._idle_s, time.monotonic())
@@ -118,6 +119,8 @@ class Daemon:
                 logger.info("nothing to do: the control plane ends")
                 return
             self._claim.announce(announcement)
+        if how_gone(self._settings.home, announcement) == "died":  # nobody has said who tells it to end
+            note_end(self._settings.home, announcement, "told to end (SIGTERM)")
 
     def _busy(self, orchestrator: Any) -> bool:
         if other_programs():

@@ -29,7 +29,7 @@ class Orchestrator:
         self._scheduler = Patient(lambda: ray.get_actor(SCHEDULER_ACTOR_NAME, NAMESPACE), "the scheduler")
         self._manager = Patient(lambda: ray.get_actor(RESOURCE_MANAGER_ACTOR_NAME, NAMESPACE), "the resource manager")
         watch_over((RESOURCE_MANAGER_ACTOR_NAME,))
-        watch_over_coordinators(stopped_s)
+        watch_over_coordinators(stopped_s, self.unregister_pipeline)
 
     def process(self) -> Process:
         """The process this is."""

@@ -19,6 +19,8 @@ UNREACHABLE_S = 300.0
 """So long somebody may be out of reach whom Ray does not give up; it gives up hosts within about a minute."""
 _PROBE_S = 10.0
 _SILENT = 4  # times longer is waited for who is silent than for who is away
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:: (?s:.+))?)$", re.MULTILINE)  # what follows the frames of a traceback
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -30,16 +32,23 @@ def root_cause(error: RayTaskError) -> BaseException:
     return cause if isinstance(cause, BaseException) else error
 
 
-def in_words(error: RayError) -> str:
-    """In place of Ray's page: who did not answer, and why."""
+def in_words(error: RayError, who: str = "") -> str:
+    """In place of Ray's page: who did not answer, and why. `who`: in words, where that is known."""
     text = str(error)
     if isinstance(error, GetTimeoutError):
         return "the control plane did not answer in time"
     if not isinstance(error, RayActorError):
         return f"Ray: {next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)}"
+    if error.actor_init_failed:
+        page = _COLOURS.sub("", text)
+        raised = _RAISED.search(page, max(0, page.rfind('\n  File "')))
+        return raised[1].strip() if raised else "it could not be created"
     name, pid = (re.search(rf"^\s*{key}: (.+)$", text, re.MULTILINE) for key in ("name", "pid"))
-    who = f"process {pid[1]}" if pid else "a process"
-    who = f"{who} ({name[1]})" if name else who
+    if not who:
+        who = f"process {pid[1]}" if pid else "a process"
+        who = f"{who} ({name[1]})" if name else who
+    elif pid:
+        who = f"{who}, process {pid[1]},"
     if isinstance(error, ActorUnavailableError):
         return f"{who} cannot be reached just now"
     if "OUT_OF_MEMORY" in text:

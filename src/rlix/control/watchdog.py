@@ -1,21 +1,26 @@
 """Actors of the head node that are stopped, not dead, are killed: the control plane's, which watch over each other and
 which Ray starts again, and jobs' coordinators."""
 
+import contextlib
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import ray
 from ray._private import state as ray_state
 from ray.exceptions import GetTimeoutError, RayError
 
 from rlix.node.process import describe, kill, state, this_process
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import Process
 from rlix.protocol.types import COORDINATOR_ACTOR_NAME_PREFIX, NAMESPACE
 
 logger = logging.getLogger(__name__)
 
+COORDINATOR = "its coordinator"
+"""So begins why a job ended with that."""
 _EVERY_S = 0.5
 _ANSWER_S = 1.0
 _KILL_TIMEOUT_S = 5.0
@@ -55,15 +60,19 @@ def _look(name: str) -> None:
             kill([process], _KILL_TIMEOUT_S)
 
 
-def watch_over_coordinators(stopped_s: float) -> None:
-    """From now on, in a thread: whoever has asked a coordinator that was stopped for so long learns that it is dead."""
-    watch = _Coordinators(stopped_s)
+def watch_over_coordinators(stopped_s: float, end: Callable[[str, str], None]) -> None:
+    """From now on, in a thread: whoever has asked a coordinator that was stopped for so long learns that it is dead.
+
+    `end` ends a pipeline, and notes why, before its coordinator is killed.
+    """
+    watch = _Coordinators(stopped_s, end)
     threading.Thread(target=watch.look_forever, name="coordinators", daemon=True).start()
 
 
 class _Coordinators:
-    def __init__(self, stopped_s: float) -> None:
+    def __init__(self, stopped_s: float, end: Callable[[str, str], None]) -> None:
         self._stopped_s = stopped_s
+        self._end = end
         self._processes: dict[tuple[str, str], Process] = {}  # by namespace and name
         self._stopped_at: dict[Process, float] = {}
 
@@ -88,11 +97,14 @@ class _Coordinators:
                 self._processes[namespace, name] = process
 
     def _look(self, now: float) -> None:
-        stopped = {process for process in self._processes.values() if state(process) == "stopped"}
+        stopped = {process: name for (_, name), process in self._processes.items() if state(process) == "stopped"}
         self._stopped_at = {process: self._stopped_at.get(process, now) for process in stopped}
         for process, since in self._stopped_at.items():
             if now - since >= self._stopped_s:
                 logger.error("%s (process %d) was stopped and did not go on: it is killed", process.name, process.pid)
+                why = f"{COORDINATOR}, process {process.pid}, was stopped (SIGSTOP) and did not go on"
+                with contextlib.suppress(RlixError, RayError):  # it has ended, or does not within its time
+                    self._end(stopped[process].removeprefix(COORDINATOR_ACTOR_NAME_PREFIX), why)
                 kill([process], _KILL_TIMEOUT_S, "it was stopped (SIGSTOP) and did not go on")
 
 

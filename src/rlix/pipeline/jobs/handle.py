@@ -11,6 +11,8 @@ from ray._private import state as ray_state
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import in_words, root_cause
+from rlix.control.watchdog import COORDINATOR
+from rlix.pipeline.jobs.run_folder import how_to_go_on
 from rlix.pipeline.jobs.status import JobStatus
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.types import COORDINATOR_ACTOR_NAME_PREFIX, pipeline_namespace
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STOPPED_BY = "stopped by "
+"""So begins why a job ended that a person's command ended."""
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
 STATUS_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 60.0
@@ -64,10 +68,12 @@ class JobHandle:
                 self._last = ray.get(self._coordinator.status.remote(), timeout=STATUS_TIMEOUT_S) or self._last
         return self._last
 
-    def stop(self) -> None:
-        """Ask for a clean stop: the job writes a checkpoint and ends."""
+    def stop(self, why: str = "") -> None:
+        """Ask for a clean stop: the job writes a checkpoint and ends. Who follows it is told `why`, as in "stopped by
+        `rlix stop`"."""
+        said = (why,) if why and hasattr(self._coordinator, "about") else ()  # one that a user wrote is just stopped
         with contextlib.suppress(RayActorError):
-            self._coordinator.stop.remote()
+            self._coordinator.stop.remote(*said)
 
     def change_run(
         self, verb: Literal["add", "pause", "resume", "remove"], name: str, run: "RunSpec | None" = None
@@ -93,12 +99,12 @@ class JobHandle:
             raise WaitTimeoutError(f"job {self.name!r} was still in {self._last.phase!r} after {timeout_s:g} s")
         return self.status()
 
-    def close(self) -> None:
-        """Free everything the job holds, ended or not."""
+    def close(self, why: str = "closed") -> None:
+        """Free everything the job holds, ended or not. Who follows it is told `why` (STOPPED_BY...)."""
         self.status()
         with contextlib.suppress(RayError):
             ray.get(
-                self._orchestrator.unregister_pipeline.remote(pipeline_id=self.pipeline_id, reason="closed"),
+                self._orchestrator.unregister_pipeline.remote(pipeline_id=self.pipeline_id, reason=why),
                 timeout=_CALL_TIMEOUT_S,
             )
         with contextlib.suppress(ValueError):  # it has ended
@@ -123,7 +129,8 @@ class JobHandle:
         return final if final.state in FINAL_STATES else replace(final, state="stopped", phase="stopped")
 
     def _without_coordinator(self, error: RayError) -> JobStatus:
-        """How the job ended whose coordinator cannot say so any more: by its run folder."""
+        """How the job ended whose coordinator cannot say so any more: by its run folder, or by what the control plane
+        knows."""
         from rlix.monitor.records import ENDINGS, load_run
 
         with contextlib.suppress(SpecError, OSError):
@@ -131,8 +138,15 @@ class JobHandle:
             if record is not None and record.state in ENDINGS:
                 step = max((int(row["step"]) + 1 for row in record.metrics), default=self._last.step)
                 return replace(self._last, state=record.state, phase=record.state, step=step)
-        why = f"the job's coordinator does not say how it ended: {in_words(error)}"
-        return replace(self._last, state="failed", phase="failed", error=why)
+        why = ""
+        with contextlib.suppress(RayError):
+            asked = self._orchestrator.why_ended.remote(self.pipeline_id)
+            why = str(ray.get(asked, timeout=_CALL_TIMEOUT_S))
+        state = "stopped" if why.startswith(STOPPED_BY) else "failed"
+        if not why.startswith((STOPPED_BY, COORDINATOR)):  # what else is said of it followed from that
+            why = in_words(error, COORDINATOR)
+        on = "" if self.run_dir is None else f"; {how_to_go_on(self.run_dir)}"
+        return replace(self._last, state=state, phase=state, error=f"{why}{on}")
 
 
 def find_jobs(orchestrator: Any) -> list[JobHandle]:

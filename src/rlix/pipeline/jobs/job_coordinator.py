@@ -15,7 +15,7 @@ from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.flow.workers.futures import read_error
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator
 from rlix.pipeline.jobs.register import register
-from rlix.pipeline.jobs.run_folder import take_back
+from rlix.pipeline.jobs.run_folder import how_to_go_on, take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
@@ -58,6 +58,7 @@ class JobCoordinator(PipelineCoordinator):
         self._unstarted.daemon = True
         self._unstarted.start()
         self._stop_wanted = False
+        self._stopped_by = ""  # whose command
         self._resumes = 0  # because a node had left
         self._other: JobSpec | None = None  # by another plan: what to go on with
         self._former: JobSpec | None = None  # what to go back to when the other plan does no step
@@ -110,9 +111,10 @@ class JobCoordinator(PipelineCoordinator):
             await self._refresh(_STATUS_TIMEOUT_S)
         return self._final or self._last
 
-    async def stop(self) -> None:
-        """Ask the job to stop cleanly."""
+    async def stop(self, why: str = "") -> None:
+        """Ask the job to stop cleanly. Who follows it is told `why`."""
         self._stop_wanted = True
+        self._stopped_by = why or self._stopped_by
         with contextlib.suppress(RayActorError):
             await super().stop()
 
@@ -157,6 +159,8 @@ class JobCoordinator(PipelineCoordinator):
         return replace(final, moved_to=str(moved), error=f"{final.error}\n{said}")
 
     async def _be_over(self, final: JobStatus) -> None:
+        if final.state == "stopped" and self._stopped_by:
+            final = replace(final, error=f"{self._stopped_by}; {how_to_go_on(self._config.run_dir)}")
         self._final = final
         self._ended.set()
         if self._pipeline is not None:
@@ -275,6 +279,8 @@ class JobCoordinator(PipelineCoordinator):
 
     async def _why_it_died(self, error: RayError) -> str:
         """The control plane may have ended it, and then knows why."""
+        if isinstance(error, RayActorError) and error.actor_init_failed:
+            return in_words(error)
         with contextlib.suppress(RayError, ValueError, TimeoutError):
             orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
             why = await asyncio.wait_for(orchestrator.why_ended.remote(self._pipeline_id), _WHY_TIMEOUT_S)

@@ -294,6 +294,13 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted((int(match[1]), path) for match, path in matches)
 
 
+def how_to_go_on(path: Path) -> str:
+    """What a person does next whose run in the folder `path` was ended."""
+    if not list_checkpoints(path / "checkpoints"):
+        return "it has no checkpoint to go on from"
+    return "`rlix run --resume` goes on from its newest checkpoint"
+
+
 def earlier_runs(path: Path) -> list[Path]:
     """Runs of the same name that were moved aside and have checkpoints, the one last moved first."""
     name = re.compile(re.escape(path.name) + _ASIDE)
