@@ -15,7 +15,9 @@ from rlix.node import output
 path, mib = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 print("before")
 assert output.file() is None
-output.to_file(path, bounded=True)
+output.to_file(output.early_file(path.parent), bounded=True)
+print("while it starts")
+output.to_file(path, bounded=True, after=output.early_file(path.parent))
 assert output.file() == path
 print("from Python")
 os.write(1, b"from C\\n")
@@ -41,8 +43,9 @@ def test_everything_that_is_printed_is_in_a_file_of_bounded_size(tmp_path: Path,
     assert (done.returncode, done.stdout) == (0, "before\n"), done.stderr
     assert done.stderr == "what a person must see\nseen, too\n"
     text = path.read_text()
-    assert text.startswith("from Python\nfrom C\nfrom a child\nand its errors\n")
+    assert text.startswith("while it starts\nfrom Python\nfrom C\nfrom a child\nand its errors\n")
     assert text.endswith("the last\n")
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
     assert (tmp_path / "other").read_text() == "elsewhere\n"
     assert path.stat().st_size <= 16 * 2**20 + 100
     assert text.count("more than 16,777,216 bytes were printed") == (1 if mib else 0)

@@ -1,8 +1,11 @@
 """A user's pipeline that does not work."""
 
+import sys
 from collections.abc import Mapping
 
 from rlix.pipeline import Pipeline
+
+sys.stdout.write("imported\n")
 
 
 class BrokenPipeline(Pipeline):

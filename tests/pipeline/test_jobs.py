@@ -35,9 +35,16 @@ def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_bes
 ) -> None:
     broken = small("sort_digits", name="broken", pipeline={"name": "tests.pipeline.broken_pipeline:BrokenPipeline"})
     custom = small(str(EXAMPLE.with_suffix(".yaml")))
-    failed, fine = wait_all(jobs.start(broken, custom, runs=tmp_path), timeout_s=280)
-    assert failed.state == "failed"
-    assert re.fullmatch(r"RuntimeError: no luck today \(.*broken_pipeline\.py:10\)", failed.error or "")
+    stillborn = small(name="stillborn", pipeline={"name": "tests.pipeline.stillborn_pipeline:Pipeline"})
+    failed, fine, dead = wait_all(jobs.start(broken, custom, stillborn, runs=tmp_path), timeout_s=280)
+    assert (failed.state, dead.state) == ("failed", "failed")
+    assert re.fullmatch(r"RuntimeError: no luck today \(.*broken_pipeline\.py:13\)", failed.error or "")
+    assert (tmp_path / "broken" / "output.log").read_text() == "imported\n"
+    early = tmp_path / "stillborn.output.log"
+    why = r"SpecError: module .* cannot be imported: LookupError: no data \(.*stillborn_pipeline\.py:6\)"
+    assert re.fullmatch(rf"{why}\nwhat its code printed is in {early}", dead.error or ""), dead.error
+    assert early.read_text().startswith("looking for my data\n")  # then comes what Ray says
+    assert not list(tmp_path.glob("b*.log"))
     assert fine.state == "finished", fine
     metrics = rows(tmp_path / "best_of_group" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(STEPS))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class _This:
 
     file: Path | None = None
     terminal: TextIO | None = None
+    bounded: int | None = None  # the descriptor of the file that is kept small
 
 
 _this = _This()
@@ -37,11 +39,17 @@ def terminal() -> TextIO:
     return _this.terminal or sys.stderr
 
 
-def to_file(path: Path, *, bounded: bool) -> None:
+def early_file(run_dir: Path) -> Path:
+    """Where the output of a job goes that is starting: its run folder may still be an earlier run's."""
+    return run_dir.with_name(f"{run_dir.name}.{FILE}")
+
+
+def to_file(path: Path, *, bounded: bool, after: Path | None = None) -> None:
     """From here on let what this process and its children print, in Python or not, be appended to `path`.
 
     Args:
         bounded: keep the file small while this process lives, whoever else writes to it: one process of a job does.
+        after: an earlier such file; if it is there, what it has comes first, and it is removed.
 
     Raises:
         OSError: the file cannot be opened; everything is as it was.
@@ -49,14 +57,28 @@ def to_file(path: Path, *, bounded: bool) -> None:
     opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     if _this.terminal is None:
         _this.terminal = os.fdopen(os.dup(_STDERR), "w", buffering=1, errors="backslashreplace")
-    for stream, number in ((sys.stdout, _STDOUT), (sys.stderr, _STDERR)):
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if after is not None:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            after.open("rb") as before,
+            open(opened, "ab", closefd=False) as file,
+        ):
+            shutil.copyfileobj(before, file)
+            after.unlink()
+    for number in (_STDOUT, _STDERR):
         os.dup2(opened, number)
-    os.close(opened)
     _this.file = path
-    if bounded:
-        threading.Thread(target=_keep_small, args=(os.dup(_STDOUT),), name="output", daemon=True).start()
+    if not bounded:
+        os.close(opened)
+    elif _this.bounded is None:
+        _this.bounded = opened
+        threading.Thread(target=_keep_small, args=(opened,), name="output", daemon=True).start()
+    else:
+        os.dup2(opened, _this.bounded)
+        os.close(opened)
 
 
 def _keep_small(descriptor: int) -> None:

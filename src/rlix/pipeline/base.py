@@ -232,7 +232,8 @@ class Pipeline(ABC):
             self.folder, self.spec.checkpoint.keep, self.spec.evaluation, self._note_checkpoint
         )
         if self.keeps_output:
-            output.to_file(self.folder.path / output.FILE, bounded=True)
+            early = output.early_file(self.config.run_dir)
+            output.to_file(self.folder.path / output.FILE, bounded=True, after=early)
         self._log = JobLog(self.folder.path, self.log_thread)
         changed = [f"{change.field}: {shown(change.old)} → {shown(change.new)}" for change in changes]
         moved = [] if (there := self.folder.earlier) is None else [f"the run that was here before is in {there}"]

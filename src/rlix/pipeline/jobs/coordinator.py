@@ -1,6 +1,7 @@
 """The coordinator: the actor of a job that people and their programs talk to."""
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import threading
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlix.control.rpc import call, in_words, outlast
 from rlix.flow.prefork import runtime_env
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
+from rlix.node import output
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.pipeline.jobs.hosts import home
 from rlix.pipeline.jobs.need import start_need
@@ -138,7 +140,8 @@ class PipelineCoordinator:
         try:
             await outlast(pipeline, pipeline.wait_ended.remote, what=f"the pipeline of {self._pipeline_id}")
         except (RayActorError, WaitTimeoutError) as error:
-            logger.warning("the pipeline actor of %s is lost: %s", self._pipeline_id, error)
+            why = in_words(error) if isinstance(error, RayActorError) else error
+            logger.warning("%s: its own process is lost: %s", self._config.spec.name, why)
         self._closed.set()
 
 
@@ -146,6 +149,7 @@ class PipelineActor:
     """The actor around a job's `Pipeline`: only its process imports what the pipeline needs."""
 
     def __init__(self, pipeline_id: str, config: JobConfig) -> None:
+        early_output(config.run_dir)  # what is imported next may print
         self._pipeline: Pipeline = resolve_pipeline(config.spec)(pipeline_id, config)
         self._pipeline.keeps_output = True
         self._pipeline.client.join(config.spec.name)
@@ -204,6 +208,12 @@ class PipelineActor:
             raise SpecError(f"{spec.name} has not begun its runs yet; try again in a moment")
         change = getattr(self._pipeline, verb)
         change(name) if run is None else change(name, run)
+
+
+def early_output(run_dir: Path) -> None:
+    """What this process prints goes to a file beside the run folder, until that is the job's."""
+    with contextlib.suppress(OSError):  # on a host that does not have the place; the job says so
+        output.to_file(output.early_file(run_dir), bounded=True)
 
 
 def _run_into(ended: "Future[JobSummary]", run: Callable[[], JobSummary]) -> None:

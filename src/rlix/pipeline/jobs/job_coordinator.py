@@ -13,7 +13,8 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, Ray
 
 from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.flow.workers.futures import read_error
-from rlix.pipeline.jobs.coordinator import PipelineCoordinator
+from rlix.node import output
+from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.run_folder import how_to_go_on, take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
@@ -71,6 +72,9 @@ class JobCoordinator(PipelineCoordinator):
         async with self._starting:
             if self._supervisor is None:
                 self._unstarted.cancel()
+                output.early_file(self._config.run_dir).unlink(missing_ok=True)  # of a start that came to nothing
+                early_output(self._config.run_dir)
+                logging.getLogger("rlix").addHandler(logging.StreamHandler(output.terminal()))
                 self._supervisor = asyncio.create_task(self._begin())
 
     async def _begin(self) -> None:
@@ -161,7 +165,7 @@ class JobCoordinator(PipelineCoordinator):
     async def _be_over(self, final: JobStatus) -> None:
         if final.state == "stopped" and self._stopped_by:
             final = replace(final, error=f"{self._stopped_by}; {how_to_go_on(self._config.run_dir)}")
-        self._final = final
+        self._final = _with_output(final, output.early_file(self._config.run_dir))
         self._ended.set()
         if self._pipeline is not None:
             await self.closed()
@@ -299,6 +303,14 @@ class JobCoordinator(PipelineCoordinator):
 
     def _failed(self, error: str) -> JobStatus:
         return replace(self._last, state="failed", phase="failed", error=error)
+
+
+def _with_output(final: JobStatus, early: Path) -> JobStatus:
+    """Of a job that never had its run folder: where what its code printed is, if it did."""
+    if early.is_file() and early.stat().st_size and final.state == "failed":
+        return replace(final, error=f"{final.error}\nwhat its code printed is in {early}")
+    early.unlink(missing_ok=True)
+    return final
 
 
 async def _staying() -> set[str]:
