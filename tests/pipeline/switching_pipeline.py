@@ -6,7 +6,7 @@ from typing import Any
 
 from rlix.pipeline import Pipeline
 from rlix.pipeline.planning.watch import PlanWatch
-from rlix.pipeline.spec.clusters import ClusterSpec
+from rlix.pipeline.spec.clusters import TrainerSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.types import Phase
@@ -21,7 +21,7 @@ class Told(PlanWatch):
         return "it drifts" if self.gpus else ""
 
     def anew(self, *_: Any) -> JobSpec | None:
-        clusters = self._spec.clusters.model_copy(update={"actor_train": ClusterSpec(gpus=self.gpus)})
+        clusters = self._spec.clusters.model_copy(update={"actor_train": TrainerSpec(gpus=self.gpus)})
         return self._spec.model_copy(update={"clusters": clusters, "plan": PlanSpec(chosen=f"on {self.gpus}")})
 
 

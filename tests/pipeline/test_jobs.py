@@ -15,7 +15,7 @@ import rlix
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices, wait_all
 from rlix.pipeline.jobs.status import JobConfig
-from rlix.pipeline.spec.clusters import ClusterSpec
+from rlix.pipeline.spec.clusters import ReplicasSpec
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_jobs import STEPS, Jobs, closing_jobs, leases_left, rows, small
@@ -70,7 +70,7 @@ def test_split_gives_each_job_a_part_of_its_own() -> None:
 
 def test_split_gives_parts_of_a_pool_with_gaps() -> None:
     job = load_job("sort_digits")
-    kept = job.clusters.model_copy(update={"actor_infer": ClusterSpec(tensor_parallel=2)})
+    kept = job.clusters.model_copy(update={"actor_infer": ReplicasSpec(tensor_parallel=2)})
     job = job.model_copy(
         update={"clusters": kept, "algorithm": job.algorithm.model_copy(update={"options": {"kl_coefficient": 0.1}})}
     )
@@ -84,7 +84,7 @@ def test_split_gives_parts_of_a_pool_with_gaps() -> None:
 
 def test_split_refuses_a_bundle_larger_than_a_part() -> None:
     job = load_job("sort_digits")
-    wide = ClusterSpec(devices=(0, 1, 2, 3), tensor_parallel=4)
+    wide = ReplicasSpec(devices=(0, 1, 2, 3), tensor_parallel=4)
     job = job.model_copy(update={"clusters": job.clusters.model_copy(update={"actor_infer": wide})})
     with pytest.raises(SpecError, match=r"actor_infer needs 4 devices, .*gives each job 2; .* lower tensor_parallel"):
         split_devices([job, job], range(4))

@@ -54,7 +54,7 @@ def job(**changes: Any) -> JobSpec:
         "model": {"path": "/qwen", "dtype": "bfloat16"},
         "rollout": {"max_new_tokens": 7168, "executor": "vllm", "max_num_seqs": 256},
         "training": {"micro_batch_tokens": 16384, "activation_checkpointing": True},
-        "clusters": {"actor_train": {"gpus": 8, "tensor_parallel": 8}, "actor_infer": {"gpus": 8}},
+        "clusters": {"actor_train": {"gpus": 8}, "actor_infer": {"gpus": 8}},
     }
     return JobSpec.model_validate(values | changes)
 
@@ -167,9 +167,9 @@ class TestJob:
         ("changes", "cluster", "advice"),
         [
             (
-                {"clusters": {"actor_train": {"gpus": 8}}},
+                {"clusters": {"actor_train": {"gpus": 8, "shards": 1}}},
                 "actor_train",
-                "set clusters.actor_train.tensor_parallel: 8",
+                "set clusters.actor_train.shards: 8",
             ),
             ({"training": {}}, "actor_train", "set training.activation_checkpointing: true"),
             (
@@ -180,7 +180,7 @@ class TestJob:
             (
                 {"clusters": {"actor_train": {"gpus": 1}}, "training": {"activation_checkpointing": True}},
                 "actor_train",
-                "set training.offload_optimizer: true or set clusters.actor_train.tensor_parallel: 2",
+                "set training.offload_optimizer: true or set clusters.actor_train.gpus: 2",
             ),
             (
                 {"rollout": {"max_new_tokens": 7168, "executor": "vllm", "max_num_seqs": 65536}},

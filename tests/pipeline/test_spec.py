@@ -65,10 +65,10 @@ class TestGood:
     def test_what_is_left_out_has_a_sensible_default(self, tmp_path: Path) -> None:
         changes: dict[str, Any] = {
             "algorithm": {"name": "ppo", "options": {"kl_coefficient": 0.1}},
-            "clusters": {"actor_train": {"gpus": 2, "tensor_parallel": 2}},
+            "clusters": {"actor_train": {"gpus": 2, "shards": 2}},
         }
         spec = load_job(write(tmp_path, with_keys(**changes)))
-        assert {name: (c.mapping, c.tensor_parallel) for name, c in spec.clusters_in_use.items()} == {
+        assert {name: (c.mapping, c.unit) for name, c in spec.clusters_in_use.items()} == {
             "actor_train": (2, 2),
             "actor_infer": (None, 1),  # the whole pool
             "critic": (2, 2),
@@ -79,6 +79,14 @@ class TestGood:
         spec = load_job(write(tmp_path, with_keys(**changes)))
         assert spec.clusters_in_use["critic"].mapping == [3]
         assert list(load_job(write(tmp_path, VALID)).clusters_in_use) == ["actor_train", "actor_infer"]
+
+    @pytest.mark.parametrize(("given", "shards"), [({}, 8), ({"shards": 2}, 2), ({"tensor_parallel": 4}, 4)], ids=str)
+    def test_a_trainer_holds_one_copy_unless_told_otherwise(
+        self, tmp_path: Path, given: dict[str, int], shards: int
+    ) -> None:
+        spec = load_job(write(tmp_path, with_keys(clusters={"actor_train": {"gpus": 8, **given}})))
+        assert spec.clusters.actor_train.copy_of(8) == shards
+        assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
 
     @pytest.mark.parametrize("spelling", ["4-8", "4 - 8", {"min": 4, "max": 8}])
     def test_a_range_in_a_pipeline_of_ones_own(self, tmp_path: Path, spelling: Any) -> None:
@@ -356,7 +364,7 @@ class TestBad:
         assert "give one number, e.g. 'gpus: 4' (a range is for a pipeline of your own" in line
         own = "rlix.pipeline:FullFinetunePipeline"
         text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})
-        assert "no multiple of tensor_parallel 4 lies from 5 to 7" in failure(tmp_path, text)[0]
+        assert "no multiple of shards 4 lies from 5 to 7" in failure(tmp_path, text)[0]
 
     def test_clusters_that_say_nothing(self, tmp_path: Path) -> None:
         clusters: dict[str, Any] = {"actor_train": {"tensor_parallel": 2}, "critic": {}}

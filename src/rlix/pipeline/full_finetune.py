@@ -39,6 +39,7 @@ from rlix.pipeline.training.metrics import mean_metrics
 from rlix.pipeline.training.module import OptimizedModule
 from rlix.pipeline.training.parameter_groups import check_patterns
 from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Cluster
 from rlix.protocol.types import ClusterName, Phase
 
 
@@ -330,6 +331,13 @@ class FullFinetunePipeline(Pipeline):
         )
         return engine
 
+    def _shards(self, cluster: Cluster, devices: int) -> int:
+        """All, unless the job says otherwise, or who registered it by a number of its own."""
+        said = self.spec.clusters_in_use.get(cluster.name)
+        if cluster.tensor_parallel_size > 1:
+            return cluster.tensor_parallel_size
+        return devices if said is None else said.copy_of(devices)
+
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
         module = policy_on_meta(path)
         check_patterns([name for name, _ in module.named_parameters()], self.spec.optimizer)
@@ -344,7 +352,7 @@ class FullFinetunePipeline(Pipeline):
         with self.phase(name, Phase.INITIALIZATION) as lease:
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
-                tensor_parallel_size=cluster.tensor_parallel_size,
+                shard=self._shards(cluster, len(lease.devices)),
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,

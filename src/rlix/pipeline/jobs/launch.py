@@ -100,7 +100,7 @@ def _create(config: JobConfig, orchestrator: Any) -> JobHandle:
 def split_devices(specs: Sequence[JobSpec], pool: Sequence[int]) -> list[JobSpec]:
     """Give each job an equal part of the pool's devices to itself: what sharing is compared with.
 
-    A cluster keeps its tensor-parallel size, and its number of devices as far as the job's part has them.
+    A cluster keeps the size of its replicas or shards, and its number of devices as far as the job's part has them.
 
     Raises:
         SpecError: the part is smaller than the least that one of a job's clusters runs on.
@@ -112,19 +112,19 @@ def split_devices(specs: Sequence[JobSpec], pool: Sequence[int]) -> list[JobSpec
 def _on_part(spec: JobSpec, part: tuple[int, ...]) -> JobSpec:
     clusters = {}
     for name, cluster in spec.clusters_in_use.items():
-        parallel = cluster.tensor_parallel
-        count = min(cluster.count or len(part), len(part)) // parallel * parallel
+        unit = cluster.unit
+        count = min(cluster.count or len(part), len(part)) // unit * unit
         if count < max(cluster.least, 1):
             raise SpecError(
                 f"{spec.name}: clusters.{name} needs {cluster.least} devices, but an equal split gives each job "
                 f"{len(part)}; run fewer jobs side by side, or lower {_least_field(cluster)}"
             )
-        clusters[name] = ClusterSpec(devices=part[:count], tensor_parallel=parallel)
+        clusters[name] = cluster.on(devices=part[:count])
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters), "plan": None})
 
 
 def _least_field(cluster: ClusterSpec) -> str:
-    return "tensor_parallel" if cluster.least == cluster.tensor_parallel else "the range's min"
+    return cluster.unit_field if cluster.least == cluster.unit else "the range's min"
 
 
 def wait_all(handles: Sequence[JobHandle], timeout_s: float) -> list[JobStatus]:

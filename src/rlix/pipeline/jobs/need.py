@@ -21,9 +21,9 @@ def start_need(spec: JobSpec) -> StartNeed:
     """A trained model's state is spread over its cluster's processes; a rollout's replica has the weights."""
     weights, stated = _weights(spec), {"": PROCESS}
     for name, cluster in spec.clusters_in_use.items():
-        ranks = cluster.count or cluster.tensor_parallel
+        ranks = cluster.count or cluster.unit
         rollout = name == ClusterName.ACTOR_INFER
-        stated[name] = PROCESS + (weights // cluster.tensor_parallel if rollout else _STATE * weights // ranks)
+        stated[name] = PROCESS + (weights // cluster.unit if rollout else _STATE * weights // ranks)
     return StartNeed(_kind(spec), stated)
 
 

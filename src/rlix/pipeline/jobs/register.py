@@ -25,7 +25,7 @@ def register(spec: JobSpec, orchestrator: Any) -> str:
     registered = orchestrator.register_pipeline.remote(
         pipeline_id=pipeline_id,
         ray_namespace=pipeline_namespace(pipeline_id),
-        cluster_tp_configs={name: cluster.tensor_parallel for name, cluster in clusters.items()},
+        cluster_tp_configs={name: cluster.unit for name, cluster in clusters.items()},
         cluster_device_mappings={name: cluster.mapping for name, cluster in clusters.items()},
         cluster_device_alternatives={name: [] for name in stay},
         name=spec.name,

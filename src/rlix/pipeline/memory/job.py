@@ -75,7 +75,7 @@ def _of_job(spec: "JobSpec", model: ModelShape, memory: int | None, trained: int
     needs.append(estimate.sync(model, train))
     replica = _generation(spec, model)
     infer = clusters[ClusterName.ACTOR_INFER]
-    needs.append(estimate.generation(model, replica, infer.count or infer.tensor_parallel))
+    needs.append(estimate.generation(model, replica, infer.count or infer.unit))
     fits = None if memory is None else estimate.sequences_that_fit(model, replica, usable(memory))
     return JobMemory(tuple(needs), replica.longest, replica.sequences, fits)
 
@@ -134,11 +134,11 @@ def described(need: Need) -> str:
 
 def _training(spec: "JobSpec", cluster: ClusterSpec, model: ModelShape) -> Training:
     longest, own = _longest(spec, model), spec.training
-    devices = cluster.count or cluster.tensor_parallel
+    devices = cluster.count or cluster.unit
     rows = -(-spec.trajectories_per_step // (spec.algorithm.minibatches * devices))  # of a minibatch, on a device
     return Training(
         devices=devices,
-        width=cluster.tensor_parallel,
+        width=cluster.copy_of(devices),
         compute=_bytes(spec),
         tokens=min(max(own.micro_batch_tokens, longest), rows * longest),
         checkpointing=own.activation_checkpointing,
@@ -206,8 +206,10 @@ def _ways_of_rollout(spec: "JobSpec") -> dict[str, str]:
 
 def _ways_of_training(spec: "JobSpec", need: Need) -> dict[str, str]:
     own, cluster = spec.training, spec.clusters_in_use[need.cluster]
-    width, count = cluster.tensor_parallel, cluster.count or 1
-    wider = f"set clusters.{need.cluster}.tensor_parallel: {count if count > width else 2 * width}"
+    count = cluster.count or 1
+    width = cluster.copy_of(count)
+    field, more = ("shards", count) if count > width else ("gpus", 2 * width)
+    wider = f"set clusters.{need.cluster}.{field}: {more}"
     offload = count == width and not own.offload_optimizer
     fewer = f"lower training.micro_batch_tokens ({own.micro_batch_tokens}), and the longest trajectory with it"
     keeps = need.phase.endswith("training") and not own.activation_checkpointing

@@ -13,7 +13,6 @@ from rlix.flow.planner import Mode, Plan, Planned, make_plan
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.pipeline.planning.declared import answer_lengths, declared_profile, prompt_tokens
 from rlix.pipeline.planning.graph import DEVICE, Fits, job_graph, parts_of
-from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import SpecError
@@ -138,10 +137,9 @@ def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int], profile: Profil
     """The job with the plan's widths; with its devices only where it matters which."""
     clusters, anywhere = {}, all(part.first == 0 for part in plan.parts)
     for part in plan.parts:
-        tensor_parallel = spec.clusters_in_use[part.name].tensor_parallel
         devices = tuple(ids[part.first : part.first + part.devices])
-        own = {"gpus": part.devices} if anywhere else {"devices": devices}
-        clusters[part.name] = ClusterSpec(tensor_parallel=tensor_parallel, **own)
+        own = spec.clusters_in_use[part.name]
+        clusters[part.name] = own.on(gpus=part.devices) if anywhere else own.on(devices=devices)
     made = {
         "chosen": f"{plan.mode}: {plan.shape}",
         "step_s": plan.seconds,
@@ -156,7 +154,7 @@ def unplanned(spec: JobSpec) -> JobSpec:
     """The job as if its clusters had been left to a plan."""
     if spec.is_unplanned:
         return spec
-    narrow = {name: ClusterSpec(tensor_parallel=c.tensor_parallel) for name, c in spec.clusters.items()}
+    narrow = {name: c.on() for name, c in spec.clusters.items()}
     section = (spec.plan or PlanSpec()).model_copy(update={"chosen": "", "step_s": 0.0, "load_s": 0.0, "seconds": {}})
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=narrow), "plan": section})
 
@@ -182,8 +180,8 @@ def memory_of(spec: JobSpec, memory: int | None) -> Fits:
 def profile_path(home: Path, spec: JobSpec) -> Path:
     """Tables are kept by machine and by all of a job that decides how long its parts take, which its name does not."""
     values = spec.model_dump(mode="json", include=set(_TIMED))
-    tensor_parallel = {name: cluster.tensor_parallel for name, cluster in spec.clusters_in_use.items()}
-    text = json.dumps([values, tensor_parallel, spec.schedule.works_ahead], sort_keys=True, default=str)
+    units = {name: getattr(cluster, cluster.unit_field) for name, cluster in spec.clusters_in_use.items()}
+    text = json.dumps([values, units, spec.schedule.works_ahead], sort_keys=True, default=str)
     return path_of(home, f"job-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}")
 
 

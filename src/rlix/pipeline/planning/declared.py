@@ -36,7 +36,7 @@ def _part(spec: JobSpec, name: str, devices: int, off_policy: bool) -> PartProfi
         leaves = _leaves(spec, off_policy)
         load_s, offload_s = max(0.0, leaves * speed.expand_s - sync_s), leaves * speed.shrink_s
     else:  # an engine comes and goes with every phase, whoever else uses its devices
-        unit, (scored, trained) = spec.clusters_in_use[name].tensor_parallel, passes(spec, name, off_policy)
+        unit, (scored, trained) = spec.clusters_in_use[name].unit, passes(spec, name, off_policy)
         token_s = (scored * speed.scored_token_ms + trained * speed.trained_token_ms) / 1e3
         moves_s = 2 * (scored + (trained > 0)) * speed.move_s
         rows = [ceil(total / (n * unit)) for n in widths]

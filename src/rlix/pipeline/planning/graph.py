@@ -37,7 +37,7 @@ def job_graph(spec: JobSpec, profile: Profile, devices: int, fits: Fits, *, ahea
 
 
 def _component(spec: JobSpec, profile: Profile, name: str, devices: int, fits: Fits) -> Component:
-    known, unit = profile.parts[name], spec.clusters_in_use[name].tensor_parallel
+    known, unit = profile.parts[name], spec.clusters_in_use[name].unit
     widths = widths_of(spec, name, devices)
     roomy = tuple(width for width in widths if fits(name, width * unit))
     if not roomy:
@@ -56,8 +56,8 @@ def _component(spec: JobSpec, profile: Profile, name: str, devices: int, fits: F
 
 
 def widths_of(spec: JobSpec, name: str, devices: int) -> tuple[int, ...]:
-    """Numbers of ranks, each of `tensor_parallel` devices, among which a cluster's batches divide."""
-    unit = spec.clusters_in_use[name].tensor_parallel
+    """Numbers of ranks, each of `unit` devices, among which a cluster's batches divide."""
+    unit = spec.clusters_in_use[name].unit
     ranks = range(1, devices // unit + 1)
     if name == ClusterName.ACTOR_INFER:
         return tuple(ranks)
@@ -68,6 +68,7 @@ def widths_of(spec: JobSpec, name: str, devices: int) -> tuple[int, ...]:
 
 
 def _indivisible(spec: JobSpec, name: str) -> str:
-    unit = spec.clusters_in_use[name].tensor_parallel
+    cluster = spec.clusters_in_use[name]
     total, parts = spec.trajectories_per_step, spec.algorithm.minibatches
-    return f"its tensor_parallel is {unit}, and {total} samples in {parts} minibatches must divide among its devices"
+    unit = f"its {cluster.unit_field} is {cluster.unit}"
+    return f"{unit}, and {total} samples in {parts} minibatches must divide among its devices"

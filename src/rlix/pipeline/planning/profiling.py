@@ -12,7 +12,6 @@ from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.monitor.records import RunRecord, Span
 from rlix.pipeline.planning.graph import parts_of, widths_of
-from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.protocol.errors import SpecError
@@ -53,10 +52,7 @@ def trials(spec: JobSpec, devices: int, widths: Sequence[int], prompts: Sequence
 
 
 def _trial(spec: JobSpec, width: int, sizes: Sequence[int]) -> JobSpec:
-    clusters = {
-        name: ClusterSpec(gpus=width * cluster.tensor_parallel, tensor_parallel=cluster.tensor_parallel)
-        for name, cluster in spec.clusters_in_use.items()
-    }
+    clusters = {name: cluster.on(gpus=width * cluster.unit) for name, cluster in spec.clusters_in_use.items()}
     cap = spec.algorithm.cap(spec.schedule.works_ahead)  # as the job weighs its samples, though here none is older
     changed = {
         "name": f"profile-{spec.name[:_NAME_LENGTH]}-{width}",
@@ -72,7 +68,7 @@ def _trial(spec: JobSpec, width: int, sizes: Sequence[int]) -> JobSpec:
 
 
 def _divides(spec: JobSpec, width: int, prompts: int) -> bool:
-    widest = max(cluster.tensor_parallel for cluster in spec.clusters_in_use.values())
+    widest = max(cluster.unit for cluster in spec.clusters_in_use.values())
     return prompts * spec.rollout.samples_per_prompt % (width * widest * spec.algorithm.minibatches) == 0
 
 

@@ -95,7 +95,7 @@ class PlanWatch:
         assert plan is not None
         kept = measured_in(folder)
         kept["times"] = {
-            name: [(clusters[name].count or 0) // clusters[name].tensor_parallel, seconds * self._ratios.get(name, 1.0)]
+            name: [(clusters[name].count or 0) // clusters[name].unit, seconds * self._ratios.get(name, 1.0)]
             for name, seconds in plan.seconds.items()
         }
         replace_file(folder / FILE, json.dumps(kept).encode())

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BeforeValidator,
@@ -54,15 +54,14 @@ def _is_count(value: object) -> bool:
 class ClusterSpec(Section):
     """How many devices one worker set uses, or which, in rank order: `gpus` or `devices`, not both."""
 
+    unit_field: ClassVar[str] = ""
+
     gpus: Annotated[Count | GpuRange | None, BeforeValidator(_gpus)] = None
     """A number; RLix chooses devices that other jobs' training uses least, and the same for all parts of this job. For
     `actor_infer` the most it may use. A range, `{min: 4, max: 8}` or `4-8`, is for pipelines of your own that run where
     their lease says: those that ship with RLix build their engines on devices that are fixed when the job starts."""
     devices: Annotated[tuple[Index, ...] | None, Field(strict=False)] = None
     """Ids of devices, where it matters which."""
-    tensor_parallel: Count = 1
-    """Consecutive devices that hold one copy of the weights between them. Those of a replica are on one node,
-    where they fit; with `vllm` they may be on several, as many on each."""
 
     @field_validator("devices")
     @classmethod
@@ -98,9 +97,23 @@ class ClusterSpec(Section):
         return self.gpus.max if isinstance(self.gpus, GpuRange) else self.gpus
 
     @property
+    def unit(self) -> int:
+        """It runs on a multiple of so many devices."""
+        return getattr(self, self.unit_field) or 1
+
+    def copy_of(self, devices: int) -> int:
+        """How many of so many devices hold one copy of the weights between them."""
+        return getattr(self, self.unit_field) or devices
+
+    @property
     def least(self) -> int:
         """The fewest devices it can run on."""
-        return self.gpus.min if isinstance(self.gpus, GpuRange) else self.tensor_parallel
+        return self.gpus.min if isinstance(self.gpus, GpuRange) else self.unit
+
+    def on(self, *, gpus: int | None = None, devices: tuple[int, ...] | None = None) -> Self:
+        """The same on so many devices, or on these; without either, left open."""
+        kept = {self.unit_field: getattr(self, self.unit_field)}
+        return type(self)(**kept, gpus=gpus, devices=devices)
 
     @property
     def mapping(self) -> list[int] | int | dict[str, int] | None:
@@ -110,16 +123,44 @@ class ClusterSpec(Section):
         return {"min": self.gpus.min, "max": self.gpus.max} if isinstance(self.gpus, GpuRange) else self.gpus
 
 
+class TrainerSpec(ClusterSpec):
+    """Devices that train or score together."""
+
+    unit_field: ClassVar[str] = "shards"
+
+    shards: Count | None = None
+    """How many of the devices hold one copy of weights and optimizer state between them (FSDP); left out: all. With
+    fewer there are several whole copies (replicas), which average their gradients. `tensor_parallel` is read as
+    this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was_called(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "tensor_parallel" in value and "shards" not in value:
+            return {("shards" if key == "tensor_parallel" else key): given for key, given in value.items()}
+        return value
+
+
+class ReplicasSpec(ClusterSpec):
+    """Devices that replicas of the model generate on."""
+
+    unit_field: ClassVar[str] = "tensor_parallel"
+
+    tensor_parallel: Count = 1
+    """Consecutive devices that hold one replica between them. They are on one node, where they fit; with `vllm` they
+    may be on several, as many on each."""
+
+
 class ClustersSpec(Section):
     """A worker set that is left out but needed is as large as `actor_train`, and in the same place."""
 
-    actor_train: ClusterSpec = ClusterSpec()
+    actor_train: TrainerSpec = TrainerSpec()
     """Must say how many devices, or which, unless a plan does."""
-    actor_infer: ClusterSpec = ClusterSpec()
+    actor_infer: ReplicasSpec = ReplicasSpec()
     """The rollouts; without `gpus` or `devices` they may use the whole pool."""
-    reference: ClusterSpec | None = None
+    reference: TrainerSpec | None = None
     """Of the reference model, which an algorithm with a `kl_coefficient` above 0 has."""
-    critic: ClusterSpec | None = None
+    critic: TrainerSpec | None = None
     """Of the critic, which `ppo` has."""
 
     @model_serializer(mode="wrap")
@@ -143,7 +184,7 @@ def cluster_problems(clusters: ClustersSpec, *, fixed: bool, planned: bool = Fal
         if planned and cluster.count is not None:
             yield Problem(
                 f"{where}.{cluster.field}",
-                "is what the plan decides; remove it (tensor_parallel may stay), or remove 'plan'",
+                f"is what the plan decides; remove it ({cluster.unit_field} may stay), or remove 'plan'",
             )
         elif planned:
             continue
@@ -154,17 +195,17 @@ def cluster_problems(clusters: ClustersSpec, *, fixed: bool, planned: bool = Fal
                 "planned: 'plan: auto'",
             )
         if isinstance(cluster.gpus, GpuRange):
-            yield from _range_problems(name, cluster.gpus, cluster.tensor_parallel, fixed)
-        elif cluster.count is not None and cluster.count % cluster.tensor_parallel:
+            yield from _range_problems(name, cluster, cluster.gpus, fixed)
+        elif cluster.count is not None and cluster.count % cluster.unit:
             listed = "" if cluster.devices is None else f" {list(cluster.devices)}"
             yield Problem(
-                f"{where}.tensor_parallel",
-                f"{cluster.tensor_parallel} does not divide the {cluster.count} devices{listed}; use a divisor of "
+                f"{where}.{cluster.unit_field}",
+                f"{cluster.unit} does not divide the {cluster.count} devices{listed}; use a divisor of "
                 f"{cluster.count}, or another number of devices",
             )
 
 
-def _range_problems(name: str, gpus: GpuRange, tensor_parallel: int, fixed: bool) -> Iterator[Problem]:
+def _range_problems(name: str, cluster: ClusterSpec, gpus: GpuRange, fixed: bool) -> Iterator[Problem]:
     where = f"clusters.{name}.gpus"
     if name == ClusterName.ACTOR_INFER:
         yield Problem(where, f"rollouts grow and shrink by themselves; give the most they may use: 'gpus: {gpus.max}'")
@@ -175,8 +216,8 @@ def _range_problems(name: str, gpus: GpuRange, tensor_parallel: int, fixed: bool
             f"starts; give one number, e.g. 'gpus: {gpus.max}' (a range is for a pipeline of your own that runs where "
             "its lease says)",
         )
-    elif gpus.max // tensor_parallel * tensor_parallel < gpus.min:
-        yield Problem(where, f"no multiple of tensor_parallel {tensor_parallel} lies from {gpus.min} to {gpus.max}")
+    elif gpus.max // cluster.unit * cluster.unit < gpus.min:
+        yield Problem(where, f"no multiple of {cluster.unit_field} {cluster.unit} lies from {gpus.min} to {gpus.max}")
 
 
 def pool_problems(clusters: ClustersSpec, pool: Collection[int]) -> Iterator[Problem]:
@@ -184,7 +225,7 @@ def pool_problems(clusters: ClustersSpec, pool: Collection[int]) -> Iterator[Pro
     for name, cluster in clusters.items():
         where = f"clusters.{name}.{cluster.field}"
         absent = [device for device in cluster.devices or () if device not in pool]
-        least = max(cluster.count or 0, cluster.tensor_parallel)
+        least = max(cluster.count or 0, cluster.unit)
         if not pool:
             yield Problem(where, "the pool has no devices; on a machine without GPUs set RLIX_VIRTUAL_GPUS")
         elif absent:

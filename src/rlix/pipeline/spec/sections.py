@@ -98,7 +98,7 @@ class Sections(Section):
     """Only on virtual GPUs: how fast the GPUs are that they stand for."""
     plan: PlanSpec | None = None
     """`auto`: RLix plans on how many devices each part runs, and on which; `clusters` then says no more than
-    `tensor_parallel`."""
+    `shards` and `tensor_parallel`."""
     clusters: ClustersSpec = ClustersSpec()
     """On how many devices each part runs, at least `actor_train: {gpus: 2}`; or there is a `plan`."""
 
