@@ -56,7 +56,6 @@ WRONG: dict[str, Call] = {
     "release: a word": lambda s, p, _: s.release.remote(p, "x"),
     "release: nothing": lambda s, p, _: s.release.remote(p, None),
     "release: of another job": lambda s, p, run: s.release.remote(p, [_others(run)]),
-    "release: twice": lambda s, p, run: _twice(s, p, run),  # noqa: PLW0108 - it is defined below
     "register: unknown id": lambda s, p, _: s.register_pipeline.remote("ft_999", "ns", {}, {}),
     "register: otherwise": lambda s, p, _: s.register_pipeline.remote(p, "ns", {"a": 1}, {"a": [0]}),
     "register: sizes are words": lambda s, p, _: s.register_pipeline.remote(p, "ns", {"a": "x"}, {"a": [0]}),
@@ -108,9 +107,3 @@ def _crew(run: Campaign) -> str:
 def _others(run: Campaign) -> int:
     lease, _ = run.holder_of(lambda lease: lease.pipeline_id != run.probe_id)
     return lease.epoch
-
-
-def _twice(scheduler: Any, pipeline_id: str, run: Campaign) -> Any:
-    lease = run.probe.acquire("probe", GANG, 30)
-    run.probe.release(lease)
-    return scheduler.release.remote(pipeline_id, [lease.epoch])

@@ -449,6 +449,28 @@ def test_a_lease_that_is_not_in_the_journal_is_nobodys_yet(tmp_path: Path) -> No
         assert second.outcome == world.held("ft_2")[0]
 
 
+def test_nor_is_a_bundle_whose_devices_became_free_while_the_disk_was_full() -> None:
+    world = World()
+    mine = world.roll("ft_1", 99)
+    world.core.report("ft_2", INFER.name, Demand(99))
+    world.run(0.0)
+    asked = world.held("ft_1", LeaseState.DRAINING)
+    assert asked
+
+    def refuse(events: object) -> None:
+        raise JournalError("cannot write to the journal: disk full")
+
+    world.journal.append = refuse  # type: ignore[method-assign, assignment]
+    world.core.given_back(*asked)
+    held = {lease.epoch for lease in world.held("ft_2")}
+    assert held
+    assert world.core.poll("ft_2", INFER.name, set(), set()).granted == ()
+    assert world.core.poll("ft_1", INFER.name, {lease.epoch for lease in mine}, set()).taken == ()
+    del world.journal.append
+    world.run(2.0)
+    assert {lease.epoch for lease in world.core.poll("ft_2", INFER.name, set(), set()).granted} == held
+
+
 def test_bundles_given_back_together_are_one_change_and_no_news_to_their_rollout() -> None:
     world = World()
     assert len(world.roll("ft_1", 99)) == 4

@@ -338,6 +338,20 @@ def test_who_gave_back_before_the_restart_is_not_ended_for_a_lock_that_went_afte
     assert world.core.known.log.since("ft_1", 0)[-1].reason is reason
 
 
+@pytest.mark.parametrize("cluster", ["", TRAIN.name])
+def test_a_process_that_another_job_names_as_its_own_is_not_ended_with_that_one(cluster: str) -> None:
+    world, program, worker, mine = kept_world(), process(1), process(2), process(3)
+    world.core.name_holders("ft_1", "", [(0, program)])
+    world.core.name_holders("ft_1", TRAIN.name, [(0, worker)])
+    world.core.name_holders("ft_2", cluster, [(0, program), (1, worker), (2, mine)])
+    world.core.end("ft_2", "a lie")
+    world.run(1.0)
+    assert world.machine.killed == [mine]
+    world.core.end("ft_1", "enough")
+    world.run(1.0)
+    assert world.machine.killed == [mine, program, worker]
+
+
 def test_who_ended_its_own_job_is_not_ended_with_it_after_a_restart() -> None:
     world, me, worker = kept_world(), process(1), process(2)
     world.core.name_holders("ft_1", "", [(0, me)])

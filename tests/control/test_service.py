@@ -31,6 +31,17 @@ class Kept(Forgetful):
         self.events += events
 
 
+class Timed(Forgetful):
+    """Can be read again."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, Event]] = []
+        self.now: Callable[[], float] = lambda: 1e9
+
+    def append(self, events: Any) -> None:
+        self.events += [(self.now(), event) for event in events]
+
+
 def asking(**asked: Any) -> Call:
     return lambda service: service.poll_gang("ft_1", TRAIN.name, GANG, Asked(**asked), 0.0)
 
@@ -118,6 +129,25 @@ def test_nobody_gives_back_what_another_job_holds() -> None:
     world.run(5.0)
     assert world.held("ft_1") == (lease,)
     assert world.machine.killed == []
+
+
+def test_what_was_given_back_may_be_given_back_again_also_after_a_restart_and_what_was_taken_may_not() -> None:
+    """The answer may have been lost with the scheduler, and then the question is asked again."""
+    journal = Timed()
+    world = World(journal=journal)
+    journal.now = lambda: 1e9 + world.clock.time()
+    gang, (bundle, *_) = world.gang("ft_1"), world.roll("ft_2", 9)
+    for _ in range(2):
+        asyncio.run(service_of(world).release("ft_1", [gang.epoch]))
+        asyncio.run(service_of(world).release("ft_2", [bundle.epoch]))
+        world.restart(list(journal.events))
+    with pytest.raises(StaleEpochError, match=f"lease {gang.epoch} is not held by 'ft_2'"):
+        asyncio.run(service_of(world).release("ft_2", [gang.epoch]))
+    world.run(2.0)
+    taken = world.gang("ft_1")
+    world.core.take(taken, "because")
+    with pytest.raises(StaleEpochError, match="because"):
+        asyncio.run(service_of(world).release("ft_1", [taken.epoch]))
 
 
 def test_what_is_given_back_with_a_question_goes_to_whoever_waits_and_to_no_rollout_in_between() -> None:

@@ -84,9 +84,12 @@ def epochs(where: str, value: object) -> None:
 
 
 def held(core: Core, pipeline_id: str, epochs: Sequence[int]) -> tuple[list[Lease], StaleEpochError | None]:
-    """The leases with these epochs that the pipeline holds, and what is to be said if it holds some of them not."""
+    """The leases with these epochs that the pipeline holds, and what is to be said if it holds some of them not.
+
+    What it has given back already may be given back again: the answer may have been lost with a scheduler.
+    """
     found = {s.lease.epoch: s.lease for s in core.state.leases_of(pipeline_id) if s.lease.epoch in epochs}
-    lacking = [epoch for epoch in epochs if epoch not in found]
+    lacking = [e for e in epochs if e not in found and not core.known.log.gave_back(pipeline_id, e)]
     return list(found.values()), _stale(core, pipeline_id, lacking) if lacking else None
 
 

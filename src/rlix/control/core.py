@@ -281,7 +281,7 @@ class Core:
                     continue  # it has given it back, and a node is still being asked
                 if lease.epoch in held:
                     self.loop.noted(lease)
-                else:
+                elif known.is_written(lease):
                     granted.append(lease)
             elif status.state is LeaseState.DRAINING:
                 existing.add(lease.epoch)

@@ -62,7 +62,9 @@ class Departures:
         if departure.ended < 2:
             departure.awaited_by = known.now + ANSWER_S
             known.alarm.set(pipeline_id, departure.awaited_by)
-            victims = [p for p in self._to_end(pipeline_id, departure) if p != departure.spare]
+            # Anybody may name any process as its own: whoever is another pipeline's, too, goes on with that.
+            spared = {departure.spare, *known.of_others(pipeline_id)}
+            victims = [p for p in self._to_end(pipeline_id, departure) if p not in spared]
             self._nodes.kill(victims, departure.told, partial(self._departed, pipeline_id, departure, departure.ended))
             return
         why = known.state.ending[pipeline_id]

@@ -103,6 +103,10 @@ class Knowledge:
             self._hand_out_written()
         return bool(active)
 
+    def is_written(self, lease: Lease) -> bool:
+        """Whether that it is active is in the journal, so that somebody may hear of it."""
+        return lease not in self._unwritten
+
     def _written(self) -> None:
         """The journal can be written again: what became active meanwhile is told now."""
         self._hand_out_written()
@@ -242,6 +246,14 @@ class Knowledge:
         """The processes that were named to keep bytes under any lease of a pipeline's."""
         clusters = self.state.registrations[pipeline_id].clusters
         return [process for cluster in clusters for process in self.state.holders(pipeline_id, cluster.name).values()]
+
+    def of_others(self, pipeline_id: str) -> set[Process]:
+        """The processes that other pipelines, which go on, have named or are spoken for by."""
+        found: set[Process] = set()
+        for other, job in self.jobs.items():
+            if other != pipeline_id and job.ending is None:
+                found.update(job.callers, self.workers(other), self.state.holders(other, "").values())
+        return found
 
     def named_holders(self, lease: Lease) -> tuple[Process, ...]:
         """The processes that were named to keep bytes under the lease."""

@@ -41,6 +41,13 @@ class LeaseLog:
         """The records after `number` (0: all that are kept), oldest first."""
         return tuple(record for record in self._records.get(pipeline_id, ()) if record.number > number)
 
+    def gave_back(self, pipeline_id: str, epoch: int) -> bool:
+        """Whether the lease has ended, and by its holder's word."""
+        for record in reversed(self._records.get(pipeline_id, ())):
+            if record.event == "released" and record.lease.epoch == epoch:
+                return record.reason in (ReleaseReason.RELEASED, ReleaseReason.SHRUNK)
+        return False
+
     def end(self, pipeline_id: str, why: str) -> None:
         """Notes that the pipeline has ended; forgets the one that ended longest ago when too many are kept."""
         self._ended.append(pipeline_id)
