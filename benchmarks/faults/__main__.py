@@ -2,6 +2,10 @@
 
     PYTHONPATH=src python -m benchmarks.faults [--count 200] [--seed 0] [--json FILE] [--only WORD] [--no-training]
 
+    PYTHONPATH=src python -m benchmarks.faults --virtual 1000 [--seed 0] [--only WORD]
+
+The second form lives so many lives of a pool on a virtual clock, in each of which two or three faults overlap.
+
 Light jobs (programs with workers that hold device locks) take most of the faults; a tenth go to two real training
 jobs, whose metrics must equal those of a run without faults. Exit status 1 when a goal is missed.
 """
@@ -28,6 +32,7 @@ from benchmarks.faults.campaign import Campaign, until
 from benchmarks.faults.light import JOBS, LightJobs, work_of
 from benchmarks.faults.pool import Pool, actor
 from benchmarks.faults.table import Fault, table
+from benchmarks.faults.virtual.campaign import campaign as virtual
 from benchmarks.faults.watcher import Watcher
 from benchmarks.faults.worker import Witness
 from rlix.control.client import JobClient
@@ -180,7 +185,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kinds whose name holds this word")
     parser.add_argument("--no-training", action="store_true", help="light jobs only")
     parser.add_argument("--keep", type=Path, help="copy logs and journal here")
+    parser.add_argument("--virtual", type=int, default=0, metavar="LIVES", help="on a virtual clock, in this process")
     options = parser.parse_args()
+    if options.virtual:
+        return virtual(options.virtual, options.seed, options.only)
     logging.basicConfig(level=logging.WARNING)
     start = time.monotonic()
     faults, found = campaign(options)

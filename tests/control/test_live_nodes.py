@@ -1,14 +1,18 @@
 """What the scheduler makes of nodes that do not answer, die or are drained, without a Ray."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
 
-from rlix.control.live_nodes import LiveNodes
-from rlix.protocol.messages import Process
+from benchmarks.faults.virtual.clock import VirtualLoop
+from benchmarks.faults.virtual.machines import Machine
+from benchmarks.faults.virtual.plane import VirtualNodes
+from rlix.control.live_nodes import ANSWER_S, LiveNodes
+from rlix.protocol.messages import DeviceKind, Process
 from tests.control.world import DEVICES, World, service_of
 
 THERE = Process("other", 4711, 1)
@@ -60,3 +64,28 @@ def test_a_drained_node_keeps_what_is_leased_and_what_runs_on_it_lives(table: di
         assert await asyncio.wait_for(answer, 10.0) == {}
 
     asyncio.run(drain())
+
+
+def test_a_gangs_nodes_are_asked_beside_each_other_and_one_that_is_silent_holds_up_nobody_twice() -> None:
+    """Whatever they are asked, and however many do not answer, it takes no longer than one may take."""
+    devices = [replace(DEVICES[0], id=number, node_id=f"node-{number}", key=f"gpu-{number}") for number in range(6)]
+    processes = [Process(device.node_id, 7, 1) for device in devices]
+
+    async def ask() -> dict[str, float]:
+        nodes = VirtualNodes(Machine("host0", 0, DeviceKind.CPU, itertools.count(1), lambda proc, why: None), ())
+        loop, took = asyncio.get_running_loop(), dict[str, float]()
+        asked = {
+            "occupied": lambda done: nodes.occupied(devices, done),
+            "kill": lambda done: nodes.kill(processes, "", done, devices),
+            "states": lambda done: nodes.states(processes, done),
+            "memory": lambda done: nodes.memory([device.node_id for device in devices], processes, done),
+        }
+        for name, call in asked.items():
+            began, answer = loop.time(), loop.create_future()
+            call(answer.set_result)
+            await answer
+            took[name] = loop.time() - began
+        return took
+
+    took = asyncio.Runner(loop_factory=VirtualLoop).run(ask())
+    assert took == dict.fromkeys(took, pytest.approx(ANSWER_S))

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -15,16 +15,16 @@ from rlix.node.devices import device_keys
 from rlix.node.host import Host, Software, host, software
 from rlix.node.memory import KEPT, HostMemory, set_oom_score
 from rlix.node.node import Node
-from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, Occupant, Process
 from rlix.protocol.types import NAMESPACE, NODE_AGENT_NAME_PREFIX
 
 logger = logging.getLogger(__name__)
 
 OnNode = TypeVar("OnNode", Device, Process)
+Answer = TypeVar("Answer")
 
 KILL_TIMEOUT_S = 5.0
-_ANSWER_TIMEOUT_S = 5.0
+ANSWER_S = KILL_TIMEOUT_S + 5.0  # for a node: all that it takes to ask it
 
 
 class NodeAgent:
@@ -93,14 +93,18 @@ class LiveNodes:
     async def _occupied(
         self, found: tuple[Occupant, ...], others: list[Device], done: Callable[[tuple[Occupant, ...]], None]
     ) -> None:
-        for node_id, devices in _by_node(others):
-            answer = () if node_id in self._gone else await self._ask(node_id, "occupied", devices)
-            if answer is None:
-                answer = tuple(
-                    Occupant(d.id, self._pool, -1, "its node, which does not answer", "", 0.0, ()) for d in devices
-                )
-            found += answer
-        done(found)
+        async def there(node_id: str, devices: tuple[Device, ...]) -> tuple[Occupant, ...]:
+            if node_id in self._gone:
+                return ()
+            answer: tuple[Occupant, ...] | None = await self._ask(node_id, "occupied", devices)
+            silent = "its node, which does not answer"
+            return (
+                answer
+                if answer is not None
+                else tuple(Occupant(d.id, self._pool, -1, silent, "", 0.0, ()) for d in devices)
+            )
+
+        done(sum(await _at_once(there(*group) for group in _by_node(others)), found))
 
     def kill(
         self,
@@ -121,31 +125,34 @@ class LiveNodes:
         done: Callable[[tuple[Process, ...]], None],
         devices: Sequence[Device],
     ) -> None:
-        left: tuple[Process, ...] = ()
-        for node_id, group in _by_node(processes):
+        async def left(node_id: str, group: tuple[Process, ...]) -> tuple[Process, ...]:
             there = [device for device in devices if device.node_id == node_id]
             if devices and not there:
-                left += group
-            elif node_id == self._here:
-                left += await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why, there)
-            elif node_id not in self._gone:
-                answer = await self._ask(node_id, "kill", group, why, there)
-                left += group if answer is None else answer
-        done(left)
+                return group
+            if node_id == self._here:
+                return await asyncio.to_thread(self._node.kill, group, KILL_TIMEOUT_S, why, there)
+            if node_id in self._gone:
+                return ()
+            answer: tuple[Process, ...] | None = await self._ask(node_id, "kill", group, why, there)
+            return group if answer is None else answer
+
+        done(sum(await _at_once(left(*group) for group in _by_node(processes)), ()))
 
     def states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
         self._spawn(self._states(processes, done))
 
     async def _states(self, processes: Sequence[Process], done: Callable[[Mapping[Process, str]], None]) -> None:
-        states: dict[Process, str] = {}
-        for node_id, group in _by_node(processes):
+        async def seen(node_id: str, group: tuple[Process, ...]) -> Mapping[Process, str]:
             if node_id == self._here:
-                states |= self._node.states(group)
-            elif node_id in self._gone:
-                states |= dict.fromkeys(group, "dead")
-            else:
-                states |= await self._ask(node_id, "states", group) or {}
-        done(states)
+                return self._node.states(group)
+            if node_id in self._gone:
+                return dict.fromkeys(group, "dead")
+            return await self._ask(node_id, "states", group) or {}
+
+        found: dict[Process, str] = {}
+        for states in await _at_once(seen(*group) for group in _by_node(processes)):
+            found |= states
+        done(found)
 
     def memory(
         self,
@@ -162,28 +169,33 @@ class LiveNodes:
         processes: Sequence[Process],
         done: Callable[[Mapping[str, HostMemory]], None],
     ) -> None:
-        found: dict[str, HostMemory] = {}
-        for node_id in nodes:
+        async def of(node_id: str) -> HostMemory | None:
             there = tuple(process for process in processes if process.node_id == node_id)
             if node_id == self._here:
-                found[node_id] = await asyncio.to_thread(self._node.memory, there)
-            elif node_id not in self._gone and (answer := await self._ask(node_id, "memory", there)) is not None:
-                found[node_id] = answer
-        done(found)
+                return await asyncio.to_thread(self._node.memory, there)
+            answer: HostMemory | None = None if node_id in self._gone else await self._ask(node_id, "memory", there)
+            return answer
+
+        answers = zip(nodes, await _at_once(map(of, nodes)), strict=True)
+        done({node_id: memory for node_id, memory in answers if memory is not None})
 
     async def _ask(self, node_id: str, method: str, *args: object) -> Any:
         """None when the node's agent does not answer."""
         try:
-            if node_id not in self._agents:
-                name = f"{NODE_AGENT_NAME_PREFIX}{node_id}"
-                self._agents[node_id] = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
-            ref = getattr(self._agents[node_id], method).remote(*args)
-            return await call(ref, what=f"{method} on node {node_id}", timeout_s=KILL_TIMEOUT_S + _ANSWER_TIMEOUT_S)
-        except (ValueError, RayError, WaitTimeoutError) as error:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._answer(node_id, method, *args)
+        except (ValueError, RayError, TimeoutError) as error:
             self._agents.pop(node_id, None)
-            logger.warning("node %s does not answer: %s", node_id, error)
+            logger.warning("node %s does not answer: %s", node_id, error or f"nothing within {ANSWER_S:g} s")
             await self.count_dead()
             return None
+
+    async def _answer(self, node_id: str, method: str, *args: object) -> Any:
+        if node_id not in self._agents:
+            name = f"{NODE_AGENT_NAME_PREFIX}{node_id}"
+            self._agents[node_id] = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+        ref = getattr(self._agents[node_id], method).remote(*args)
+        return await call(ref, what=f"{method} on node {node_id}", timeout_s=ANSWER_S)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
@@ -194,6 +206,11 @@ class LiveNodes:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("a task of the control plane failed", exc_info=error)
+
+
+async def _at_once(asked: Iterable[Coroutine[None, None, Answer]]) -> list[Answer]:
+    """Nodes are asked beside each other: one that does not answer takes its own time, not theirs as well."""
+    return await asyncio.gather(*asked)
 
 
 def _by_node(things: Sequence[OnNode]) -> list[tuple[str, tuple[OnNode, ...]]]:
