@@ -80,12 +80,14 @@ class ProcessGroups:
     """A rank's process groups by purpose; None where this rank is alone in it.
 
     `data`: ranks that compute on different parts of a batch. `tensor`: ranks that compute on one part together, each
-    with a part of every layer.
+    with a part of every layer. `sequence`: each on a stretch of every sequence; they have the same batch, and compute
+    the same loss.
     """
 
     world: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

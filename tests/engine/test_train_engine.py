@@ -26,14 +26,20 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def engines(ray_session: Any) -> Iterator[dict[str, TrainEngine]]:
-    """The same model on one rank, on two that share its shards, and on two that each hold it."""
-    layouts = {"one": (1, 1, slice(0, 1)), "sharded": (2, 1, slice(1, 3)), "replicated": (1, 2, slice(3, 5))}
+    """The same model on one rank, on two that share its shards, on two that each hold it, and on two of which each
+    computes on its half of every sequence."""
+    layouts: dict[str, tuple[dict[str, int], slice]] = {
+        "one": ({}, slice(0, 1)),
+        "sharded": ({"tensor_parallel_size": 2, "data_parallel_size": 1}, slice(1, 3)),
+        "replicated": ({"data_parallel_size": 2}, slice(3, 5)),
+        "stretches": ({"sequence_parallel_size": 2, "shard": 2}, slice(5, 7)),
+    }
     engines = {name: TrainEngine(policy(), name=name) for name in layouts}
     devices = pool_devices()
 
     def build(name: str) -> None:
-        shards, replicas, where = layouts[name]
-        engines[name].build(tensor_parallel_size=shards, data_parallel_size=replicas, devices=devices[where], seed=11)
+        sizes, where = layouts[name]
+        engines[name].build(**sizes, devices=devices[where], seed=11)  # type: ignore[arg-type]
 
     try:
         with ThreadPoolExecutor() as pool:
@@ -52,7 +58,7 @@ def initial(engines: dict[str, TrainEngine], tmp_path_factory: pytest.TempPathFa
     return folder
 
 
-@pytest.fixture(params=["one", "sharded", "replicated"])
+@pytest.fixture(params=["one", "sharded", "replicated", "stretches"])
 def engine(request: pytest.FixtureRequest, engines: dict[str, TrainEngine], initial: Path) -> TrainEngine:
     engines[request.param].load_state(initial)
     return engines[request.param]
@@ -114,12 +120,14 @@ def test_published_weights_are_the_same_from_every_layout_and_apply_exactly(engi
         assert torch.equal(target.state_dict()[name], tensor), name
 
 
-def test_a_split_batch_comes_back_in_order(engine: TrainEngine, one: TrainEngine) -> None:
+def test_a_split_batch_comes_back_in_order(
+    engine: TrainEngine, one: TrainEngine, engines: dict[str, TrainEngine]
+) -> None:
     ids = batch(1)
     scores = engine.score(NeedParallel(ids))
     assert scores.shape == (9,)
     assert torch.allclose(scores, one.score(ids), rtol=1e-4)
-    ranks = len(engine.devices)
+    ranks = 1 if engine is engines["stretches"] else len(engine.devices)
     assert engine.where() == [(rank, ranks) for rank in range(ranks)]
     assert engine.count(NeedParallel(ids)) == 9
     assert engine.numbers() == [0, 1, 2]

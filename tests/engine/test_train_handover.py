@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlix.engine.train.handover import Handover, Stretch, pack, unpack
-from rlix.engine.train.layout import Layout, asked_layout
+from rlix.engine.train.layout import Layout, as_wide, asked_layout
 from rlix.engine.weights.layout import Box
 from rlix.protocol.errors import WeightSyncError
 
@@ -62,9 +62,13 @@ def test_sizes_and_devices_agree() -> None:
     assert asked_layout(1, 8, 4, None) == Layout(data=8, shard=4)
     assert asked_layout(2, None, None, 6) == Layout(data=3, tensor=2)
     assert asked_layout(1, None, 2, 4) == Layout(data=4, shard=2)
+    assert asked_layout(1, None, 4, None, 2) == Layout(data=2, shard=4, sequence=2)
+    assert as_wide(Layout(data=2, shard=4, sequence=2), 2) == Layout(data=1, shard=2, sequence=2)
     for sizes, message in (
         ((2, None, None, 3), "3 device"),
         ((1, 3, 2, None), "shard=2 does not divide data_parallel_size=3"),
+        ((1, 1, 4, None, 2), "shard=4 does not divide data_parallel_size=1 x sequence_parallel_size=2"),
+        ((1, None, None, 3, 2), "3 device.* sequence_parallel_size=2 x data_parallel_size=any"),
         ((0, None, None, None), "at least 1"),
         ((1, 0, None, None), "at least 1"),
         ((1, None, 0, None), "at least 1"),
@@ -75,6 +79,11 @@ def test_sizes_and_devices_agree() -> None:
 
 
 def test_ranks_of_a_layout() -> None:
+    layout = Layout(data=2, tensor=2, sequence=2)
+    assert [layout.data_part(rank) for rank in range(layout.world)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert layout.data_ranks() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.tensor_ranks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.sequence_ranks() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     layout = Layout(data=3, tensor=2)
     assert [layout.data_part(rank) for rank in range(layout.world)] == [0, 0, 1, 1, 2, 2]
     assert layout.data_ranks() == [[0, 2, 4], [1, 3, 5]]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlix.engine.parallel import NeedParallel
-from rlix.engine.placement import pool_devices
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import publication
 from rlix.pipeline.policy import policy_on_meta
@@ -30,7 +29,11 @@ from tests.pipeline.training_scenarios import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
-LAYOUTS = {"two shards": (2, 1), "two copies of two shards": (2, 2)}
+LAYOUTS: dict[str, Any] = {
+    "two shards": {"shard": 2},
+    "two copies of two shards": {"shard": 2, "data_parallel_size": 4},
+    "two parts in two stretches": {"sequence_parallel_size": 2, "data_parallel_size": 2, "shard": 4},
+}
 SMALL = TrainingSpec(micro_batch_tokens=20)  # the ranks' rows need different numbers of micro-batches
 
 
@@ -41,16 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def engines(request: pytest.FixtureRequest, ray_session: Any, folder: Path) -> Iterator[dict[str, TrainEngine]]:
-    shards, copies = LAYOUTS[request.param]
+    sizes = LAYOUTS[request.param]
     made = {"policy": TrainEngine(policy(folder)), "critic": TrainEngine(critic(folder))}
     try:
         for engine in made.values():
-            engine.build(
-                tensor_parallel_size=shards,
-                data_parallel_size=copies,
-                devices=pool_devices()[: shards * copies],
-                weights_path=folder,
-            )
+            engine.build(**sizes, weights_path=folder)
         yield made
     finally:
         for engine in made.values():
@@ -103,9 +101,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> fl
 
 def trained(folder: Path, dtype: str) -> tuple[float, TrainEngine]:
     engine = TrainEngine(policy_on_meta(folder))
-    engine.build(
-        tensor_parallel_size=2, devices=pool_devices()[:2], weights_path=folder, dtype=dtype, compute_dtype="bfloat16"
-    )
+    engine.build(shard=2, weights_path=folder, dtype=dtype, compute_dtype="bfloat16")
     training = TrainingSpec(offload_optimizer=True, activation_checkpointing=True)
     engine.configure_optimizer(OptimizerSpec(learning_rate=1e-6), training, UPDATES, "bfloat16")
     before = engine.state_dict()

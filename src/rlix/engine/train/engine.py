@@ -17,7 +17,7 @@ from rlix.engine.parallel import Items, combine, scatter
 from rlix.engine.residency import MoveReport
 from rlix.engine.time_limits import folder_bytes, loading_s
 from rlix.engine.train.executor import TrainExecutor, find
-from rlix.engine.train.layout import Layout, asked_layout
+from rlix.engine.train.layout import Layout, as_wide, asked_layout
 from rlix.engine.train.lifecycle import StartedAs
 from rlix.engine.train.materialize import ModuleSpec, module_description
 from rlix.engine.train.state_calls import StateCalls
@@ -63,6 +63,7 @@ class TrainEngine(StateCalls):
         data_parallel_size: int | None = None,
         shard: int | None = None,
         tensor_parallel_size: int = 1,
+        sequence_parallel_size: int = 1,
         devices: Sequence[Device] | None = None,
         colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
         not_colocate_with: placement.Placed | Sequence[placement.Placed] | None = None,
@@ -87,6 +88,9 @@ class TrainEngine(StateCalls):
             shard: data-parallel ranks that hold one copy of weights and optimizer state between them; default 1.
             tensor_parallel_size: ranks that compute on one part of a batch together, each with a part of every layer.
                 "fsdp2" does not cut layers and reads it as `shard`, `data_parallel_size` then counting the copies.
+            sequence_parallel_size: ranks that compute on one part of a batch together, each on a stretch of every
+                sequence: what activations of long sequences take is spread over them. "fsdp2" does it for transformers
+                models with full attention, whose heads it divides; shard over all ranks with it.
             devices: one per rank, in rank order; default: chosen from the pool, preferring free ones.
             weights_path: a local Hugging Face folder of safetensors; default: the model that the module was named by
                 (`TrainEngine((Policy, path))`, or a configuration from `AutoConfig.from_pretrained`), if any.
@@ -107,8 +111,8 @@ class TrainEngine(StateCalls):
             WorkerError, WaitTimeoutError: a worker failed to start, or did not in time.
         """
         count = None if devices is None else len(devices)
-        asked = asked_layout(tensor_parallel_size, data_parallel_size, shard, count)
-        layout = self._executor.arrange(asked)
+        asked = asked_layout(tensor_parallel_size, data_parallel_size, shard, count, sequence_parallel_size)
+        layout = self._arranged(asked)
         if random_weights and weights_path is not None:
             raise ValueError("give weights_path or random_weights=True, not both")
         given = (*self._args, *self._kwargs.values())
@@ -151,6 +155,7 @@ class TrainEngine(StateCalls):
         data_parallel_size: int | None = None,
         shard: int | None = None,
         tensor_parallel_size: int | None = None,
+        sequence_parallel_size: int | None = None,
         lease: Fence | None = None,
         **where: Any,
     ) -> None:
@@ -162,8 +167,8 @@ class TrainEngine(StateCalls):
         of them. What was published before can no longer be pulled: publish again.
 
         Args:
-            devices, data_parallel_size, shard, tensor_parallel_size: as for `build`; without any size the layout stays
-                as it is, as wide as the devices allow.
+            devices, data_parallel_size, shard, tensor_parallel_size, sequence_parallel_size: as for `build`; without
+                any size the layout stays as it is, as wide as the devices allow.
             where: `colocate_with`, `not_colocate_with`, `acceptable_node_ips`, as for `build`.
 
         Raises:
@@ -173,13 +178,14 @@ class TrainEngine(StateCalls):
         """
         self._check_readable()
         count = None if devices is None else len(devices)
-        if data_parallel_size is None and shard is None and tensor_parallel_size is None:
-            width = (self._layout.world if count is None else count) // self._layout.tensor
-            sharded = width if self._layout.shard == self._layout.data else self._layout.shard
-            layout = Layout(max(width, 1), self._layout.tensor, sharded)
+        sizes = (data_parallel_size, shard, tensor_parallel_size, sequence_parallel_size)
+        if all(size is None for size in sizes):
+            layout = as_wide(self._layout, self._layout.world if count is None else count)
         else:
-            asked = asked_layout(tensor_parallel_size or 1, data_parallel_size, shard, count)
-            layout = self._executor.arrange(asked)
+            asked = asked_layout(
+                tensor_parallel_size or 1, data_parallel_size, shard, count, sequence_parallel_size or 1
+            )
+            layout = self._arranged(asked)
         placement.vacate(self)  # its own devices are as good as free ones
         try:
             chosen = placement.choose(layout.world, devices=devices, bundle=layout.copy, **where)
@@ -189,6 +195,14 @@ class TrainEngine(StateCalls):
             for save in list(self._saves):
                 save.settle(self._timeout_s)
             self._replace(chosen, layout, lease or self._lease)
+
+    def _arranged(self, asked: Layout) -> Layout:
+        if asked.sequence > 1 and not self._executor.computes_stretches:
+            raise ValueError(
+                f"sequence_parallel_size={asked.sequence}: executor {self._executor.__name__} does not compute on "
+                "parts of sequences; 'fsdp2' does"
+            )
+        return self._executor.arrange(asked)
 
     # ---- methods of the module ---------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ class TrainExecutor(Parts, ABC):
     `materialize`, `run` and the tensors of `exports` together, so these may communicate; the others must not.
     """
 
+    computes_stretches: ClassVar[bool] = False
+    """Whether ranks of a layout's `sequence` can each compute on a part of every sequence."""
+
     def __init__(self, ctx: WorkerContext, layout: Layout, device: torch.device) -> None:
         self.ctx = ctx
         self.layout = layout
@@ -54,7 +57,8 @@ class TrainExecutor(Parts, ABC):
         self.ctx.init_process_group(timeout_s=timeout_s)
         data = self._group(self.layout.data_ranks(), timeout_s)
         tensor = self._group(self.layout.tensor_ranks(), timeout_s)
-        return ProcessGroups(dist.group.WORLD, data, tensor)
+        sequence = self._group(self.layout.sequence_ranks(), timeout_s)
+        return ProcessGroups(dist.group.WORLD, data, tensor, sequence)
 
     @abstractmethod
     def materialize(self, spec: ModuleSpec, groups: ProcessGroups) -> BaseTrainModule:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from rlix.engine.train import sequence
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec, build_module
@@ -19,6 +20,8 @@ from rlix.nn import BaseTrainModule, ProcessGroups
 class Fsdp2Executor(TrainExecutor):
     """Every rank computes on a part of the batch of its own, with weights that are gathered layer by layer."""
 
+    computes_stretches = True
+
     @classmethod
     def arrange(cls, asked: Layout) -> Layout:
         """Layers are not cut here: ranks asked to be tensor-parallel share the shards of one copy instead."""
@@ -29,14 +32,15 @@ class Fsdp2Executor(TrainExecutor):
                 f"executor 'fsdp2' does not cut layers: tensor_parallel_size={asked.tensor} is read as "
                 f"shard={asked.tensor}, and shard={asked.shard} was given too; give shard and data_parallel_size only"
             )
-        return Layout(data=asked.world, shard=asked.tensor)
+        return Layout(data=asked.data * asked.tensor, shard=asked.tensor, sequence=asked.sequence)
 
     def connect(self, spec: ModuleSpec, timeout_s: float) -> ProcessGroups:
-        if self.layout.world == 1 and spec.computes_as_stored:
+        if self.layout.world > 1:
+            return super().connect(spec, timeout_s)
+        if spec.computes_as_stored:
             return ProcessGroups()
         self.ctx.init_process_group(timeout_s=timeout_s)
-        world = dist.group.WORLD
-        return ProcessGroups(world, world)
+        return ProcessGroups(dist.group.WORLD, dist.group.WORLD)
 
     def materialize(self, spec: ModuleSpec, groups: ProcessGroups) -> BaseTrainModule:
         if groups.world is None:
@@ -47,7 +51,10 @@ class Fsdp2Executor(TrainExecutor):
             """What `fully_shard` leaves here: rows, in chunks of equal size, the last shorter."""
             return pieces(shape, (width,), (Cut(0),), (self.ctx.rank % width,), "")
 
-        return build_module(spec, self.device, lambda unit: shard(unit, mesh, spec), held)
+        module = build_module(spec, self.device, lambda unit: shard(unit, mesh, spec), held)
+        if groups.sequence is not None:
+            sequence.spread(module, groups.sequence)
+        return module
 
     def settle(self, module: BaseTrainModule) -> None:
         """Free parameters that a forward pass gathered and kept for a backward pass that never came."""

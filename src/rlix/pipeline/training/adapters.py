@@ -117,7 +117,7 @@ class AdaptedModule(OptimizedModule):
             with self.own_random_numbers():
                 if name is not None:
                     update = self.adapter_schedulers[name].last_epoch
-                    torch.manual_seed(stream_seed(self._adapter_seeds[name], "dropout", update, self.dp_rank))
+                    torch.manual_seed(stream_seed(self._adapter_seeds[name], "dropout", update, self.rank))
                 yield
         finally:
             self.zero_grad(set_to_none=True)
@@ -150,8 +150,9 @@ class AdaptedModule(OptimizedModule):
             self.adapter_schedulers[self._adapter].step()
 
     def _average_gradients(self, name: str) -> None:
-        """Over data-parallel ranks, as FSDP does with what it shards."""
-        if self.dp_size == 1:
+        """Over all ranks, as FSDP does with what it shards."""
+        group = self.context.groups.world
+        if group is None or self.context.world_size == 1:
             return
         own = list(lora.parameters(self, name).values())
         for parameter in own:
@@ -159,8 +160,8 @@ class AdaptedModule(OptimizedModule):
                 parameter.grad = torch.zeros_like(parameter)
         grads = [parameter.grad for parameter in own if parameter.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=self.context.groups.data)
-        flat /= self.dp_size
+        dist.all_reduce(flat, group=group)
+        flat /= self.context.world_size
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 

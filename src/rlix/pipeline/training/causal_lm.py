@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlix.engine.train.sequence import Stretch
 from rlix.pipeline.algorithms.tensors import Scores, entropy, token_log_probs
 from rlix.pipeline.training.adapters import AdaptedModule
 from rlix.pipeline.training.micro_batches import in_place
@@ -28,14 +29,23 @@ class CausalLmModule(AdaptedModule):
         tokens = part["input_ids"][:, 1:][mask]
         if self._head_gives_logits():
             # The head is called where the model calls it, inside its forward pass: there FSDP has gathered its weight.
-            with _answering(self._head(), inputs.predictions, tokens, temperature):
-                log_probs, entropies = self._model(**inputs.tensors, use_cache=False).logits
+            length = inputs.tensors["input_ids"].shape[1]
+            with _answering(self._head(), self._local(inputs.predictions, length), tokens, temperature):
+                answers = self._model(**inputs.tensors, use_cache=False).logits
+            log_probs, entropies = answers.flatten(0, 1)[inputs.predictions].unbind(1)
         else:
             logits = self._model(**inputs.tensors, use_cache=False).logits
             chosen = logits.flatten(0, 1)[inputs.predictions].unsqueeze(0)
             log_probs = token_log_probs(chosen, tokens.unsqueeze(0), temperature=temperature)[0]
             entropies = entropy(chosen, temperature=temperature)[0]
         return Scores(in_place(log_probs, mask), in_place(entropies, mask))
+
+    def _local(self, predictions: Tensor, length: int) -> Tensor:
+        """Where this rank's stretch has what flattened [rows x length] outputs have at `predictions`; -1 elsewhere."""
+        stretch = Stretch.of(self.context.groups.sequence)
+        wide = stretch.padded(length) // stretch.size
+        row, column = predictions // length, predictions % length - stretch.rank * wide
+        return torch.where((column >= 0) & (column < wide), row * wide + column, -1)
 
     def _head(self) -> Any:
         return self._model.get_output_embeddings()
@@ -68,16 +78,24 @@ class CausalLmModule(AdaptedModule):
                 logits = self._model(input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
-        return len(given) == 1 and torch.equal(given[0].float(), logits.float())
+        here = Stretch.of(self.context.groups.sequence).cut(logits)
+        return len(given) == 1 and torch.equal(given[0].float(), here.float())
 
 
 @contextmanager
 def _answering(head: Any, predictions: Tensor, tokens: Tensor, temperature: float) -> Iterator[None]:
-    """Let the head return log-probs and entropies of `tokens` [2, n] in place of logits."""
+    """Let the head return, in place of logits, log-probs and entropies [rows, length, 2] of `tokens` at `predictions`.
+
+    Those of tokens at -1 are not wanted.
+    """
+    here = predictions >= 0
+    places = predictions[here]
 
     def forward(hidden: Tensor) -> Tensor:
-        chosen = hidden.flatten(0, 1)[predictions]
-        return torch.stack(chosen_scores(chosen, head.weight, head.bias, tokens, temperature=temperature))
+        chosen = hidden.flatten(0, 1)[places]
+        found = torch.stack(chosen_scores(chosen, head.weight, head.bias, tokens[here], temperature=temperature), 1)
+        answers = found.new_zeros(hidden.shape[0] * hidden.shape[1], 2)
+        return answers.index_copy(0, places, found).view(*hidden.shape[:2], 2)
 
     head.forward = forward
     try:
