@@ -4,7 +4,8 @@ TRL 1.16 has no PPO trainer and no GAE; the clipped loss of its GRPO is PPO's, a
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.testing import assert_close
 from rlix.pipeline.algorithms import (
     Scores,
     clipped_policy_loss,
+    entropy,
+    importance_weights,
     token_log_probs,
-    truncated_importance_weights,
 )
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import PolicyBatch
@@ -26,6 +28,7 @@ from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
+from tests.pipeline.manual import manual_file
 from tests.pipeline.plain_samples import samples_of
 
 with pytest.MonkeyPatch.context() as patch:
@@ -40,13 +43,13 @@ SAMPLES = samples_of(REWARDS, GROUP)
 TRL_EPSILON = 1e-4  # which TRL adds to the standard deviation; ours leaves it out
 
 
-def make_trainer(name: str, folder: Path, **options: Any) -> Any:
+def make_trainer(name: str, folder: Path, rewards: Sequence[Sequence[float]] = (REWARDS,), **options: Any) -> Any:
     """A trainer of TRL with one batch behind it: its samples are those of `inputs_of`."""
     torch.manual_seed(0)
     config, trainer = TRAINERS[name]
     made = trainer(
         model=str(folder),
-        reward_funcs=lambda completions, **_: REWARDS,
+        reward_funcs=[lambda completions, given=given, **_: given for given in rewards],
         args=config(
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=ROWS,
@@ -84,12 +87,15 @@ def sampled(trainer: Any) -> dict[str, Any]:
     return batch
 
 
-def log_probs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Ours, of the completions under `model`."""
+def logits_of(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Of the completions under `model`."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    logits = model(input_ids=ids, attention_mask=attended).logits[:, :-1]
-    return token_log_probs(logits, ids[:, 1:])[:, -batch["completion_ids"].shape[1] :]
+    return model(input_ids=ids, attention_mask=attended).logits[:, :-1][:, -batch["completion_ids"].shape[1] :]
+
+
+def log_probs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return token_log_probs(logits_of(model, batch), batch["completion_ids"])
 
 
 def gradients(model: Any, loss: Tensor) -> Tensor:
@@ -98,8 +104,15 @@ def gradients(model: Any, loss: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def close(ours: Any, theirs: Any) -> None:
+def close(ours: Tensor, theirs: Tensor) -> float:
+    """How far apart they are at most."""
     assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    return float((ours - theirs).detach().abs().max())
+
+
+def row(what: str, theirs: str, *differences: float) -> None:
+    """Of the table in docs/algorithms.md: run this file with -s."""
+    sys.stdout.write(f"\n| {what} | {theirs} | {max(differences):.0e} |\n")
 
 
 KL = {"beta": 0.05, "use_bias_correction_kl": False}
@@ -116,6 +129,8 @@ SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsil
         ("dr_grpo", {"kl_coefficient": 0.05}, {"loss_type": "dr_grpo", "scale_rewards": "none", **KL}),
         ("gspo", {"clip_low": 0.1, "clip_high": 0.2}, SEQUENCE),
         ("gspo", {"clip_low": 0.1, "clip_high": 0.2, "kl_coefficient": 0.05}, {**SEQUENCE, **KL}),
+        ("grpo", {"dual_clip": 1.5}, {"loss_type": "bnpo", "delta": 1.5}),
+        ("grpo", {"entropy_coefficient": 0.05}, {"loss_type": "bnpo", "entropy_coef": 0.05}),
         ("cispo", {"ratio_cap": 1.2, "kl_coefficient": 0.05}, {"loss_type": "cispo", "epsilon_high": 1.2, **KL}),
     ],
 )
@@ -126,6 +141,7 @@ def test_losses_gradients_and_advantages(
     batch = sampled(trainer)
     algorithm = build_algorithm(AlgorithmSpec(name=name, options=options), 6)
     now, mask = log_probs(trainer.model, batch), batch["completion_mask"].float()
+    scores = Scores(now, entropy(logits_of(trainer.model, batch)))
     ours = PolicyBatch(input_ids=batch["completion_ids"], mask=mask, old_log_probs=batch["old_per_token_logps"])
     if algorithm.needs(algorithm.options).reference:
         ours["reference_log_probs"] = batch["ref_per_token_logps"]
@@ -134,27 +150,57 @@ def test_losses_gradients_and_advantages(
     advantages = algorithm.estimate(SAMPLES, ours).advantages
     scaled = theirs.get("scale_rewards") != "none"
     spread = rewards.view(-1, GROUP).std(dim=1).repeat_interleave(GROUP)
-    close(advantages * (spread / (spread + TRL_EPSILON) if scaled else 1.0), batch["advantages"])
+    first = close(advantages * (spread / (spread + TRL_EPSILON) if scaled else 1.0), batch["advantages"])
 
     ours["advantages"] = batch["advantages"]
-    loss = algorithm.loss(Scores(now, torch.zeros_like(now)), ours, algorithm.denominator(mask))[0]
+    loss = algorithm.loss(scores, ours, algorithm.denominator(mask))[0]
     expected = trainer._compute_loss(trainer.model, batch)
-    close(loss, expected)
-    close(gradients(trainer.model, loss), gradients(trainer.model, expected))
+    found = close(loss, expected), close(gradients(trainer.model, loss), gradients(trainer.model, expected))
+    said = " ".join(f"{key}={value}" for key, value in options.items())
+    row(f"`{name}` {said}", f"TRL GRPO {theirs['loss_type']}", first, *found)
 
 
-def test_importance_weights(folder: Path) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beyond", ["cut", "drop"])
+def test_importance_weights(beyond: Any, level: Any, folder: Path) -> None:
     trainer = make_trainer("GRPO", folder, loss_type="bnpo")
     batch = sampled(trainer)
     now, old, mask = log_probs(trainer.model, batch), batch["old_per_token_logps"], batch["completion_mask"]
-    weights = truncated_importance_weights(old, batch["sampling_per_token_logps"], mask, cap=1.5)
-    assert float(weights.max()) == 1.5
-    # TRL's lines for `token_truncate`, which only run with vLLM
-    ratio = torch.exp((old - batch["sampling_per_token_logps"]) * mask).clamp(max=1.5)
-    close(weights, ratio)
+    cap, floor = 1.5, 0.6
+    weights = importance_weights(
+        old, batch["sampling_per_token_logps"], mask, cap=cap, floor=floor, level=level, beyond=beyond
+    )
+    assert float(weights.max()) == 1.5 if beyond == "cut" else 0.0 in weights
+    # TRL's lines for `{level}_truncate` and `{level}_mask`, which only run with vLLM
+    difference = (old - batch["sampling_per_token_logps"]) * mask
+    ratio = torch.exp(difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference)
+    if beyond == "cut":
+        ratio = torch.clamp(ratio, min=floor, max=cap)
+    else:
+        ratio = ratio.masked_fill((ratio < floor) | (ratio > cap), value=0.0)
+    found = close(weights[mask.bool()], ratio.expand_as(weights)[mask.bool()])
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     theirs = trainer._compute_loss(trainer.model, batch | {"importance_sampling_ratio": ratio})
-    close(clipped_policy_loss(now, old, batch["advantages"], mask, weights=weights).loss, theirs)
+    loss = clipped_policy_loss(now, old, batch["advantages"], mask, weights=weights).loss
+    row(f"importance by {level}, {beyond}", "TRL GRPO", found, close(loss, theirs))
+
+
+def test_several_rewards_each_compared_by_itself(folder: Path) -> None:
+    """The manual's GDPO against TRL's, which adds 1e-4 to each deviation and takes the unbiased one of the batch."""
+    other = [0.0, 3.0, 1.0, 2.0, 5.0, 0.0, 1.0, 4.0]
+    first = [0.0, 1.0, 0.25, 0.5, 1.0, 0.0, 1.0, 0.0]
+    trainer = make_trainer(
+        "GRPO", folder, rewards=[first, other], loss_type="bnpo", multi_objective_aggregation="normalize_then_sum"
+    )
+    theirs = trainer._generate_and_score_completions([{"prompt": p} for p in ["12>"] * 4 + ["34>"] * 4])["advantages"]
+    plain = samples_of(first, GROUP)
+    parts = [(("first", a), ("other", b)) for a, b in zip(first, other, strict=True)]
+    samples = replace(plain, samples=[replace(s, parts=p) for s, p in zip(plain.samples, parts, strict=True)])
+    algorithm = build_algorithm(AlgorithmSpec(name=f"{manual_file('gdpo', folder)}:Gdpo"), 6)
+    batch, _ = algorithm.begin(samples, 0)
+    found = algorithm.estimate(samples, batch).advantages * ((ROWS - 1) / ROWS) ** 0.5
+    assert_close(found, theirs, atol=1e-3, rtol=0)
+    row("GDPO (above)", "TRL GRPO normalize_then_sum", float((found - theirs).abs().max()))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -176,4 +222,5 @@ def test_leave_one_out(beta: float, folder: Path) -> None:
     close(ours["advantages"], batch["advantages"])
     batch["old_logps"] = (now * mask).sum(1).detach()
     loss = algorithm.loss(Scores(now, torch.zeros_like(now)), ours, float(ROWS))[0]
-    close(gradients(trainer.model, loss), gradients(trainer.model, trainer._compute_loss(trainer.model, batch)))
+    expected = gradients(trainer.model, trainer._compute_loss(trainer.model, batch))
+    row(f"`rloo` kl_coefficient={beta}", "TRL RLOO (gradient)", close(gradients(trainer.model, loss), expected))

@@ -12,11 +12,12 @@ from torch.testing import assert_close
 from rlix.pipeline.algorithms import (
     clipped_policy_loss,
     groups_with_spread,
+    importance_weights,
     overlong_penalty,
     rewards_less_kl,
-    truncated_importance_weights,
     whiten,
 )
+from rlix.pipeline.algorithms.advantages import highest_covariance
 from rlix.pipeline.algorithms.base import Estimate
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import align, stale_tokens, token_rewards
@@ -107,15 +108,50 @@ def test_whitening_by_hand() -> None:
 
 def test_importance_weights_are_truncated_and_scale_each_token() -> None:
     now, then = torch.log(torch.tensor([[0.5, 0.9, 0.1]])), torch.log(torch.tensor([[0.25, 0.1, 0.2]]))
-    weights = truncated_importance_weights(now, then, torch.tensor([[1, 1, 1]]), cap=3.0)
+    weights = importance_weights(now, then, torch.tensor([[1, 1, 1]]), cap=3.0)
     assert_close(weights, torch.tensor([[2.0, 3.0, 0.5]]))
     loss = clipped_policy_loss(now, now, torch.tensor([1.0]), torch.ones(1, 3), weights=weights).loss
     assert_close(loss.item(), -(2.0 + 3.0 + 0.5) / 3)
 
 
+def test_importance_weights_of_sequences_and_without_what_is_out_of_bounds() -> None:
+    now = torch.log(torch.tensor([[0.5, 0.5, 0.1], [0.5, 0.9, 0.3]]))
+    then = torch.log(torch.tensor([[0.25, 0.25, 0.1], [0.5, 0.3, 0.9]]))  # ratios 2, 2, 1 and 1, 3, 1/3
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+    def weigh(expected: list[list[float]], **options: Any) -> None:
+        assert_close(importance_weights(now, then, mask, **options), torch.tensor(expected))
+
+    weigh([[2.5] * 3, [2.5, 2.5, 1.0]], cap=2.5, level="sequence")
+    weigh([[0.0] * 3, [3.0, 3.0, 1.0]], cap=3.5, level="sequence", beyond="drop")
+    weigh([[2.0, 2.0, 1.5], [1.5, 2.5, 1.0]], cap=2.5, floor=1.5)
+    weigh([[2.0, 2.0, 0.0], [0.0, 0.0, 1.0]], cap=2.5, floor=1.5, beyond="drop")
+
+
+def test_which_tokens_have_no_gradient_by_their_covariance() -> None:
+    # means: log p -2, advantage 0.5; covariances 0.5, -0.5, 4.5 and one that is masked out
+    log_probs, advantages = torch.tensor([[-1.0, -1.0], [-4.0, 9.0]]), torch.tensor([[1.0, 0.0], [-1.75, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    centred = advantages[mask.bool()] - advantages[mask.bool()].mean()
+    assert_close((log_probs[mask.bool()] + 2.0) * centred, torch.tensor([1.25, 0.25, 3.0]))
+
+    def chosen(share: float, low: float, high: float, seed: int = 0) -> list[list[bool]]:
+        bounds = {"share": share, "low": low, "high": high}
+        return highest_covariance(log_probs, advantages, mask, **bounds, seed=seed).tolist()
+
+    assert chosen(1.0, 1.0, 5.0) == [[True, False], [True, False]]
+    assert chosen(1.0, 2.0, 5.0) == [[False, False], [True, False]]
+    assert sum(map(sum, chosen(0.01, 1.0, 5.0))) == 1
+    assert chosen(1.0, 5.0, 9.0) == [[False, False], [False, False]]
+    assert {str(chosen(0.01, 1.0, 5.0, seed)) for seed in range(9)} == {
+        "[[True, False], [False, False]]",
+        "[[False, False], [True, False]]",
+    }
+
+
 def test_importance_weights_never_read_what_is_masked_out() -> None:
     now = torch.tensor([[0.0, -math.inf]])
-    assert truncated_importance_weights(now, torch.zeros(1, 2), torch.tensor([[1, 0]])).tolist() == [[1.0, 1.0]]
+    assert importance_weights(now, torch.zeros(1, 2), torch.tensor([[1, 0]])).tolist() == [[1.0, 1.0]]
 
 
 def sample(id: str, versions: tuple[int, ...] = (0,), counts: bool = True, **changes: Any) -> Sample:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from rlix.pipeline.algorithms import Algorithm
 from rlix.pipeline.algorithms.choice import CLASSES
+from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.planning.profiling import trials
 from rlix.pipeline.schedules.choice import CLASSES as SCHEDULE_CLASSES
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.declared import DeclaredSpeedSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
+from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.spec.schedule import SCHEDULES, ScheduleSpec
 from rlix.protocol.errors import SpecError
 from tests.pipeline import sandboxes
@@ -62,7 +65,12 @@ def test_every_name_has_options_and_a_class() -> None:
 
 @pytest.mark.parametrize(("source", "schedule", "algorithm"), COMBINATIONS)
 def test_every_combination_takes_steps(source: str, schedule: str, algorithm: str, tmp_path: Path) -> None:
-    pipeline = InProcess(job(source, schedule, {"name": algorithm, "minibatches": 2}, tmp_path), tmp_path)
+    options = {}
+    if algorithm == "distill":
+        like = TinyModel(hidden_size=16, layers=1, heads=2)
+        options = {"teacher": str(write_tiny_model(like, tmp_path / "teacher", seed=5))}
+    chosen = {"name": algorithm, "minibatches": 2, "options": options}
+    pipeline = InProcess(job(source, schedule, chosen, tmp_path), tmp_path)
     rows = pipeline.run_steps()
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all(row["trajectories"] == 8 for row in rows)
@@ -70,6 +78,7 @@ def test_every_combination_takes_steps(source: str, schedule: str, algorithm: st
     assert all(("value_loss" in row) == (algorithm == "ppo") for row in rows if "grad_norm" in row)
     assert all(("resampled" in row) == (algorithm == "dapo") for row in rows)
     assert all(("importance" in row) == (row["staleness_max"] > 0) for row in rows)
+    assert all(row["mismatch_kl"] > 0 and row["mismatch_ratio_max"] > 1 for row in rows if "grad_norm" in row)
     ahead = {"on_policy": 0, "ahead": 2, "one_version": 1}[schedule]
     bounds = [min(step, ahead) for step in range(4)]
     ages = [row["staleness_max"] for row in rows]
@@ -135,6 +144,29 @@ def test_synchronous_jobs_may_weight_what_the_sampler_made(tmp_path: Path) -> No
     rows = pipeline.run_steps()
     assert "OLD_LOG_PROBS" in pipeline.phases
     assert all(0 < row["importance"] <= 1.5 for row in rows)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_how_far_the_sampler_is_from_the_trainer_is_told(minibatches: int, tmp_path: Path) -> None:
+    """By hand, of the log-probs that both had; with one update per step nothing is scored for it."""
+    pipeline = InProcess(job("task", "on_policy", {"minibatches": minibatches}, tmp_path, steps=1), tmp_path)
+    kept: list[Any] = []
+    begin = Algorithm.begin
+
+    def noted(self: Any, samples: Any, pad_id: int) -> Any:
+        batch, needs = begin(self, samples, pad_id)
+        tokens = {"input_ids": batch["input_ids"], "mask": batch["mask"]}
+        now = pipeline.actor.module.log_probs(tokens, 1.0)
+        kept.append((now - batch["sampled_log_probs"])[batch["mask"].bool()])
+        return batch, needs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Algorithm, "begin", noted)
+        (row,) = pipeline.run_steps()
+    (difference,) = kept
+    assert row["mismatch_kl"] == pytest.approx(float((difference.exp() - 1 - difference).mean()), rel=1e-4)
+    assert row["mismatch_ratio_max"] == pytest.approx(float(difference.abs().max().exp()), rel=1e-4)
+    assert ("OLD_LOG_PROBS" in pipeline.phases) == (minibatches == 2)
 
 
 def test_what_was_cut_off_is_left_out_of_the_loss(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The algorithms that the manual writes: each is what it says, by hand, and takes real steps."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.model import TinyModel
 from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess
+from tests.pipeline.manual import manual_file
 from tests.pipeline.plain_samples import samples_of
 from tests.pipeline.test_composition import job
 
-MANUAL = Path(__file__).parents[2] / "docs" / "algorithms.md"
 CLASSES = {"bonus": "EntropyBonus", "gdpo": "Gdpo", "turns": "TurnCredit", "teacher": "Taught"}
 
 
@@ -29,8 +28,8 @@ CLASSES = {"bonus": "EntropyBonus", "gdpo": "Gdpo", "turns": "TurnCredit", "teac
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with each as its own file."""
     folder = tmp_path_factory.mktemp("manual")
-    for name, code in re.findall(r"```python\n# (\w+)\.py(.*?)```", MANUAL.read_text(), re.DOTALL):
-        (folder / f"{name}.py").write_text(f"#{code}")
+    for name in CLASSES:
+        manual_file(name, folder)
     return folder
 
 

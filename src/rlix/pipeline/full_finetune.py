@@ -73,10 +73,12 @@ class FullFinetunePipeline(Pipeline):
             SpecError: tokens of older weights are to be weighed, and sampling forbids it.
         """
         batch, needs = self.algorithm.begin(samples, self.pad_id)
-        if samples.off_policy and (problem := self.spec.rollout.not_as_the_policy_says):
-            raise SpecError(
-                f"rollout.temperature: step {samples.learner} learns from older weights' tokens, and {problem}"
-            )
+        if problem := self.spec.rollout.not_as_the_policy_says:
+            del batch["sampled_log_probs"]
+            if samples.off_policy:
+                raise SpecError(
+                    f"rollout.temperature: step {samples.learner} learns from older weights' tokens, and {problem}"
+                )
         if needs.old_log_probs:
             batch["old_log_probs"] = self.old_log_probs(batch)
         if needs.reference:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlix.nn import returns
 from rlix.pipeline.algorithms.base import Algorithm
+from rlix.pipeline.algorithms.losses import mismatch
 from rlix.pipeline.algorithms.tensors import Terms, masked_mean
 from rlix.pipeline.batch import PolicyBatch, TokenBatch
 from rlix.pipeline.spec.training import OptimizerSpec
@@ -63,7 +64,10 @@ class PolicyModule(CausalLmModule):
         def loss_of(part: Mapping[str, Tensor]) -> Terms:
             scores = self.scores(part, temperature)
             loss, metrics = algorithm.loss(scores, cast(PolicyBatch, part), denominator / self.dp_size)
-            return loss, {**metrics, "entropy": masked_mean(scores.entropies, part["mask"])}
+            more = {"entropy": masked_mean(scores.entropies, part["mask"])}
+            if (sampled := part.get("sampled_log_probs")) is not None:
+                more |= mismatch(scores.log_probs, sampled, part["mask"])
+            return loss, {**metrics, **more}
 
         with self.using(adapter):
             return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)

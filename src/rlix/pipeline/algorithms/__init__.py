@@ -11,24 +11,27 @@ from rlix.pipeline.algorithms.advantages import (
     whiten,
 )
 from rlix.pipeline.algorithms.base import Algorithm, Estimate, Setting
-from rlix.pipeline.algorithms.groups import Cispo, Dapo, DrGrpo, Grpo, Gspo, Rloo
+from rlix.pipeline.algorithms.groups import Cispo, ClipCov, Dapo, DrGrpo, Grpo, Gspo, Rloo
 from rlix.pipeline.algorithms.kl import kl_estimate
 from rlix.pipeline.algorithms.losses import (
     PolicyLoss,
     capped_ratio_loss,
     clipped_policy_loss,
+    importance_weights,
+    mismatch,
     sequence_log_ratio,
-    truncated_importance_weights,
     value_loss,
 )
-from rlix.pipeline.algorithms.returns import Ppo, ReinforcePlusPlus
+from rlix.pipeline.algorithms.returns import Distill, Ppo, ReinforcePlusPlus
 from rlix.pipeline.algorithms.tensors import Scores, aggregate, entropy, masked_mean, token_log_probs
 from rlix.pipeline.spec.algorithm import Needs
 
 __all__ = [
     "Algorithm",
     "Cispo",
+    "ClipCov",
     "Dapo",
+    "Distill",
     "DrGrpo",
     "Estimate",
     "Grpo",
@@ -47,15 +50,16 @@ __all__ = [
     "gae",
     "group_relative_advantages",
     "groups_with_spread",
+    "importance_weights",
     "kl_estimate",
     "masked_mean",
+    "mismatch",
     "overlong_penalty",
     "reinforce_plus_plus_advantages",
     "rewards_less_kl",
     "rloo_advantages",
     "sequence_log_ratio",
     "token_log_probs",
-    "truncated_importance_weights",
     "value_loss",
     "whiten",
 ]

@@ -113,6 +113,27 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
+def highest_covariance(
+    log_probs: Tensor, advantages: Tensor, mask: Tensor, *, share: float, low: float, high: float, seed: int
+) -> Tensor:
+    """Tokens whose gradient would cost the most entropy: bool, of the shape of `mask` [batch, time].
+
+    Of those whose covariance of log-probability and advantage, (log p - mean) (A - mean), lies between `low` and
+    `high`, a random `share` of all tokens, one at least. `advantages` is [batch, time], or [batch] for one per
+    sequence.
+
+    Source: Clip-Cov, Cui et al. 2025, arXiv:2505.22617, eq. 10 and 11.
+    """
+    mask, spread = mask.bool(), advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand_as(log_probs)
+    covariance = (log_probs - masked_mean(log_probs, mask)) * (spread - masked_mean(spread, mask))
+    among = (mask & (covariance > low) & (covariance < high)).flatten().nonzero().squeeze(1)
+    count = max(int(share * int(mask.sum())), 1)
+    order = torch.randperm(len(among), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.zeros(mask.numel(), dtype=torch.bool)
+    chosen[among[order[:count]]] = True
+    return chosen.view(mask.shape)
+
+
 def rewards_less_kl(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
     """`rewards` per token minus the KL penalty, under `mask`; 0 outside; all [batch, time].
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlix.pipeline.algorithms.advantages import overlong_penalty
 from rlix.pipeline.algorithms.kl import KlEstimator, kl_estimate
-from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss, truncated_importance_weights
+from rlix.pipeline.algorithms.losses import PolicyLoss, clipped_policy_loss, importance_weights, mismatch
 from rlix.pipeline.algorithms.tensors import Aggregation, Scores, Terms, aggregate, masked_mean
 from rlix.pipeline.batch import PolicyBatch, policy_batch, stale_tokens, token_rewards
 from rlix.pipeline.samples import End, Sample, Samples
@@ -87,16 +87,18 @@ class Algorithm(ABC):
         since, its `old_log_probs`."""
         log_probs, old = scores.log_probs, batch.get("old_log_probs")
         result = self.policy_loss(log_probs, log_probs.detach() if old is None else old, batch, denominator)
-        metrics = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}
+        metrics, loss = {"clip_fraction": result.clip_fraction, "approx_kl": result.approx_kl}, result.loss
+        if bonus := getattr(self.options, "entropy_coefficient", 0.0):
+            loss = loss - bonus * aggregate(scores.entropies, batch["mask"], self.aggregation, denominator)
         reference = batch.get("reference_log_probs")
         if reference is None:
-            return result.loss, metrics
+            return loss, metrics
         metrics["kl"] = masked_mean(kl_estimate(log_probs, reference, "k3"), batch["mask"])
         if self.kl_in_reward:
-            return result.loss, metrics
+            return loss, metrics
         per_token = kl_estimate(log_probs, reference, self.kl_estimator)
         kl = aggregate(per_token, batch["mask"], self.aggregation, denominator)
-        return result.loss + self.options.kl_coefficient * kl, metrics
+        return loss + self.options.kl_coefficient * kl, metrics
 
     def policy_loss(self, log_probs: Tensor, old: Tensor, batch: PolicyBatch, denominator: float) -> PolicyLoss:
         """The part of `loss` that the advantages weigh."""
@@ -111,6 +113,7 @@ class Algorithm(ABC):
             denominator=denominator,
             weights=batch.get("importance"),
             per_sequence=self.per_sequence,
+            dual_clip=getattr(self.options, "dual_clip", None),
         )
 
     def denominator(self, mask: Tensor) -> float:
@@ -151,12 +154,31 @@ class Algorithm(ABC):
         batch["advantages"] = estimate.advantages
         if estimate.returns is not None:
             batch["returns"] = estimate.returns
-        sampled, mask = batch.pop("sampled_log_probs"), batch["mask"]
-        if (cap := self.setting.spec.cap(samples.off_policy)) is None:
-            return {}
-        weights = truncated_importance_weights(batch["old_log_probs"], sampled, mask, cap=cap)
-        batch["importance"] = torch.where(stale_tokens(samples, mask), 1.0, weights)
-        return {"importance": float(masked_mean(batch["importance"], mask))} if mask.any() else {}
+        if "old_log_probs" not in batch or "sampled_log_probs" not in batch:
+            return {}  # the only update compares with what was sampled, if anything does
+        return self.weigh(samples, batch, batch.pop("sampled_log_probs"))
+
+    def weigh(self, samples: Samples, batch: PolicyBatch, sampled: Tensor) -> dict[str, float]:
+        """Compare with what whoever generated the tokens saw, and weight them for it where that is asked for."""
+        old, mask, spec = batch["old_log_probs"], batch["mask"], self.setting.spec
+        found = {name: float(value) for name, value in mismatch(old, sampled, mask).items()} if mask.any() else {}
+        if (cap := spec.cap(samples.off_policy)) is None:
+            return found
+        weights = importance_weights(
+            old,
+            sampled,
+            mask * ~stale_tokens(samples, mask),
+            cap=cap,
+            floor=spec.importance_floor,
+            level=spec.importance_level,
+            beyond=spec.importance_beyond,
+        )
+        batch["importance"] = weights
+        if mask.any():
+            found["importance"] = float(masked_mean(weights, mask))
+        if mask.any() and spec.importance_beyond == "drop":
+            found["importance_dropped"] = float(masked_mean((weights == 0).float(), mask))
+        return found
 
 
 def _checked(found: Any, algorithm: Algorithm, samples: int) -> Estimate:

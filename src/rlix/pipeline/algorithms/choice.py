@@ -1,8 +1,8 @@
 """From the algorithm that a job names to the object."""
 
 from rlix.pipeline.algorithms.base import Algorithm, Setting
-from rlix.pipeline.algorithms.groups import Cispo, Dapo, DrGrpo, Grpo, Gspo, Rloo
-from rlix.pipeline.algorithms.returns import Ppo, ReinforcePlusPlus
+from rlix.pipeline.algorithms.groups import Cispo, ClipCov, Dapo, DrGrpo, Grpo, Gspo, Rloo
+from rlix.pipeline.algorithms.returns import Distill, Ppo, ReinforcePlusPlus
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError
@@ -14,6 +14,8 @@ CLASSES: dict[str, type[Algorithm]] = {
     "rloo": Rloo,
     "gspo": Gspo,
     "cispo": Cispo,
+    "clip_cov": ClipCov,
+    "distill": Distill,
     "reinforce_pp": ReinforcePlusPlus,
     "ppo": Ppo,
 }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlix.pipeline.algorithms.advantages import group_relative_advantages, rloo_advantages
+from rlix.pipeline.algorithms.advantages import group_relative_advantages, highest_covariance, rloo_advantages
 from rlix.pipeline.algorithms.base import Algorithm, Estimate
 from rlix.pipeline.algorithms.losses import PolicyLoss, capped_ratio_loss
 from rlix.pipeline.algorithms.tensors import Aggregation
@@ -13,6 +13,7 @@ from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.samples import Samples
 from rlix.pipeline.spec.algorithm import (
     CispoOptions,
+    ClipCovOptions,
     DapoOptions,
     DrGrpoOptions,
     GrpoOptions,
@@ -81,6 +82,26 @@ class Gspo(Grpo):
     @property
     def aggregation(self) -> Aggregation:
         return "sequence"
+
+
+class ClipCov(Grpo):
+    """Cui et al. 2025, arXiv:2505.22617: which tokens is decided once, by the policy before the step."""
+
+    Options = ClipCovOptions
+
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
+        options, mask, before = self.options, batch["mask"], batch["old_log_probs"]
+        advantages = super().estimate(samples, batch).advantages.unsqueeze(1).expand_as(mask)
+        chosen = highest_covariance(
+            before,
+            advantages,
+            mask,
+            share=options.covariance_share,
+            low=options.covariance_low,
+            high=options.covariance_high,
+            seed=samples.learner or 0,
+        )
+        return Estimate(advantages.masked_fill(chosen, 0.0))
 
 
 class Cispo(Grpo):

@@ -1,6 +1,7 @@
 """Losses of the policy and of the critic."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,29 +31,33 @@ def clipped_policy_loss(
     denominator: float | Tensor | None = None,
     weights: Tensor | None = None,
     per_sequence: bool = False,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), reduced to a scalar.
 
     `log_probs`, `old_log_probs` and `mask` are [batch, time] (mask: the tokens the policy generated); `advantages` is
     [batch, time], or [batch] for one per sequence. `aggregation` and `denominator` are those of `aggregate`. `weights`
-    [batch, time], without gradient, multiply each token's term: see `truncated_importance_weights`. `per_sequence`: one
-    ratio for a sequence, see `sequence_log_ratio`, instead of one for each token.
+    [batch, time], without gradient, multiply each token's term: see `importance_weights`. `per_sequence`: one ratio for
+    a sequence, see `sequence_log_ratio`, instead of one for each token. `dual_clip` bounds the ratio where the
+    advantage is negative, too, so that what has become much likelier is not pushed down without bound.
 
     Source: PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, Yu et al.
-    2025, arXiv:2503.14476, section 3.1.
+    2025, arXiv:2503.14476, section 3.1; dual_clip: Ye et al. 2020, arXiv:1912.09729, eq. 5.
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
     # Positions outside the mask may hold anything; make them neutral before exp can overflow into NaN gradients.
     difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
     ratio = (sequence_log_ratio(log_probs, old_log_probs, mask) if per_sequence else difference).exp()
-    free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    bounded = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
+    free, clipped = bounded * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     terms = -torch.minimum(free, clipped)
     loss = aggregate(terms if weights is None else terms * weights, mask, aggregation, denominator)
     with torch.no_grad():
+        stopped = (clipped < free) | ((bounded < ratio) & (advantages < 0))
         return PolicyLoss(
             loss=loss,
-            clip_fraction=masked_mean((clipped < free).to(ratio.dtype), mask),
+            clip_fraction=masked_mean(stopped.to(ratio.dtype), mask),
             approx_kl=masked_mean(difference.expm1() - difference, mask),
             mean_ratio=masked_mean(ratio, mask),
         )
@@ -97,18 +102,43 @@ def capped_ratio_loss(
         )
 
 
-def truncated_importance_weights(
-    log_probs: Tensor, behavior_log_probs: Tensor, mask: Tensor, *, cap: float = 2.0
+def importance_weights(
+    log_probs: Tensor,
+    sampled_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    cap: float = 2.0,
+    floor: float = 0.0,
+    level: Literal["token", "sequence"] = "token",
+    beyond: Literal["cut", "drop"] = "cut",
 ) -> Tensor:
-    """min(exp(log_probs - behavior_log_probs), cap) under `mask`, 1 outside; all [batch, time], without gradient.
+    """exp(log_probs - sampled_log_probs) within its bounds, under `mask`, 1 outside; [batch, time], without gradient.
 
-    Corrects for tokens that another policy than `log_probs`' sampled; the cap bounds the variance at the price of bias.
+    Corrects for tokens that another policy than `log_probs`' sampled. `level` sequence: each token of a sequence has
+    the product over all of them. A ratio above `cap` or below `floor` is `cut` to the bound, which bounds the variance
+    at the price of bias, or its tokens are `drop`ped: they weigh 0.
 
     Source: truncated importance sampling, Ionides 2008, doi:10.1198/106186008X320456; as a factor of PPO's loss, with
-    the policy before the update in the ratio: Hilton et al. 2021, arXiv:2110.00641 (decoupled PPO).
+    the policy before the update in the ratio: Hilton et al. 2021, arXiv:2110.00641 (decoupled PPO). Dropped by token:
+    IcePop, Ling team 2025, arXiv:2510.18855; by sequence: Liu et al. 2025, "When speed kills stability".
     """
-    difference = torch.where(mask.bool(), log_probs - behavior_log_probs, torch.zeros_like(log_probs))
-    return difference.detach().exp().clamp(max=cap)
+    difference = torch.where(mask.bool(), log_probs - sampled_log_probs, torch.zeros_like(log_probs)).detach()
+    if level == "sequence":
+        difference = torch.where(mask.bool(), difference.sum(dim=1, keepdim=True), torch.zeros_like(difference))
+    ratio = difference.exp()
+    if beyond == "cut":
+        return torch.where(mask.bool(), ratio.clamp(min=floor, max=cap), torch.ones_like(ratio))
+    inside = ~mask.bool() | ((ratio >= floor) & (ratio <= cap))
+    return torch.where(inside, ratio, torch.zeros_like(ratio))
+
+
+def mismatch(log_probs: Tensor, sampled_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the policy that samples is from the one that trains, as metrics: of tokens that the first one drew, an
+    estimate of KL(sampler || trainer) (k3), and how many times more or less likely the second one finds any of them."""
+    with torch.no_grad():
+        difference = torch.where(mask.bool(), log_probs - sampled_log_probs, torch.zeros_like(log_probs))
+        kl = masked_mean(difference.expm1() - difference, mask)
+        return {"mismatch_kl": kl, "mismatch_ratio_max": difference.abs().max().exp()}
 
 
 def value_loss(

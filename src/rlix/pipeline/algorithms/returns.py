@@ -4,7 +4,7 @@ from rlix.pipeline.algorithms.advantages import gae, reinforce_plus_plus_advanta
 from rlix.pipeline.algorithms.base import Algorithm, Estimate
 from rlix.pipeline.batch import PolicyBatch
 from rlix.pipeline.samples import Samples
-from rlix.pipeline.spec.algorithm import PpoOptions, ReinforceOptions
+from rlix.pipeline.spec.algorithm import DistillOptions, PpoOptions, ReinforceOptions
 
 
 class ReinforcePlusPlus(Algorithm):
@@ -23,6 +23,18 @@ class ReinforcePlusPlus(Algorithm):
             discount=options.discount,
         )
         return Estimate(advantages)
+
+
+class Distill(Algorithm):
+    """On-policy distillation: the policy gradient of KL(policy || teacher) at each token that the policy sampled, as in
+    Gu et al. 2023, arXiv:2306.08543 (without what later tokens cost), on its own samples as in Agarwal et al. 2023,
+    arXiv:2306.13649. The metric `kl` is the divergence from the teacher."""
+
+    Options = DistillOptions
+    kl_in_reward = True
+
+    def estimate(self, samples: Samples, batch: PolicyBatch) -> Estimate:
+        return Estimate(batch["reference_log_probs"] - batch["old_log_probs"])
 
 
 class Ppo(Algorithm):

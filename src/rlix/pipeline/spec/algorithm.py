@@ -1,7 +1,7 @@
 """What a job learns from its samples: the algorithms that ship, and the options of each."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -43,13 +43,27 @@ Aggregation = Literal["token", "sequence"]
 _IMPORTANCE_CAP = 2.0
 
 
-class ClippedOptions(Section):
+class PolicyOptions(Section):
+    """Of algorithms with an advantage for each sample, or each token."""
+
+    compares_groups: ClassVar[bool] = True
+    """Whether the samples of a prompt are compared with each other."""
+    compares_before: ClassVar[bool] = False
+    """Whether `estimate` always reads the log-probs before the step."""
+
+    kl_coefficient: NonNegative = 0.0
+    """Weight of the KL to the policy as reinforcement learning found it; above 0 the job has a reference model."""
+    entropy_coefficient: NonNegative = 0.0
+    """Weight of a bonus for entropy, in nats per token."""
+
+
+class ClippedOptions(PolicyOptions):
     """Of algorithms with PPO's clipped loss."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Positive = 0.2
-    kl_coefficient: NonNegative = 0.0
-    """Weight of the KL to the policy as reinforcement learning found it; above 0 the job has a reference model."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the ratio where the advantage is negative; 3 is usual."""
 
 
 class GrpoOptions(ClippedOptions):
@@ -74,6 +88,33 @@ class DapoOptions(GrpoOptions):
     clip_high: Positive = 0.28
 
 
+class ClipCovOptions(GrpoOptions):
+    """GRPO in which a random few of the tokens that cost the most entropy have no gradient."""
+
+    compares_before: ClassVar[bool] = True
+
+    covariance_share: Share = 2e-4
+    """How many tokens, of all of a step."""
+    covariance_low: float = 1.0
+    """Only tokens with a higher covariance of log-probability and advantage"""
+    covariance_high: float = 5.0
+    """and a lower one than this."""
+
+
+class DistillOptions(ClippedOptions):
+    """Learn what a teacher finds likelier, from the policy's own samples; rewards are only shown."""
+
+    compares_groups: ClassVar[bool] = False
+    compares_before: ClassVar[bool] = True
+
+    teacher: str
+    """A model with the same tokenizer: a whole path, or a name on the Hugging Face hub. It takes the devices of
+    `clusters.reference`."""
+    kl_coefficient: Annotated[float, Field(ge=0, le=0)] = 0.0
+    """No choice: the teacher is in the place of the reference."""
+    aggregation: Aggregation = "token"
+
+
 class RewardKlOptions(ClippedOptions):
     """Of algorithms with the KL to the reference as part of the reward."""
 
@@ -86,25 +127,21 @@ class RlooOptions(RewardKlOptions):
     """Reward against the mean of the other samples of the group; the KL is part of the reward."""
 
 
-class GspoOptions(Section):
+class GspoOptions(PolicyOptions):
     """GRPO with one ratio, the geometric mean of the tokens', for a whole sequence."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
     clip_high: Positive = 4e-4
-    kl_coefficient: NonNegative = 0.0
-    """Weight of the KL to the policy as reinforcement learning found it; above 0 the job has a reference model."""
     kl_estimator: LossKl = "k3"
     normalize_by_std: bool = True
     """Divide by the standard deviation of a group's rewards."""
 
 
-class CispoOptions(Section):
+class CispoOptions(PolicyOptions):
     """REINFORCE weighted by a ratio that is capped, not clipped: no token loses its gradient."""
 
     ratio_cap: Positive = 5.0
     """The largest weight of a token."""
-    kl_coefficient: NonNegative = 0.0
-    """Weight of the KL to the policy as reinforcement learning found it; above 0 the job has a reference model."""
     kl_estimator: LossKl = "k3"
     normalize_by_std: bool = True
     """Divide by the standard deviation of a group's rewards."""
@@ -112,6 +149,8 @@ class CispoOptions(Section):
 
 class ReinforceOptions(RewardKlOptions):
     """REINFORCE++: discounted returns, normalised over the batch; the KL is part of the reward."""
+
+    compares_groups: ClassVar[bool] = False
 
     discount: Share = 1.0
     """Of later rewards, per token."""
@@ -158,19 +197,23 @@ class Needs:
 
 
 def needs_of(options: Any, *, kl_in_reward: bool) -> Needs:
-    """What options say that are named as those that ship: a `kl_coefficient` above 0 needs a reference, and a `critic`
-    one; who is paid less for the KL, or has a critic, compares with the policy before the step."""
-    reference, critic = getattr(options, "kl_coefficient", 0.0) > 0, getattr(options, "critic", None)
-    return Needs((kl_in_reward and reference) or critic is not None, reference, critic)
+    """What options say that are named as those that ship: a `kl_coefficient` above 0 needs a reference, a `critic`
+    and a `teacher` one; who is paid less for the KL, or has a critic, compares with the policy before the step."""
+    critic, teacher = getattr(options, "critic", None), getattr(options, "teacher", None)
+    reference = getattr(options, "kl_coefficient", 0.0) > 0 or teacher is not None
+    before = getattr(options, "compares_before", False) or (kl_in_reward and reference) or critic is not None
+    return Needs(before, reference, critic, teacher)
 
 
-ALGORITHMS: dict[str, type[Section]] = {
+ALGORITHMS: dict[str, type[PolicyOptions]] = {
     "grpo": GrpoOptions,
     "dr_grpo": DrGrpoOptions,
     "dapo": DapoOptions,
     "rloo": RlooOptions,
     "gspo": GspoOptions,
     "cispo": CispoOptions,
+    "clip_cov": ClipCovOptions,
+    "distill": DistillOptions,
     "reinforce_pp": ReinforceOptions,
     "ppo": PpoOptions,
 }
@@ -182,7 +225,8 @@ class AlgorithmSpec(Named):
     """What is learnt from the samples. `options` are the algorithm's own; the other keys work with any of them."""
 
     name: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `rloo`, `gspo`, `cispo`, `reinforce_pp`, `ppo`, or your own: `file.py:Class`."""
+    """`grpo`, `dr_grpo`, `dapo`, `rloo`, `gspo`, `cispo`, `clip_cov`, `reinforce_pp`, `ppo`, `distill`, or your own:
+    `file.py:Class`."""
     epochs: Count = 1
     """Passes over each step's samples."""
     minibatches: Count = 1
@@ -198,11 +242,18 @@ class AlgorithmSpec(Named):
     importance_cap: Positive | None = None
     """Weight each token by min(p_trainer / p_sampler, cap): truncated importance sampling. Left out: 2 in steps that
     learn from tokens of older weights, whatever schedule made them, else no weights."""
+    importance_floor: NonNegative = 0.0
+    """The least weight, likewise."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """sequence: one weight for a sample, the product over its tokens."""
+    importance_beyond: Literal["cut", "drop"] = "cut"
+    """A weight that is out of bounds is cut to the bound, or its tokens are dropped from the loss (masked importance
+    sampling)."""
 
     @property
     def compares_groups(self) -> bool:
         """Whether it is known to compare the samples of a prompt with each other."""
-        return self.name in ALGORITHMS and not issubclass(ALGORITHMS[self.name], ReinforceOptions)
+        return self.name in ALGORITHMS and ALGORITHMS[self.name].compares_groups
 
     @property
     def rounds(self) -> int:

@@ -213,6 +213,16 @@ def _schedule(spec: Sections) -> Iterator[Problem]:
             )
         if ahead.in_flight == "finish" and ahead.steps_ahead > 1:
             yield Problem(f"{where}.in_flight", "finish generates one step at a time; set 'ahead: 1'")
+    algorithm = spec.algorithm
+    if (cap := algorithm.cap(off_policy)) is None and spec.schedule.name == "on_policy":
+        for key in ("importance_floor", "importance_level", "importance_beyond"):
+            if getattr(algorithm, key) == type(algorithm).model_fields[key].default:
+                continue
+            yield Problem(f"algorithm.{key}", "has no effect where no token is weighed; set algorithm.importance_cap")
+    elif cap is not None and algorithm.importance_floor > cap:
+        yield Problem(
+            "algorithm.importance_floor", f"{algorithm.importance_floor:g} is above the cap {cap:g}; lower it"
+        )
     if spec.algorithm.cap(off_policy) is not None and (problem := spec.rollout.not_as_the_policy_says):
         yield Problem("rollout.temperature", problem)
 

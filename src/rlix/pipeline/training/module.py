@@ -14,7 +14,7 @@ from rlix.engine.residency import HostHome
 from rlix.nn import HuggingFaceFsdp2TrainModule, configures
 from rlix.pipeline.algorithms.tensors import Terms
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
-from rlix.pipeline.training.metrics import LATE, SKIPPED, TOKENS
+from rlix.pipeline.training.metrics import LATE, MOST, SKIPPED, TOKENS
 from rlix.pipeline.training.micro_batches import MicroBatch, ModelInputs, micro_batches, model_inputs, plan, row_lengths
 from rlix.pipeline.training.parameter_groups import ParameterGroup, parameter_groups
 from rlix.pipeline.training.schedule import learning_rate_factor
@@ -108,7 +108,8 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
     ) -> dict[str, float]:
         """Sum up the gradients of the losses of all micro-batches, each a part of the loss of the global batch.
 
-        Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch.
+        Returns this rank's part of the loss and of each metric's mean over the tokens of the global batch, or, of one
+        that is called `_max`, of the largest value.
         """
         self.begin_training()
         tokens = self.dp_sum(batch["mask"].sum()).clamp(min=1)
@@ -123,10 +124,15 @@ class OptimizedModule(HuggingFaceFsdp2TrainModule):
                 loss.backward()
                 sums["loss"] += loss.detach() / self.dp_size
                 share = tensors["mask"].sum() / tokens
-                for name, mean in means.items():
-                    sums[name] = sums.get(name, 0.0) + mean.detach() * share
+                for name, value in means.items():
+                    if name.endswith(MOST):
+                        sums[name] = torch.maximum(sums.get(name, value.detach()), value.detach())
+                    else:
+                        sums[name] = sums.get(name, 0.0) + value.detach() * share
         self.eval()
         late = {LATE: deadlines.late_s / self.dp_size} if declared_s else {}
+        for name in [name for name in sums if name.endswith(MOST)]:
+            sums[name] = self.dp_max(sums[name]) / self.dp_size
         return {name: float(value) for name, value in sums.items()} | {TOKENS: float(tokens) / self.dp_size} | late
 
     def begin_training(self) -> None:
