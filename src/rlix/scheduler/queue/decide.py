@@ -128,8 +128,7 @@ class _Board:
         self.active = sorted((job for job in snapshot.jobs if job.active), key=lambda job: (job.admitted_at, job.id))
         self.admitted: list[int] = []
         self.preempted: list[Preemption] = []
-        self._waits: dict[int, Wait] = {}
-        self._blocked: list[tuple[Job, Sequence[Timeline]]] = []
+        self._waiting: list[tuple[Job, float, Reason | Sequence[Timeline]]] = []  # why, or where there is too little
         self._pool = Timeline(now, snapshot.pool.places)
         self._common = Timeline(now, snapshot.common)
         self._teams = {name: Timeline(now, t.maximum) for name, t in snapshot.teams.items() if t.maximum is not None}
@@ -156,14 +155,11 @@ class _Board:
             self.preempted += [Preemption(victim.id, job.id) for victim in victims]
         going = [other for other in self.active if other.stop is not None and other.stop.for_id == job.id]
         if going:
-            reason: Reason = Reclaiming(job.gpus, self._holders(going))
-        elif (reason_now := self._lacks(job, lines)) is not None:
-            reason = reason_now
-            self._blocked.append((job, lines))
+            self._waiting.append((job, start, Reclaiming(job.gpus, self._holders(going))))
+        elif any(line.free(now) < job.gpus for line in lines):
+            self._waiting.append((job, start, lines))
         else:
-            reason = self._would_delay(job, lines, length)
-        known = start if start < now + _FORESEEN_S else None
-        self._waits[job.id] = Wait(reason, len(self._waits), known, self._shares[job.team])
+            self._waiting.append((job, start, self._would_delay(job, lines, length)))
         if reserves and start < math.inf:
             for line in lines:
                 line.take(start, start + length, job.gpus)
@@ -236,20 +232,21 @@ class _Board:
             line.take(soon, max(soon, end_of(victim, self.snapshot.now)), places)
 
     def settled(self) -> dict[int, Wait]:
-        """When all are placed: why each of those waits that were not admitted, as things are then."""
-        for job, lines in self._blocked:
-            if (reason := self._lacks(job, lines)) is not None:
-                self._waits[job.id] = replace(self._waits[job.id], reason=reason)
-        return self._waits
+        """When all are placed: why each waits that was not admitted, as things are then."""
+        foreseen, holders = self.snapshot.now + _FORESEEN_S, self._holders(self.active)
+        waits: dict[int, Wait] = {}
+        for job, start, why in self._waiting:
+            reason = self._lacks(job, why, holders) if isinstance(why, Sequence) else why
+            share = self._shares[job.team]
+            waits[job.id] = Wait(reason, len(waits), start if start < foreseen else None, share)
+        return waits
 
-    def _lacks(self, job: Job, lines: Sequence[Timeline]) -> Reason | None:
-        """Of what too little is free now; None: of nothing."""
+    def _lacks(self, job: Job, lines: Sequence[Timeline], holders: tuple[Holder, ...]) -> Reason:
+        """Of what too little is free now."""
         now, team = self.snapshot.now, self.snapshot.team(job.team)
-        short = next((line for line in lines if line.free(now) < job.gpus), None)
-        if short is None:
-            return None
+        short = next(line for line in lines if line.free(now) < job.gpus)
         if short is self._pool:
-            return NoRoom(job.gpus, max(0, short.free(now)), self._holders(self.active))
+            return NoRoom(job.gpus, max(0, short.free(now)), holders)
         if short is self._common:
             mine = self._within(job.team)
             fixed = sum(j.gpus for j in self.active if j.id in mine and not j.preemptible)
