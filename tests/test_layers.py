@@ -21,9 +21,10 @@ ALLOWED: dict[str, set[str]] = {
     "monitor": {"protocol"},
     "sim": {"control", "scheduler", "protocol"},
     "integrations": {"pipeline", "nn", "engine", "flow", "control", "node", "protocol"},
+    "serve": {"pipeline", "control", "node", "monitor", "scheduler", "protocol"},
     "trl": {"integrations"},
     "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
-    "cli": {"pipeline", "flow", "control", "node", "monitor", "sim", "scheduler", "protocol"},
+    "cli": {"serve", "pipeline", "flow", "control", "node", "monitor", "sim", "scheduler", "protocol"},
 }
 
 PURE_FORBIDS = {

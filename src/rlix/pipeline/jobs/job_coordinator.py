@@ -132,7 +132,8 @@ class JobCoordinator(PipelineCoordinator):
         final = await self._run(pipeline)
         while why := await self._why_again(final):
             if self._resumes > RESUMES:
-                final = replace(final, error=f"{final.error}; it was resumed {RESUMES} times, each time {why}")
+                error = f"{final.error}; it was resumed {RESUMES} times, each time {why}"
+                final = replace(final, error=error, by_pool=True)
                 break
             try:
                 await self._leave(pipeline, why)
@@ -194,7 +195,8 @@ class JobCoordinator(PipelineCoordinator):
             what = (said and said.error) or f"{type(cause).__name__}: {cause}"
             return self._failed(what + await self._why_taken())
         except (RayActorError, ActorUnschedulableError) as error:  # or its node left before it began
-            return self._failed(await self._why_it_died(error))
+            why, by_pool = await self._why_it_died(error)
+            return replace(self._failed(why), by_pool=by_pool)
         except WaitTimeoutError as error:
             return self._failed(str(error))
         await self._refresh()
@@ -281,16 +283,16 @@ class JobCoordinator(PipelineCoordinator):
                 return f" (the control plane ended what held {ended[-1].cluster or 'it'}: {ended[-1].why})"
         return ""
 
-    async def _why_it_died(self, error: RayError) -> str:
-        """The control plane may have ended it, and then knows why."""
+    async def _why_it_died(self, error: RayError) -> tuple[str, bool]:
+        """The control plane may have ended it, and then knows why. Says whether it has."""
         if isinstance(error, RayActorError) and error.actor_init_failed:
-            return in_words(error)
+            return in_words(error), False
         with contextlib.suppress(RayError, ValueError, TimeoutError):
             orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
             why = await asyncio.wait_for(orchestrator.why_ended.remote(self._pipeline_id), _WHY_TIMEOUT_S)
             if why:
-                return f"the control plane ended it: {why}"
-        return f"its program died: {in_words(error)}; see job.log in its run folder"
+                return f"the control plane ended it: {why}", True
+        return f"its program died: {in_words(error)}; see job.log in its run folder", False
 
     async def _refresh(self, timeout_s: float = _CALL_TIMEOUT_S) -> JobStatus | None:
         """What the pipeline says of itself, if it does. That it failed is kept for the end: it may be started again."""

@@ -117,6 +117,28 @@ def load_job(path_or_name: str | Path, pool: Collection[int] | None = None) -> J
         return _checked(_anchored(data, path.parent), origin, pool)
 
 
+def named_files(path: Path) -> tuple[str, ...]:
+    """The paths in a job file that are relative to it, as they stand there: what must go with it to another machine.
+
+    Raises SpecError for a file that cannot be read.
+    """
+    data, origin = read_yaml(path)
+    with _paths_of(origin):
+        return tuple(dict.fromkeys(_differing(data, _anchored(data, path.parent))))
+
+
+def _differing(given: Any, anchored: Any) -> Iterator[str]:
+    if isinstance(given, str) and given != anchored:
+        file, _, _ = given.rpartition(":")
+        yield file if file.endswith(".py") else given
+    elif isinstance(given, dict) and isinstance(anchored, dict):
+        for key, value in given.items():
+            yield from _differing(value, anchored.get(key))
+    elif isinstance(given, list) and isinstance(anchored, list):
+        for one, other in zip(given, anchored, strict=True):
+            yield from _differing(one, other)
+
+
 def _checked(data: dict[str, Any], origin: Origin, pool: Collection[int] | None) -> JobSpec:
     try:
         # JSON mode is strict about types, yet takes a list for a tuple as YAML must.

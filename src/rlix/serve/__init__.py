@@ -1,0 +1,1 @@
+"""The doors: an HTTP API in front of the pool, and the queue behind it."""

@@ -1,0 +1,259 @@
+"""The HTTP API: each door, who may use it, and what it answers. Who asks is said by the token alone."""
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.scheduler.queue.fair_share import times_its_share
+from rlix.scheduler.queue.jobs import PRIORITIES, Job, QueueError
+from rlix.serve.api import models
+from rlix.serve.api.openapi import Door, describe
+from rlix.serve.api.views import view, view_of
+from rlix.serve.queue.accounts import Accounts
+from rlix.serve.queue.keeper import Asked, Keeper
+from rlix.serve.queue.runner import JOB_FILE
+from rlix.serve.queue.store import User
+from rlix.serve.queue.submission import check_files, read_submission
+from rlix.serve.queue.users import Users
+
+_MOST_LOG = 256 << 10  # bytes of one answer
+_MOST_ENDED = 1000
+
+
+class RefusedError(RlixError):
+    """The user may not do that."""
+
+
+class MissingError(RlixError):
+    """There is no such thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    keeper: Keeper
+    users: Users
+    accounts: Accounts
+
+
+Handler = Callable[[Request, User], Awaitable[BaseModel]]
+
+
+def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starlette:
+    """Everything runs on the loop that the keeper belongs to."""
+    doors = _Doors(service, now)
+    table = [
+        Door("POST", "/v1/jobs", "Submit a job", doors.submit, models.Submission, models.JobView),
+        Door(
+            "GET",
+            "/v1/jobs",
+            "Jobs: `state=ended` for those that have ended; `mine=1`",
+            doors.list,
+            None,
+            models.JobList,
+        ),
+        Door("GET", "/v1/jobs/{id}", "A job, and why it waits", doors.one, None, models.JobView),
+        Door("GET", "/v1/jobs/{id}/history", "What has happened to a job", doors.history, None, models.History),
+        Door("GET", "/v1/jobs/{id}/log", "A part of its log, from `offset` on", doors.log, None, models.Log),
+        Door("POST", "/v1/jobs/{id}/cancel", "End it", doors.cancel, None, models.JobView),
+        Door("POST", "/v1/jobs/{id}/hold", "Let it wait", doors.hold, None, models.JobView),
+        Door("POST", "/v1/jobs/{id}/release", "Let it wait no longer", doors.release, None, models.JobView),
+        Door("POST", "/v1/jobs/{id}/requeue", "Queue it again", doors.requeue, None, models.JobView),
+        Door(
+            "POST",
+            "/v1/jobs/{id}/priority",
+            "Set its priority class",
+            doors.priority,
+            models.PriorityChange,
+            models.JobView,
+        ),
+        Door("GET", "/v1/pool", "The pool, and who asks", doors.pool, None, models.PoolView),
+        Door("GET", "/v1/usage", "What jobs were given since `since`", doors.usage, None, models.UsageList),
+        Door("POST", "/v1/users", "Add a user, or give one a new token", doors.add_user, models.NewUser, models.Token),
+    ]
+    described = describe(table)
+
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(described)
+
+    routes = [Route(door.path, _answering(door, service.users), methods=[door.method]) for door in table]
+    return Starlette(routes=[*routes, Route("/openapi.json", openapi)])
+
+
+def _answering(door: Door, users: Users) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        user = users.of(request.headers.get("authorization", ""))
+        if user is None:
+            return _problem(401, "no user has this token; set RLIX_TOKEN to yours")
+        try:
+            found = await door.handler(request, user)
+        except RefusedError as error:
+            return _problem(403, str(error))
+        except MissingError as error:
+            return _problem(404, str(error))
+        except QueueError as error:
+            return _problem(409, str(error))
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']}" for e in error.errors()]
+            return _problem(422, "\n".join(lines))
+        except SpecError as error:
+            return _problem(422, str(error))
+        except RlixError as error:
+            return _problem(503, str(error))
+        return Response(found.model_dump_json(), media_type="application/json")
+
+    return answer
+
+
+def _problem(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=status)
+
+
+class _Doors:
+    def __init__(self, service: Service, now: Callable[[], float]) -> None:
+        self._keeper, self._users, self._accounts, self._now = service.keeper, service.users, service.accounts, now
+
+    async def submit(self, request: Request, user: User) -> models.JobView:
+        body = models.Submission.model_validate_json(await request.body())
+        keeper, files = self._keeper, dict(body.files)
+        check_files(files)
+        name, gpus = read_submission(body.spec, max(1, keeper.pool.devices))
+        most = keeper.snapshot().team(user.team).maximum
+        if most is not None and gpus > most:
+            raise SpecError(f"{name}: needs {gpus} places at once, and team {user.team} may have at most {most}")
+        asked = Asked(name, gpus, PRIORITIES[body.priority], body.preemptible, body.limit_s, body.hold)
+        if body.dry_run:
+            draft = keeper.draft(asked, user.name, user.team)
+            return view_of(keeper, draft, keeper.foresee(draft), self._now())
+        files[JOB_FILE] = body.spec.encode()
+        key = None if body.key is None else f"{user.name}:{body.key}"
+        return self._view(keeper.submit(asked, user.name, user.team, files, key))
+
+    async def list(self, request: Request, user: User) -> models.JobList:
+        ended = request.query_params.get("state") == "ended"
+        jobs: Sequence[Job] = self._keeper.ended(_MOST_ENDED) if ended else list(self._keeper.jobs.values())
+        mine = request.query_params.get("mine") == "1"
+        return models.JobList(jobs=[self._view(job) for job in jobs if not mine or job.owner == user.name])
+
+    async def one(self, request: Request, _: User) -> models.JobView:
+        return self._view(self._job(request))
+
+    async def history(self, request: Request, _: User) -> models.History:
+        job = self._job(request)
+        changes = [models.ChangeView(time=c.time, by=c.by, what=c.what) for c in self._keeper.changes(job.id)]
+        return models.History(job=self._view(job), changes=changes)
+
+    async def log(self, request: Request, user: User) -> models.Log:
+        job = self._own(request, user, "read the log of")
+        offset = _number(request.query_params, "offset")
+        path = self._keeper.work(job).run_dir / "job.log"
+        data = _read(path, int(offset))
+        return models.Log(text=data.decode(errors="replace"), next=int(offset) + len(data), ended=not job.active)
+
+    async def cancel(self, request: Request, user: User) -> models.JobView:
+        return self._view(self._keeper.cancel(self._own(request, user, "cancel"), user.name))
+
+    async def hold(self, request: Request, user: User) -> models.JobView:
+        return self._view(self._keeper.hold(self._own(request, user, "hold"), user.name))
+
+    async def release(self, request: Request, user: User) -> models.JobView:
+        job = self._own(request, user, "release")
+        if job.why not in ("", user.name) and not user.admin:
+            raise RefusedError(f"job {job.id} was held by {job.why}, who may release it, or an admin")
+        return self._view(self._keeper.release(job, user.name))
+
+    async def requeue(self, request: Request, user: User) -> models.JobView:
+        return self._view(self._keeper.requeue(self._own(request, user, "queue again"), user.name))
+
+    async def priority(self, request: Request, user: User) -> models.JobView:
+        job = self._own(request, user, "set the priority of")
+        body = models.PriorityChange.model_validate_json(await request.body())
+        return self._view(self._keeper.set_priority(job, PRIORITIES[body.priority], user.name))
+
+    async def pool(self, _: Request, user: User) -> models.PoolView:
+        keeper, snapshot = self._keeper, self._keeper.snapshot()
+        teams = {*snapshot.teams, *(job.team for job in snapshot.jobs), *(team for team, _ in snapshot.used)}
+        shares = {team: times_its_share(snapshot, team) for team in sorted(teams)}
+        running = sum(job.active for job in snapshot.jobs)
+        return models.PoolView(
+            devices=keeper.pool.devices,
+            jobs_per_gpu=keeper.pool.jobs_per_gpu,
+            why=keeper.pool_why,
+            user=user.name,
+            team=user.team,
+            admin=user.admin,
+            waiting=len(snapshot.jobs) - running,
+            running=running,
+            times_share={team: share for team, share in shares.items() if share is not None},
+        )
+
+    async def usage(self, request: Request, _: User) -> models.UsageList:
+        since = _number(request.query_params, "since")
+        rows = [models.UsageRow(**asdict(row), idle_s=row.idle_s) for row in self._accounts.since(since)]
+        return models.UsageList(since=since, rows=rows)
+
+    async def add_user(self, request: Request, user: User) -> models.Token:
+        if not user.admin:
+            raise RefusedError("only an admin may add users")
+        body = models.NewUser.model_validate_json(await request.body())
+        token = self._users.add(User(body.name, body.team, body.admin))
+        return models.Token(name=body.name, team=body.team, admin=body.admin, token=token)
+
+    def _view(self, job: Job) -> models.JobView:
+        return view(self._keeper, job, self._now())
+
+    def _job(self, request: Request) -> Job:
+        text = request.path_params["id"]
+        job = self._keeper.job(int(text)) if text.isdecimal() and len(text) < 18 else None
+        if job is None:
+            raise MissingError(f"there is no job {text}")
+        return job
+
+    def _own(self, request: Request, user: User, verb: str) -> Job:
+        job = self._job(request)
+        if job.owner != user.name and not user.admin:
+            raise RefusedError(
+                f"job {job.id} is {job.owner}'s: {job.owner} may {verb} it, or an admin; you are {user.name}"
+            )
+        return job
+
+
+def _number(params: Mapping[str, str], name: str) -> float:
+    try:
+        value = float(params.get(name, "0"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise SpecError(f"{name}: must be a number of at least 0")
+    return value
+
+
+def _read(path: Path, offset: int) -> bytes:
+    """Whole characters, as far as they are there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(_MOST_LOG)
+    except OSError:
+        return b""
+    return data if len(data) < 4 else data[: _whole(data)]
+
+
+def _whole(data: bytes) -> int:
+    """How many bytes are whole characters of UTF-8."""
+    for back in range(1, 4):
+        byte = data[-back]
+        if byte & 0b11000000 == 0b11000000:  # begins a character of several
+            needed = 2 if byte < 0b11100000 else 3 if byte < 0b11110000 else 4
+            return len(data) - back if back < needed else len(data)
+        if byte < 0b10000000:
+            return len(data)
+    return len(data)

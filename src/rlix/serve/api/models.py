@@ -1,0 +1,135 @@
+"""What is sent and answered: one schema, for the HTTP API, its OpenAPI description and `--json` of the commands."""
+
+from typing import Annotated, Literal
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field
+
+Priority = Literal["low", "normal", "high"]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$", max_length=64)]
+
+
+class _Body(BaseModel):
+    """Asked for: an unknown key is a mistake."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Submission(_Body):
+    spec: str
+    """The job file's text."""
+    files: dict[str, Base64Bytes] = Field(default_factory=dict)
+    """The files that it names relative to itself, by these names."""
+    priority: Priority = "normal"
+    preemptible: bool = True
+    limit_s: Annotated[float, Field(gt=0)] | None = None
+    hold: bool = False
+    dry_run: bool = False
+    """Say what would become of it, and keep nothing."""
+    key: Annotated[str, Field(min_length=8, max_length=64)] | None = None
+    """Chosen by who submits: asked again with the same key, it is the same job."""
+
+
+class PriorityChange(_Body):
+    priority: Priority
+
+
+class NewUser(_Body):
+    name: _Name
+    team: _Name = "default"
+    admin: bool = False
+
+
+class Token(BaseModel):
+    name: str
+    team: str
+    admin: bool
+    token: str
+    """Is shown this once."""
+
+
+class JobView(BaseModel):
+    """A job. Times are unix seconds. `reason`: why it waits, is slow or ended. `start`: when it starts at the latest if
+    nobody comes before it."""
+
+    id: int
+    name: str
+    owner: str
+    team: str
+    state: str
+    gpus: int
+    priority: str
+    preemptible: bool
+    limit_s: float | None
+    submitted_at: float
+    since: float
+    started_at: float | None
+    reason: str
+    ahead: int | None = None
+    start: float | None = None
+    outcome: str | None = None
+    requeues: int = 0
+    pipeline_id: str = ""
+    phase: str = ""
+    step: int = 0
+    steps: int = 0
+    run_dir: str = ""
+
+
+class JobList(BaseModel):
+    jobs: list[JobView]
+
+
+class ChangeView(BaseModel):
+    time: float
+    by: str
+    what: str
+
+
+class History(BaseModel):
+    job: JobView
+    changes: list[ChangeView]
+
+
+class Log(BaseModel):
+    """A part of a job's log. Ask with `offset` = `next` for more of it."""
+
+    text: str
+    next: int
+    ended: bool
+
+
+class UsageRow(BaseModel):
+    """Device-seconds: under a lease, at work, moving weights, and idle under a lease."""
+
+    job: int
+    name: str
+    owner: str
+    team: str
+    phase: str
+    given_s: float
+    busy_s: float
+    switching_s: float
+    idle_s: float
+
+
+class UsageList(BaseModel):
+    since: float
+    rows: list[UsageRow]
+
+
+class PoolView(BaseModel):
+    """`why`: there is no pool now. `times_share`: what teams were given by what they are entitled to, decayed."""
+
+    devices: int
+    jobs_per_gpu: int
+    why: str
+    user: str
+    team: str
+    admin: bool
+    waiting: int
+    running: int
+    times_share: dict[str, float]
+
+
+class Problem(BaseModel):
+    error: str

@@ -1,0 +1,113 @@
+"""What jobs were given: read from their run folders, kept in the store, and counted for fair share."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlix.monitor.accounting import device_ids
+from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
+from rlix.monitor.records import SWITCHING_KINDS, RunRecord, load_run
+from rlix.protocol.errors import SpecError
+from rlix.scheduler.queue.fair_share import Usage
+from rlix.scheduler.queue.jobs import Job
+from rlix.serve.queue.store import Store, Used
+
+logger = logging.getLogger(__name__)
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Device-seconds of one job in one phase, since some time."""
+
+    job: int
+    name: str
+    owner: str
+    team: str
+    phase: str
+    given_s: float
+    busy_s: float
+    switching_s: float
+
+    @property
+    def idle_s(self) -> float:
+        """Under a lease, with nothing to do."""
+        return max(0.0, self.given_s - self.busy_s - self.switching_s)
+
+
+def used_in(job: int, record: RunRecord) -> list[Used]:
+    """What the leases of a run gave, by hour and phase. One that has not ended counts up to the last thing written."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for device in device_ids([record]):
+        spans = [span for span in record.spans if span.device == device]
+        busy = union((s.start, s.end) for s in spans if s.kind not in SWITCHING_KINDS)
+        switching = subtract(union((s.start, s.end) for s in spans if s.kind in SWITCHING_KINDS), busy)
+        for phase, given in _held(record, device).items():
+            for hour in _hours(given):
+                there = intersect(given, ((hour * _HOUR_S, (hour + 1) * _HOUR_S),))
+                sums = found.setdefault((hour, phase), [0.0, 0.0, 0.0])
+                for place, part in enumerate((there, intersect(there, busy), intersect(there, switching))):
+                    sums[place] += length(part)
+    return [Used(job, hour, phase, *sums) for (hour, phase), sums in sorted(found.items())]
+
+
+def _held(record: RunRecord, device: int) -> dict[str, Intervals]:
+    """When the job held a lease on the device, by phase."""
+    granted: dict[int, float] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for lease in sorted((lease for lease in record.leases if device in lease.devices), key=lambda lease: lease.time):
+        if lease.event == "granted":
+            granted[lease.epoch] = lease.time
+        elif lease.event == "released" and lease.epoch in granted:
+            found.setdefault(lease.phase, []).append((granted.pop(lease.epoch), lease.time))
+    phases = {lease.epoch: lease.phase for lease in record.leases}
+    for epoch, start in granted.items():
+        found.setdefault(phases[epoch], []).append((start, record.last_time))
+    return {phase: union(intervals) for phase, intervals in found.items()}
+
+
+def _hours(given: Intervals) -> Iterable[int]:
+    return sorted({hour for a, b in given for hour in range(int(a // _HOUR_S), int(b // _HOUR_S) + 1)})
+
+
+class Accounts:
+    """Keeps the store's table, and what fair share counts, up to date."""
+
+    def __init__(self, store: Store, usage: Usage) -> None:
+        self._store, self._usage = store, usage
+        self._charged: dict[int, float] = {}
+        whose: dict[int, Job | None] = {}
+        for row in store.used():
+            job = whose.setdefault(row.job, store.job(row.job))
+            if job is not None:
+                usage.charge(job.team, job.owner, row.given_s, (row.hour + 0.5) * _HOUR_S)
+                self._charged[row.job] = self._charged.get(row.job, 0.0) + row.given_s
+
+    def look(self, job: Job, run_dir: Path, now: float) -> None:
+        """Reads the job's run folder again, whatever was read before. One that cannot be read changes nothing."""
+        if not (run_dir / "events.jsonl").exists():
+            return
+        try:
+            rows = used_in(job.id, load_run(run_dir))
+        except (SpecError, OSError) as error:
+            logger.warning("%s is not accounted for: %s", job.said, error)
+            return
+        self._store.account(rows)
+        given = sum(row.given_s for row in rows)
+        self._usage.charge(job.team, job.owner, max(0.0, given - self._charged.get(job.id, 0.0)), now)
+        self._charged[job.id] = max(given, self._charged.get(job.id, 0.0))
+
+    def since(self, at: float) -> list[Account]:
+        """By job and phase, from the hour of this unix time on."""
+        sums: dict[tuple[int, str], list[float]] = {}
+        for row in self._store.used(at):
+            found = sums.setdefault((row.job, row.phase), [0.0, 0.0, 0.0])
+            for place, part in enumerate((row.given_s, row.busy_s, row.switching_s)):
+                found[place] += part
+        accounts = []
+        for (id, phase), seconds in sorted(sums.items()):
+            if (job := self._store.job(id)) is not None:
+                accounts.append(Account(id, job.name, job.owner, job.team, phase, *seconds))
+        return accounts

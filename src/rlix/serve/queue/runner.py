@@ -1,0 +1,77 @@
+"""What the queue needs of a pool: how large it is, to start a job there once, and what has become of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from rlix.scheduler.queue.jobs import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A job that has been admitted. `folder` has its spec (`JOB_FILE`) and files; its run folder is in `runs_dir`,
+    which no other job has. `attempt`: how often it was queued again before."""
+
+    id: int
+    name: str
+    folder: Path
+    runs_dir: Path
+    attempt: int
+    admitted_at: float
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+
+class Is(StrEnum):
+    """`absent`: nobody has begun to start it."""
+
+    ABSENT = "absent"
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is there of a job. `by_pool`: it failed for a reason of the pool's, and may be tried again."""
+
+    state: Is
+    pipeline_id: str = ""
+    phase: str = ""
+    step: int = 0
+    steps: int = 0
+    outcome: Outcome | None = None
+    why: str = ""
+    by_pool: bool = False
+
+
+class Runner(Protocol):
+    """Is called from one thread. Everything may be asked again."""
+
+    def devices(self) -> int:
+        """How many there are.
+
+        Raises:
+            RlixError: there is no pool now; says why.
+        """
+
+    def start(self, work: Work) -> None:
+        """Begins to start it; returns at once. A second time changes nothing, nor after the caller was killed."""
+
+    def look(self, works: Sequence[Work]) -> Mapping[int, Seen]:
+        """What has become of these.
+
+        Raises:
+            RlixError: the pool does not say.
+        """
+
+    def stop(self, work: Work, *, now: bool) -> None:
+        """Has it write a checkpoint and end, or, `now`, end without."""
+
+
+JOB_FILE = "job.yaml"
+"""In a work's folder: the job spec. Paths in it are relative to the folder."""

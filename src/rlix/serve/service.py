@@ -1,0 +1,117 @@
+"""`rlix serve`: the queue, its API, and the loop that keeps them going, in one process that may be killed any time."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from rlix.protocol.errors import RlixError
+from rlix.scheduler.queue.jobs import State
+from rlix.serve.api.app import Service, make_app
+from rlix.serve.queue.accounts import Accounts
+from rlix.serve.queue.config import FILE as CONFIG_FILE
+from rlix.serve.queue.config import load_config
+from rlix.serve.queue.keeper import Keeper
+from rlix.serve.queue.runner import Runner
+from rlix.serve.queue.store import FILE, Store
+from rlix.serve.queue.users import Users
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_FILE = "serve.json"
+"""In RLIX_HOME: where the service answers. The command line on this machine finds it there."""
+PORT = 7459
+_ACCOUNT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """`host`: loopback unless told otherwise: who can reach it still needs a token, but the network sees tokens where
+    there is no certificate."""
+
+    home: Path
+    runs_dir: Path
+    host: str = "127.0.0.1"
+    port: int = PORT
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def serve(options: ServeOptions, runner: Runner) -> None:
+    """Returns when it is told to end (SIGTERM, SIGINT). Jobs go on.
+
+    Raises:
+        RlixError: another service has the queue, or the port is taken.
+    """
+    config = load_config(options.home / CONFIG_FILE)
+    with contextlib.closing(Store(options.home / FILE)) as store:
+        users = Users(store)
+        users.first(options.home)
+        keeper = Keeper(store, runner, config, options.home, options.runs_dir.absolute(), now=time.time)
+        accounts = Accounts(store, keeper.usage)
+        app = make_app(Service(keeper, users, accounts))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                host=options.host,
+                port=options.port,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ssl_certfile=options.certificate,
+                ssl_keyfile=options.key,
+            )
+        )
+        asyncio.run(_run(server, keeper, accounts, options))
+
+
+async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, options: ServeOptions) -> None:
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        if serving.done():
+            raise RlixError(f"{options.host}:{options.port} cannot be listened at: is the port free?")
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    scheme = "https" if options.certificate is not None else "http"
+    _announce(options.home, f"{scheme}://{options.host}:{port}")
+    others = [asyncio.create_task(keeper.run()), asyncio.create_task(_account(keeper, accounts))]
+    try:
+        done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        server.should_exit = True
+        for task in others:
+            task.cancel()
+        with contextlib.suppress(SystemExit):
+            await serving
+
+
+async def _account(keeper: Keeper, accounts: Accounts) -> None:
+    """Once a minute what runs, and what has ended since."""
+    since = time.time() - 86400.0  # it may have ended while there was no service
+    while True:
+        now = time.time()
+        jobs = [job for job in keeper.jobs.values() if job.state is State.RUNNING]
+        jobs += [job for job in keeper.ended(100) if job.since >= since]
+        since = now
+        for job in jobs:
+            try:
+                accounts.look(job, keeper.work(job).run_dir, now)
+            except RlixError as error:
+                logger.warning("%s is not accounted for: %s", job.said, error)
+            await asyncio.sleep(0)  # others come in between
+        await asyncio.sleep(_ACCOUNT_S)
+
+
+def _announce(home: Path, url: str) -> None:
+    partial = home / f"{ADDRESS_FILE}.partial"
+    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    partial.rename(home / ADDRESS_FILE)
+    logger.warning("the queue answers at %s", url)

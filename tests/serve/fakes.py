@@ -1,0 +1,48 @@
+"""A pool on a clock that a test turns: what runs there, until the test says otherwise."""
+
+from collections.abc import Mapping, Sequence
+
+from rlix.protocol.errors import RlixError
+from rlix.scheduler.queue.jobs import Outcome
+from rlix.serve.queue.runner import Is, Seen, Work
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakePool:
+    """Jobs start when they are told to, at once, and end by `end`. It forgets nothing that a real one would keep."""
+
+    def __init__(self, devices: int) -> None:
+        self.size = devices
+        self.away = ""
+        self.runs: dict[tuple[int, int], Seen] = {}  # by job and attempt
+        self.started: list[tuple[int, int]] = []
+        self.stopped: list[tuple[int, bool]] = []
+
+    def devices(self) -> int:
+        if self.away:
+            raise RlixError(self.away)
+        return self.size
+
+    def start(self, work: Work) -> None:
+        assert (work.folder / "job.yaml").is_file()
+        if (work.id, work.attempt) not in self.runs:
+            self.started.append((work.id, work.attempt))
+            self.runs[work.id, work.attempt] = Seen(Is.RUNNING, f"ft_{len(self.started)}", "rollout", 1, 5)
+
+    def look(self, works: Sequence[Work]) -> Mapping[int, Seen]:
+        self.devices()
+        return {work.id: self.runs.get((work.id, work.attempt), Seen(Is.ABSENT)) for work in works}
+
+    def stop(self, work: Work, *, now: bool) -> None:
+        self.stopped.append((work.id, now))
+
+    def end(self, id: int, outcome: Outcome = Outcome.FINISHED, why: str = "", *, by_pool: bool = False) -> None:
+        attempt = max(attempt for job, attempt in self.runs if job == id)
+        self.runs[id, attempt] = Seen(Is.ENDED, outcome=outcome, why=why, by_pool=by_pool)

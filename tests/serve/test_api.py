@@ -1,0 +1,192 @@
+"""The HTTP API as three users with different rights see it, each trying what he may not."""
+
+import asyncio
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rlix.scheduler.queue.jobs import Outcome
+from rlix.serve.api.app import Service, make_app
+from rlix.serve.api.models import JobView
+from rlix.serve.queue.accounts import Accounts
+from rlix.serve.queue.config import QueueSpec, TeamSpec
+from rlix.serve.queue.keeper import Keeper
+from rlix.serve.queue.store import FILE, Store, User
+from rlix.serve.queue.users import Users
+from tests.serve.fakes import Clock, FakePool
+
+SPEC = "name: sweep\nsteps: 3\nclusters:\n  actor_train: {gpus: 4}\n  actor_infer: {gpus: 8}\n"
+
+
+class Api:
+    def __init__(self, home: Path) -> None:
+        self.clock, self.pool, self.store = Clock(), FakePool(8), Store(home / FILE)
+        config = QueueSpec(teams={"a": TeamSpec(guaranteed=4, maximum=6)})
+        self.keeper = Keeper(self.store, self.pool, config, home, home / "runs", now=self.clock)
+        users = Users(self.store)
+        self.tokens = {
+            user.name: users.add(user) for user in (User("ann", "a"), User("bob", "b"), User("root", "a", admin=True))
+        }
+        app = make_app(Service(self.keeper, users, Accounts(self.store, self.keeper.usage)), now=self.clock)
+        self.transport = httpx.ASGITransport(app=app)
+        self.turn()
+
+    def turn(self) -> None:
+        asyncio.run(self.keeper.turn())
+
+    def ask(self, who: str, method: str, path: str, **body: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.tokens.get(who, who)}"}
+
+        async def asked() -> httpx.Response:
+            async with httpx.AsyncClient(transport=self.transport, base_url="http://queue") as client:
+                return await client.request(method, path, headers=headers, json=body or None)
+
+        return asyncio.run(asked())
+
+    def submit(self, who: str = "ann", **body: Any) -> JobView:
+        answer = self.ask(who, "POST", "/v1/jobs", **({"spec": SPEC} | body))
+        assert answer.status_code == 200, answer.text
+        return JobView.model_validate_json(answer.text)
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    made = Api(tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_who_submits_is_who_the_token_says_and_nobody_else(api: Api) -> None:
+    job = api.submit("ann")
+    assert (job.owner, job.team, job.gpus, job.state, job.reason) == ("ann", "a", 4, "submitted", "starts at once")
+    for field in ("owner", "team", "user"):
+        refused = api.ask("bob", "POST", "/v1/jobs", spec=SPEC, **{field: "ann"})
+        assert refused.status_code == 422 and field in refused.json()["error"]
+
+
+@pytest.mark.parametrize("token", ["", "rlix_wrong", "ann"])
+def test_without_a_token_no_door_opens(api: Api, token: str) -> None:
+    api.tokens = {}
+    described = api.ask("", "GET", "/openapi.json").json()
+    for path, methods in described["paths"].items():
+        for method in methods:
+            assert api.ask(token, method.upper(), path.replace("{id}", "1")).status_code == 401
+
+
+@pytest.mark.parametrize("verb", ["cancel", "hold", "release", "requeue", "priority"])
+def test_only_its_owner_and_an_admin_change_a_job(api: Api, verb: str) -> None:
+    held = verb == "release"
+    for who, allowed in (("bob", False), ("ann", True), ("root", True)):
+        job = api.submit("ann", hold=held)
+        if verb == "requeue":
+            api.ask("ann", "POST", f"/v1/jobs/{job.id}/cancel")
+        answer = api.ask(
+            who, "POST", f"/v1/jobs/{job.id}/{verb}", **({"priority": "low"} if verb == "priority" else {})
+        )
+        if allowed:
+            assert answer.status_code == 200, answer.text
+        else:
+            assert answer.status_code == 403 and "ann's" in answer.json()["error"]
+            assert api.ask("ann", "GET", f"/v1/jobs/{job.id}").json()["priority"] == "normal"
+
+
+def test_what_an_admin_holds_its_owner_does_not_release(api: Api) -> None:
+    job = api.submit("ann")
+    api.ask("root", "POST", f"/v1/jobs/{job.id}/hold")
+    assert api.ask("ann", "POST", f"/v1/jobs/{job.id}/release").status_code == 403
+    assert api.ask("root", "POST", f"/v1/jobs/{job.id}/release").status_code == 200
+
+
+def test_logs_are_their_owners_and_come_in_parts(api: Api, tmp_path: Path) -> None:
+    job = api.submit("ann")
+    log = tmp_path / "runs" / str(job.id) / "sweep" / "job.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes("step 1 ×".encode()[:-1])
+    assert api.ask("bob", "GET", f"/v1/jobs/{job.id}/log").status_code == 403
+    part = api.ask("ann", "GET", f"/v1/jobs/{job.id}/log").json()
+    assert part == {"text": "step 1 ", "next": 7, "ended": True}
+    log.write_text("step 1 × 2\n")
+    assert api.ask("root", "GET", f"/v1/jobs/{job.id}/log?offset=7").json()["text"] == "× 2\n"
+    assert api.ask("ann", "GET", f"/v1/jobs/{job.id}/log?offset=-1").status_code == 422
+
+
+def test_only_an_admin_adds_users_and_a_new_token_replaces_the_old_one(api: Api) -> None:
+    assert api.ask("ann", "POST", "/v1/users", name="eve", admin=True).status_code == 403
+    token = api.ask("root", "POST", "/v1/users", name="bob", team="b").json()["token"]
+    assert api.ask("bob", "GET", "/v1/pool").status_code == 401
+    pool = api.ask(token, "GET", "/v1/pool").json()
+    assert (pool["user"], pool["team"], pool["admin"], pool["devices"]) == ("bob", "b", False, 8)
+
+
+def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> None:
+    api.submit("bob", preemptible=False, limit_s=3600.0)
+    api.turn()
+    found = api.submit("ann", spec=SPEC.replace("gpus: 4", "gpus: 6"), dry_run=True)
+    assert found.start is not None and found.reason.startswith(
+        "needs 6 GPUs at once, 4 are free; 4 are held by b/sweep"
+    )
+    assert [job["owner"] for job in api.ask("ann", "GET", "/v1/jobs").json()["jobs"]] == ["bob"]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"spec": "name: a/b\n"}, "job.yaml: name: must be a name"),
+        ({"spec": "name: [\n"}, "job.yaml"),
+        ({"spec": SPEC.replace("gpus: 4", "gpus: 0")}, "job.yaml: clusters.actor_train.gpus"),
+        ({"spec": SPEC.replace("gpus: 4", "gpus: 7")}, "team a may have at most 6"),
+        ({"spec": SPEC, "files": {"../x.py": ""}}, "not inside the folder"),
+        ({"spec": SPEC, "files": {"/etc/x": ""}}, "not inside the folder"),
+        ({"spec": SPEC, "files": {"job.yaml": ""}}, "not inside the folder"),
+        ({"spec": SPEC, "limit_s": -1}, "limit_s"),
+        ({"spec": SPEC, "priority": "urgent"}, "priority"),
+        ({"hold": True}, "spec"),
+    ],
+)
+def test_a_mistake_is_one_message_and_nothing_is_kept(api: Api, body: dict[str, Any], why: str) -> None:
+    answer = api.ask("ann", "POST", "/v1/jobs", **body)
+    assert answer.status_code == 422 and why in answer.json()["error"], answer.text
+    assert api.ask("ann", "GET", "/v1/jobs").json()["jobs"] == []
+
+
+def test_the_same_key_is_the_same_job_for_its_user_only(api: Api) -> None:
+    first = api.submit("ann", key="a-key-of-ann")
+    assert api.submit("ann", key="a-key-of-ann").id == first.id
+    assert api.submit("bob", key="a-key-of-ann").id != first.id
+
+
+def test_a_job_through_the_doors(api: Api) -> None:
+    code = base64.b64encode(b"def f(): ...").decode()
+    job = api.submit("ann", files={"mine.py": code})
+    api.turn()
+    api.turn()
+    running = api.ask("bob", "GET", f"/v1/jobs/{job.id}").json()
+    assert (running["state"], running["step"], running["steps"], running["reason"]) == ("running", 1, 5, "rollout")
+    api.pool.end(job.id, Outcome.FAILED, "ValueError: no")
+    api.turn()
+    (ended,) = api.ask("bob", "GET", "/v1/jobs?state=ended").json()["jobs"]
+    assert (ended["outcome"], ended["reason"]) == ("failed", "ValueError: no")
+    assert api.ask("bob", "GET", "/v1/jobs?state=ended&mine=1").json()["jobs"] == []
+    changes = api.ask("bob", "GET", f"/v1/jobs/{job.id}/history").json()["changes"]
+    assert [(change["by"], change["what"]) for change in changes] == [
+        ("ann", "submitted"),
+        ("", "admitted"),
+        ("", "running"),
+        ("", "ended: ValueError: no"),
+    ]
+    assert api.ask("ann", "POST", f"/v1/jobs/{job.id}/hold").status_code == 409
+    assert api.ask("ann", "GET", "/v1/jobs/99").status_code == 404
+
+
+def test_what_is_described_is_what_there_is(api: Api) -> None:
+    described = api.ask("", "GET", "/openapi.json").json()
+    assert described["openapi"] == "3.1.0" and described["security"] == [{"token": []}]
+    names = set(described["components"]["schemas"])
+    text = api.ask("", "GET", "/openapi.json").text
+    assert set(re.findall(r"#/components/schemas/(\w+)", text)) <= names
+    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 12

@@ -1,0 +1,223 @@
+"""Decisions become jobs that run: written down first, done again after a death, never twice."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlix.scheduler.queue.decide import STOP_S
+from rlix.scheduler.queue.jobs import Job, Outcome, QueueError, State
+from rlix.scheduler.queue.reasons import NoRoom, Reclaiming
+from rlix.serve.queue.config import QueueSpec, TeamSpec
+from rlix.serve.queue.keeper import FAILURES, Asked, Keeper
+from rlix.serve.queue.store import FILE, Store
+from tests.serve.fakes import Clock, FakePool
+
+FILES = {"job.yaml": b"name: j\n", "rewards/mine.py": b"pass\n"}
+
+
+class Scene:
+    """A queue of eight GPUs that can be killed."""
+
+    def __init__(self, home: Path, config: QueueSpec) -> None:
+        self.home, self.config, self.clock, self.pool = home, config, Clock(), FakePool(8)
+        self._open()
+
+    def _open(self) -> None:
+        self.store = Store(self.home / FILE)
+        self.keeper = Keeper(
+            self.store,
+            self.pool,
+            self.config,
+            self.home,
+            self.home / "runs",
+            now=self.clock,  # type: ignore[arg-type]
+        )
+
+    def killed(self) -> None:
+        """The service dies, and another one begins with what is on disk."""
+        self.store.close()
+        self._open()
+
+    def submit(self, gpus: int = 4, owner: str = "ann", team: str = "a", key: str | None = None, **rest: Any) -> int:
+        return self.keeper.submit(Asked(f"j{gpus}", gpus, **rest), owner, team, FILES, key).id
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.clock.now += seconds
+        asyncio.run(self.keeper.turn())
+
+    def job(self, id: int) -> Job:
+        found = self.keeper.job(id)
+        assert found is not None
+        return found
+
+    def state(self, id: int) -> State:
+        return self.job(id).state
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path, QueueSpec(teams={"a": TeamSpec(guaranteed=4), "b": TeamSpec()}))
+    yield made
+    made.store.close()
+
+
+def test_a_job_goes_through_its_states_and_its_files_are_where_it_starts(scene: Scene) -> None:
+    id = scene.submit()
+    assert scene.state(id) is State.SUBMITTED
+    scene.turn()
+    assert scene.state(id) is State.ADMITTED and scene.pool.started == [(id, 0)]
+    work = scene.keeper.work(scene.job(id))
+    assert (work.folder / "rewards" / "mine.py").read_bytes() == FILES["rewards/mine.py"]
+    scene.turn()
+    assert scene.state(id) is State.RUNNING and scene.job(id).pipeline_id == "ft_1"
+    scene.pool.end(id)
+    scene.turn()
+    assert scene.job(id).outcome is Outcome.FINISHED
+    assert [change.what for change in scene.keeper.changes(id)] == ["submitted", "admitted", "running", "finished"]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_service_that_dies_after_any_turn_loses_nothing_and_starts_nothing_twice(scene: Scene, after: int) -> None:
+    ids = [scene.submit(3, key=f"key-number-{n}") for n in range(3)]
+    for number in range(8):
+        if number == after:
+            scene.killed()
+            assert scene.submit(3, key="key-number-1") == ids[1], "asked again, it is the same job"
+        if number == 4:
+            scene.pool.end(ids[0])
+        scene.turn(1.0)
+    scene.pool.end(ids[1])
+    scene.pool.end(ids[2])
+    scene.turn()
+    assert sorted(scene.pool.started) == [(id, 0) for id in ids]
+    assert [scene.state(id) for id in ids] == [State.ENDED] * 3 and not scene.keeper.jobs
+    assert scene.submit() == max(ids) + 1
+
+
+def test_one_that_was_admitted_but_not_begun_is_begun_after_a_restart(scene: Scene) -> None:
+    id = scene.submit()
+    scene.pool.start = lambda work: None  # type: ignore[method-assign] # the service dies before it comes to that
+    scene.turn()
+    assert scene.state(id) is State.ADMITTED
+    del scene.pool.start  # type: ignore[method-assign]
+    scene.killed()
+    scene.turn()
+    scene.turn()
+    assert scene.state(id) is State.RUNNING and scene.pool.started == [(id, 0)]
+
+
+def test_who_failed_for_the_pools_reasons_comes_back_with_a_count_and_not_for_ever(scene: Scene) -> None:
+    id = scene.submit()
+    for failure in range(1, FAILURES):
+        scene.turn()
+        scene.pool.end(id, Outcome.FAILED, "a node left", by_pool=True)
+        scene.turn()
+        job = scene.job(id)
+        assert (job.state, job.failures, job.requeues, job.why) == (State.SUBMITTED, failure, failure, "a node left")
+        scene.turn()
+        assert scene.state(id) is State.SUBMITTED, "it has a pause first"
+        scene.clock.now = job.not_before
+    scene.turn()
+    scene.pool.end(id, Outcome.FAILED, "a node left", by_pool=True)
+    scene.turn()
+    assert scene.job(id).outcome is Outcome.FAILED and scene.job(id).why == "a node left; the 5th time in a row"
+    assert scene.pool.started == [(id, attempt) for attempt in range(FAILURES)]
+
+
+def test_what_its_own_code_did_ends_it(scene: Scene) -> None:
+    id = scene.submit()
+    scene.turn()
+    scene.pool.end(id, Outcome.FAILED, "ValueError: no")
+    scene.turn()
+    assert (scene.job(id).outcome, scene.job(id).why) == (Outcome.FAILED, "ValueError: no")
+
+
+def test_a_guarantee_is_taken_back_and_the_borrower_goes_on_later(scene: Scene) -> None:
+    borrower = scene.submit(8, owner="bob", team="b")
+    scene.turn()
+    scene.turn()
+    mine = scene.submit(4)
+    scene.turn()
+    assert isinstance(scene.keeper.wait_of(mine).reason, Reclaiming)  # type: ignore[union-attr]
+    assert scene.pool.stopped == [(borrower, False)]
+    scene.pool.end(borrower, Outcome.CANCELLED)
+    scene.turn()
+    job = scene.job(borrower)
+    assert (job.state, job.requeues, job.failures) == (State.SUBMITTED, 1, 0)
+    assert job.why == f"preempted for a/j4 ({mine})"
+    assert scene.state(mine) is State.ADMITTED
+    assert isinstance(scene.keeper.wait_of(borrower).reason, NoRoom)  # type: ignore[union-attr]
+
+
+def test_a_stop_is_asked_for_again_and_after_its_time_no_longer_asked_for(scene: Scene) -> None:
+    id = scene.submit()
+    scene.turn()
+    scene.turn()
+    scene.keeper.cancel(scene.job(id), "ann")
+    scene.turn()
+    scene.turn(1.0)
+    assert scene.pool.stopped == [(id, False)]
+    scene.killed()
+    scene.turn()
+    scene.turn(STOP_S)
+    assert scene.pool.stopped == [(id, False), (id, False), (id, True)]
+    scene.pool.end(id, Outcome.CANCELLED)
+    scene.turn()
+    assert (scene.job(id).outcome, scene.job(id).why) == (Outcome.CANCELLED, "cancelled by ann")
+
+
+def test_a_time_limit_ends_a_job_and_one_that_finishes_first_has_finished(scene: Scene) -> None:
+    late, quick = scene.submit(2, limit_s=60.0), scene.submit(2, limit_s=60.0)
+    scene.turn()
+    scene.turn()
+    scene.turn(60.0)
+    assert scene.pool.stopped == [(late, False), (quick, False)]
+    scene.pool.end(late, Outcome.CANCELLED)
+    scene.pool.end(quick)
+    scene.turn()
+    assert (scene.job(late).outcome, scene.job(quick).outcome) == (Outcome.TIMEOUT, Outcome.FINISHED)
+    assert scene.job(late).why == "its time limit of 60 s is over"
+
+
+def test_hold_release_cancel_requeue_and_what_is_refused(scene: Scene) -> None:
+    id = scene.submit(held=True)
+    scene.turn()
+    assert scene.state(id) is State.HELD
+    scene.keeper.release(scene.job(id), "ann")
+    scene.keeper.hold(scene.job(id), "bob")
+    scene.turn()
+    assert scene.state(id) is State.HELD and not scene.pool.started
+    scene.keeper.cancel(scene.job(id), "ann")
+    with pytest.raises(QueueError, match="has ended"):
+        scene.keeper.cancel(scene.job(id), "ann")
+    scene.keeper.requeue(scene.job(id), "ann")
+    scene.turn()
+    assert scene.pool.started == [(id, 1)]
+    with pytest.raises(QueueError, match="cannot become held"):
+        scene.keeper.hold(scene.job(id), "ann")
+
+
+def test_one_that_is_cancelled_before_it_was_begun_is_not_begun(scene: Scene) -> None:
+    id = scene.submit()
+    scene.pool.start = lambda work: None  # type: ignore[method-assign]
+    scene.turn()
+    del scene.pool.start  # type: ignore[method-assign]
+    scene.keeper.cancel(scene.job(id), "ann")
+    scene.turn()
+    assert scene.job(id).outcome is Outcome.CANCELLED and not scene.pool.started
+
+
+def test_while_the_pool_is_away_nothing_is_decided_and_nothing_lost(scene: Scene) -> None:
+    id = scene.submit()
+    scene.turn()
+    scene.pool.away = "the control plane died"
+    other = scene.submit()
+    scene.turn()
+    assert scene.keeper.pool_why == "the control plane died" and scene.state(other) is State.SUBMITTED
+    scene.pool.away = ""
+    scene.turn()
+    scene.turn()
+    assert scene.state(id) is scene.state(other) is State.RUNNING
