@@ -158,6 +158,19 @@ def test_a_script_that_asks_late_loses_its_bundles_and_not_its_life() -> None:
     assert len(world.held("ft_1")) == 4
 
 
+def test_a_rollout_that_asks_every_15_seconds_has_its_bundles_after_the_first_time() -> None:
+    """A program that is busy in between: it polls, and is told of what has come since."""
+    world = World(jobs=1)
+    world.core.report("ft_1", INFER.name, Demand(100))
+    known: set[int] = set()
+    for _ in range(8):
+        known |= {lease.epoch for lease in world.core.poll("ft_1", INFER.name, known, set()).granted}
+        world.core.poll("ft_1", INFER.name, known, set())  # which notes them
+        world.run(15.0)
+    assert {lease.epoch for lease in world.held("ft_1")} == known and len(known) == 4
+    assert len(world.core.known.endings) <= 4  # of the first time, before anything is known of it
+
+
 def test_a_bundle_whose_lock_its_rollout_has_is_in_use_whatever_is_said() -> None:
     world, script = World(), process(7)
     (bundle, *others) = demand(world, "ft_1", 9)

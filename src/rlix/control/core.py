@@ -268,6 +268,7 @@ class Core:
         granted, taken, deadlines, existing, unknown = [], [], [], set(), []
         now = self.clock.time()
         job = known.jobs[pipeline_id]
+        job.polled(cluster, now)
         if cluster in job.deaf:
             job.deaf.discard(cluster)
             self.planning.soon()

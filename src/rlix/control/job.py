@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rlix.control.settings import Settings
 from rlix.control.usage import Usage
 from rlix.protocol.messages import Process
 
@@ -46,6 +47,7 @@ class Job:
         self.callers: dict[Process, Caller] = {}
         self.ending: Departure | None = None
         self.deaf: set[str] = set()  # elastic clusters that did not take a bundle up and have not asked since
+        self._polls: dict[str, tuple[float, float]] = {}  # of elastic clusters: the last, the longest time between two
         self._failures = 0
         self._muted_until = 0.0
         self._rolling: set[str] = set()  # elastic clusters with something outstanding
@@ -61,6 +63,16 @@ class Job:
             self.callers[process] = Caller(now)
         else:
             caller.heard_at = now
+
+    def polled(self, cluster: str, now: float) -> None:
+        """Notes that its rollout has asked what is new."""
+        last, longest_s = self._polls.get(cluster, (now, 0.0))
+        self._polls[cluster] = now, max(longest_s, now - last)
+
+    def note_s(self, cluster: str, settings: Settings) -> float:
+        """So long a rollout has to note a bundle: one that asks rarely longer, but no longer than to give one back."""
+        _, rarely_s = self._polls.get(cluster, (0.0, 0.0))
+        return max(settings.grow_timeout_s, min(2 * rarely_s, settings.shrink_deadline_s))
 
     def failed(self, now: float) -> float:
         """Notes that a grow or shrink failed; returns until when the job gets no further bundle."""

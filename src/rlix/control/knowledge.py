@@ -212,7 +212,7 @@ class Knowledge:
 
     def to_be_noted(self, lease: Lease) -> None:
         """A rollout has its time to note a bundle."""
-        by = self.clock.time() + self.settings.grow_timeout_s
+        by = self.clock.time() + self.jobs[lease.pipeline_id].note_s(lease.cluster, self.settings)
         self.holds[lease.epoch] = replace(self.hold(lease.epoch), note_by=by)
         self.alarm.set(lease.epoch, by)
 

@@ -161,7 +161,7 @@ def reconcile(status: LeaseStatus, hold: Hold, now: float, settings: Settings) -
             return Look()
         if hold.sight is not None and any(o.epoch == status.lease.epoch for o in hold.sight.there):
             return Note()
-        return AskBack(f"the job did not take it up within {settings.grow_timeout_s:g} s")
+        return AskBack("the job did not take it up: it has not asked for news of its rollout since")
     if hold.parts:
         return _gives_part(status, hold, hold.parts[0], now)
     return Rest(min(hold.ends_by, hold.note_by))

@@ -21,7 +21,8 @@ class Settings:
     `rlix.scheduler.policies.POLICIES`. `host_memory` is how many bytes of each host jobs may use together, None: all.
 
     A rollout that has not given a bundle back within `shrink_deadline_s` loses its processes, one that has not noted a
-    bundle within `grow_timeout_s` loses the bundle. A gang that is given back while somebody still locks its devices
+    bundle within `grow_timeout_s` (of one that asks more rarely: twice the time between, at most `shrink_deadline_s`)
+    loses the bundle. A gang that is given back while somebody still locks its devices
     has `release_grace_s` until its processes are ended. A process that has been stopped (SIGSTOP) for `stopped_s` is
     ended; so is one that runs but has not been heard of for `silent_s`. A pipeline that holds nothing, waits for
     nothing and says nothing for `idle_job_s` is forgotten, and so is one that is not admitted within that time. A
