@@ -7,7 +7,6 @@ import importlib.util
 import json
 import logging
 import os
-import runpy
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from rlix.integrations.leases import SCRIPT, Gate, ProgramGate, Stages
 from rlix.integrations.ranks import LEAVE_TIMEOUT_S, Desk, RankGate, say_ended
 from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
+from rlix.integrations.script import run_as_main
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration, Start
@@ -312,7 +312,6 @@ def main(argv: Sequence[str]) -> None:
     if not Path(argv[0]).is_file():  # known before there is a job
         raise SystemExit(f"rlix.trl: no such script: {argv[0]}")
     sys.argv = list(argv)
-    sys.path[0] = str(Path(argv[0]).resolve().parent)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("rlix: joining the control plane, or starting one ...\n")
     try:
@@ -322,8 +321,4 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(2 if isinstance(error, SpecError) else 1)
     if session.folder is not None:
         sys.stderr.write(f"rlix: {session.folder.name} is a job of the pool; run folder: {session.folder}\n")
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit as end:  # raised again
-        session.broken(end)
-        raise
+    run_as_main(argv[0], ended=session.broken)
