@@ -28,9 +28,12 @@ SCRIPTS = {
     "says why": "import sys; sys.exit('no data')",
     "raises in a library": "import json\njson.loads('{')",
 }
-AS_MAIN = (
-    "import sys; from rlix.integrations.script import run_as_main as run; sys.argv = sys.argv[1:]; run(sys.argv[0])"
-)
+AS_MAIN = """
+import sys
+from rlix.integrations.script import run_as_main, set_command
+set_command(sys.argv[1:])
+run_as_main(sys.argv[0])
+"""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

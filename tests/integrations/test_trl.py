@@ -378,6 +378,7 @@ def test_how_a_script_ended_is_recorded(
 ) -> None:
     session = Session("job", Stages(Watched()), record_in(tmp_path))
     monkeypatch.setattr(install_module, "install", lambda: session)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "train.py").write_text(script)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlix.control.home import check_home, in_home
+from rlix.control.home import check_folders, in_home
 from rlix.node.addresses import host_name
 from rlix.node.shared_folder import on_network
 from rlix.protocol.errors import RlixError, WaitTimeoutError
@@ -267,7 +267,7 @@ def _not_ready(home: Path, timeout_s: float) -> str:
 
 def _spawn(home: Path, virtual_gpus: int | None) -> "subprocess.Popen[bytes] | None":
     """Starts a daemon that has the home's claim from the first moment; None when somebody else has it."""
-    check_home(home)
+    check_folders(home)
     log = log_path(home)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["RLIX_HOME"] = str(home)

@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from rlix.control import setup_worker
 from rlix.control.announcement import Announcement, DeathNotice, read_announcement
 from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept, sigterm_kept
-from rlix.control.home import check_home
+from rlix.control.home import check_folders
 from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
@@ -90,7 +90,7 @@ def init(
     if not ray.is_initialized() and not _connect_ray(address or settings.ray_address, settings.home, virtual_gpus):
         if not create_if_missing:
             raise RlixError("rlix.init: no Ray cluster to attach to; start one or pass create_if_missing=True")
-        check_home(settings.home)
+        check_folders(settings.home)
         _start_ray(settings, virtual_gpus, num_cpus)
     if not create_if_missing:
         with contextlib.suppress(ValueError):

@@ -1,20 +1,25 @@
 """Runs a script in this process as `python script.py` does: its `__main__`, its tracebacks, its exit code."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 
+def set_command(argv: Sequence[str]) -> None:
+    """The script and its arguments, and what it imports from."""
+    sys.argv = list(argv)
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+
+
 def run_as_main(script: str, ended: Callable[[SystemExit], None] = lambda _: None) -> None:
-    """`sys.argv` is the caller's matter. `ended` is told of a SystemExit, which is raised again.
+    """After `set_command`. `ended` is told of a SystemExit, which is raised again.
 
     Raises:
         SystemExit: the script raised it, or something else, whose traceback is then on stderr.
     """
     path = Path(script).absolute()
-    sys.path[0] = str(path.resolve().parent)
     main = ModuleType("__main__")
     main.__dict__.update(__file__=str(path), __cached__=None, __loader__=SourceFileLoader("__main__", str(path)))
     main.__dict__["__builtins__"] = __builtins__

@@ -18,13 +18,16 @@ import json
 import os
 import stat
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.node import process
+from rlix.node.own_folder import in_folder
 from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError
 from rlix.protocol.messages import Fence, Process
 
@@ -212,10 +215,11 @@ def lock_path(directory: Path, key: str) -> Path:
 def holder(key: str, directory: Path | None = None, node_id: str = "") -> LockRecord | None:
     """Who has bytes on a device now; None: nobody. Disturbs nobody who asks for the lock at the same time."""
     path = lock_path(directory or lock_directory(), key)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
+    with _in(path.parent):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
     try:
         found = _holders(fd)
         for _ in range(_ATTEMPTS):
@@ -274,18 +278,32 @@ def _open(directory: Path, path: Path) -> int:
     """Open or create a lock file, for every user of the machine."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     for _ in range(_ATTEMPTS):
-        try:
-            # Not O_CREAT: in a sticky folder the kernel refuses it on other users' files (fs.protected_regular).
-            return os.open(path, flags)
-        except FileNotFoundError:
-            _make_directory(directory)
-        try:
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            continue
-        os.fchmod(fd, 0o666)  # whatever the umask
-        return fd
+        with _in(directory):
+            try:
+                # Not O_CREAT: in a sticky folder the kernel refuses it on other users' files (fs.protected_regular).
+                return os.open(path, flags)
+            except FileNotFoundError:
+                _make_directory(directory)
+            try:
+                fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            except FileExistsError:
+                continue
+            os.fchmod(fd, 0o666)  # whatever the umask
+            return fd
     raise RlixError(f"{path} comes and goes: what removes lock files there?")
+
+
+def check_directory(directory: Path | None = None) -> None:
+    """Makes the folder of the locks, and tries to write there. Raises SpecError when that cannot be done."""
+    folder = directory or lock_directory()
+    with _in(folder):
+        _make_directory(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def _in(directory: Path) -> AbstractContextManager[None]:
+    return in_folder(DIRECTORY_VARIABLE, directory, "a folder that every user of this machine may write into")
 
 
 def _make_directory(directory: Path) -> None:
@@ -293,7 +311,7 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True)
     except FileExistsError:
         if not stat.S_ISDIR(directory.lstat().st_mode):
-            raise RlixError(f"{directory} must be a folder, for device locks; or set {DIRECTORY_VARIABLE}") from None
+            raise
         return
     directory.chmod(0o1777)
 

@@ -25,7 +25,7 @@ from rlix.integrations.leases import SCRIPT, Gate, ProgramGate, Stages
 from rlix.integrations.ranks import LEAVE_TIMEOUT_S, Desk, RankGate, say_ended
 from rlix.integrations.rollouts import CLUSTER, Rollouts
 from rlix.integrations.run_record import Kind, RunRecord
-from rlix.integrations.script import run_as_main
+from rlix.integrations.script import run_as_main, set_command
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration, Start
@@ -311,7 +311,7 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit("usage: python -m rlix.trl SCRIPT [ARGS...]")
     if not Path(argv[0]).is_file():  # known before there is a job
         raise SystemExit(f"rlix.trl: no such script: {argv[0]}")
-    sys.argv = list(argv)
+    set_command(argv)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("rlix: joining the control plane, or starting one ...\n")
     try:
