@@ -5,13 +5,16 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
 import rlix
+from rlix.pipeline.jobs import launch as launching
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.launch import split_devices, wait_all
 from rlix.pipeline.jobs.status import JobConfig
@@ -49,6 +52,29 @@ def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_bes
     metrics = rows(tmp_path / "best_of_group" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(STEPS))
     assert all(m["trajectories"] == custom.trajectories_per_step and m["grad_norm"] > 0 for m in metrics)
+
+
+def test_a_few_coordinators_are_started_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sixty that import at the same time are a machine that does nothing else for minutes."""
+    starting, most = [], []
+
+    def create(config: JobConfig, _: object) -> MagicMock:
+        most.append(len(starting))
+        starting.append(config.spec.name)
+        return MagicMock(asked=lambda: config.spec.name, pipeline_id=config.spec.name)
+
+    def wait(asked: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        for name in asked[:num_returns]:
+            starting.remove(name)
+        return asked[:num_returns], asked[num_returns:]
+
+    monkeypatch.setattr(launching, "ray", MagicMock(wait=wait))
+    for name in ("check_jobs", "check_importable", "prefork", "check_hosts", "check_free", "take_back"):
+        monkeypatch.setattr(launching, name, MagicMock(return_value=None))
+    monkeypatch.setattr(launching, "get", MagicMock(return_value=SimpleNamespace(devices=())))
+    monkeypatch.setattr(launching, "_create", create)
+    handles = launching.launch([small(name=f"job{number}") for number in range(12)], tmp_path)
+    assert (len(handles), max(most)) == (12, launching.AT_ONCE - 1)
 
 
 def test_the_example_of_a_custom_pipeline_is_short_and_uses_public_names_only() -> None:

@@ -56,6 +56,10 @@ class JobHandle:
         ray.get(self._coordinator.start.remote(), timeout=_CALL_TIMEOUT_S)
         logger.info("%s started as %s", self.name, self.pipeline_id)
 
+    def asked(self) -> Any:
+        """The status to come, by a reference: of one that was just launched, when its coordinator has started."""
+        return self._coordinator.status.remote()
+
     def status(self) -> JobStatus:
         """What the job is doing; the last known status when it does not answer within two seconds."""
         if self._last.state in FINAL_STATES:

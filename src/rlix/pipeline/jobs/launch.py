@@ -37,6 +37,8 @@ from rlix.protocol.types import (
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 4
+"""So many coordinators are started at a time: each is a process that imports for seconds, and others have work."""
 _CALL_TIMEOUT_S = 60.0
 
 
@@ -66,9 +68,13 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
         check_importable(spec)
     prefork.warm(WORKER_ENVIRONMENT)  # every worker is forked from it; it loads while the coordinators start
     with contextlib.ExitStack() as started:  # what was started ends again when another one cannot start
-        handles = []
+        handles: list[JobHandle] = []
+        starting: list[Any] = []  # answers of coordinators that are still to come
         for spec in specs:
+            if len(starting) >= AT_ONCE:
+                _, starting = ray.wait(starting, num_returns=len(starting) - AT_ONCE + 1, timeout=_CALL_TIMEOUT_S)
             handles.append(_create(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator))
+            starting.append(handles[-1].asked())
             started.callback(handles[-1].close)
             asked = orchestrator.registration.remote(handles[-1].pipeline_id)
             registration: Registration = ray.get(asked, timeout=_CALL_TIMEOUT_S)
