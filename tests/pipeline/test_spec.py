@@ -11,6 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from rlix.pipeline.models import local_model
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job, shipped_jobs
 from rlix.pipeline.spec.model import PretrainedModel, TinyModel
 from rlix.protocol.errors import SpecError
@@ -152,6 +153,16 @@ class TestGood:
         hub = load_job(write(tmp_path, with_keys(model={"path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16"}))).model
         assert isinstance(hub, PretrainedModel)
         assert (hub.path, hub.dtype) == ("Qwen/Qwen2.5-0.5B", "bfloat16")
+
+    def test_a_quantized_model_is_refused_before_anything_starts(self, tmp_path: Path) -> None:
+        (tmp_path / "llm").mkdir()
+        (tmp_path / "llm" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+        (tmp_path / "llm" / "tokenizer.json").write_text("{}")
+        said = rf"model.path: {tmp_path}/llm is quantized \(fp8\), and training needs plain weights: name a model of"
+        with pytest.raises(SpecError, match=said):
+            load_job(write(tmp_path, with_keys(model={"path": "llm"})))
+        with pytest.raises(SpecError, match=said):  # as one from the hub
+            local_model(str(tmp_path / "llm"))
 
 
 BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [

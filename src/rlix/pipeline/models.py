@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.pipeline.hub import check_reachable
+from rlix.pipeline.spec.model import quantized
 from rlix.pipeline.tokenizer import character_tokenizer, load_tokenizer
 from rlix.protocol.errors import SpecError
 
@@ -95,13 +96,14 @@ def describe_model(model: Path, folder: Path, dtype: str) -> None:
 def local_model(path: str, field: str = "model.path") -> Path:
     """A local folder holding the model `path` names, which `field` says: itself, or the hub's files in the local cache.
 
-    Raises SpecError when it is neither a folder nor a model the hub (or the cache, when offline) has.
+    Raises SpecError when it is neither a folder nor a model the hub (or the cache, when offline) has, or is quantized.
     """
     if (folder := Path(path)).is_dir():
-        return folder
+        return _plain(folder, field)
     try:
         check_reachable(path)
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return _plain(Path(snapshot_download(path, allow_patterns=patterns)), field)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise SpecError(
             f"{field}: {path!r} is neither a local folder nor a model the Hugging Face hub would send "
@@ -120,4 +122,10 @@ def teacher_of(path: str, student: Path) -> Path:
             f"algorithm.options.teacher: the tokens of {path!r} are not those of the model that learns; use a model "
             "with the same tokenizer"
         )
+    return folder
+
+
+def _plain(folder: Path, field: str) -> Path:
+    if problem := quantized(folder):
+        raise SpecError(f"{field}: {problem}")
     return folder

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlix.pipeline.hub import check_reachable
+from rlix.pipeline.spec.model import quantization_problem
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShap
     try:
         if not Path(where).is_dir():
             check_reachable(where)
-        return counted(AutoConfig.from_pretrained(where))
+        config = AutoConfig.from_pretrained(where)
+        shape = counted(config)
     except OSError as error:
         raise SpecError(
             f"{field}: the configuration of {where!r} cannot be had ({str(error).splitlines()[0]}); give a folder "
@@ -85,6 +87,9 @@ def shape_of(model: "ModelSpec", config_folder: Path | None = None) -> ModelShap
             f"{field}: the configuration of {where!r} is of no causal LM that can be counted "
             f"({type(found).__name__}: {next(iter(str(found).splitlines()), '')}); use another model"
         ) from error
+    if problem := quantization_problem(where, getattr(config, "quantization_config", None)):
+        raise SpecError(f"{field}: {problem}")
+    return shape
 
 
 def counted(config: Any) -> ModelShape:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
 from rlix.pipeline.spec.logging import LoggingSpec
+from rlix.pipeline.spec.model import quantized
 from rlix.pipeline.spec.named import import_object, is_own, option_problems
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
@@ -154,6 +155,8 @@ def _model_path(given: str, *, reads: bool) -> Iterator[Problem]:
             )
         elif not (path / "config.json").is_file():
             yield Problem("model.path", f"{path} holds no config.json, so it is not a saved Hugging Face model")
+        elif problem := quantized(path):
+            yield Problem("model.path", problem)
         elif reads and not any(True for pattern in _TOKENIZERS for _ in path.glob(pattern)):
             yield Problem(
                 "model.path",

@@ -1,5 +1,7 @@
 """What a job trains: the built-in tiny model, or any Hugging Face causal LM."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -44,6 +46,26 @@ class PretrainedModel(Section):
         import torch
 
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+
+
+def quantized(folder: Path) -> str | None:
+    """What there is to say of a model folder whose weights are quantized; None: they are not, as far as it says."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):  # others say so
+        return None
+    return quantization_problem(str(folder), found)
+
+
+def quantization_problem(model: str, found: Any) -> str | None:
+    """The same of what a model's configuration says of its quantization."""
+    if found is None:
+        return None
+    how = found.get("quant_method", "in a way of its own") if isinstance(found, dict) else type(found).__name__
+    return (
+        f"{model} is quantized ({how}), and training needs plain weights: name a model of bfloat16 or float32 weights "
+        "(vLLM's rollouts can hold them quantized: rollout.executor_options.quantization)"
+    )
 
 
 def _model_kind(value: Any) -> str:
