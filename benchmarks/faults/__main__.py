@@ -1,6 +1,7 @@
 """Inject faults into a pool of working jobs, and see whether anything was granted twice, leaked, lost or doubled.
 
     PYTHONPATH=src python -m benchmarks.faults [--count 200] [--seed 0] [--json FILE] [--only WORD] [--no-training]
+        [--pairs] [--minutes M]
 
     PYTHONPATH=src python -m benchmarks.faults --virtual 1000 [--seed 0] [--only WORD]
 
@@ -20,7 +21,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +30,7 @@ import ray
 
 from benchmarks.faults import injectors, training
 from benchmarks.faults.calls import WRONG, harm_of, wrong_call
-from benchmarks.faults.campaign import Campaign, until
+from benchmarks.faults.campaign import RECOVERY_S, Campaign, until
 from benchmarks.faults.light import JOBS, LightJobs, work_of
 from benchmarks.faults.pool import Pool, actor
 from benchmarks.faults.table import Fault, table
@@ -37,6 +39,7 @@ from benchmarks.faults.watcher import Watcher
 from benchmarks.faults.worker import Witness
 from rlix.control.client import JobClient
 from rlix.node.device_lock import holder
+from rlix.protocol.errors import RlixError
 from rlix.protocol.types import (
     ORCHESTRATOR_ACTOR_NAME,
     RESOURCE_MANAGER_ACTOR_NAME,
@@ -53,6 +56,7 @@ SETTINGS = {
     "quarantine_retry_s": 1.0,
 }
 TRAINING_SHARE = 0.1
+ALONE = {"full disk", "node killed"}  # one of each at a time
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 ACTORS = {
     "scheduler": SCHEDULER_ACTOR_NAME,
@@ -101,15 +105,49 @@ def plan(count: int, rng: random.Random, only: str) -> list[tuple[str, Injector]
     return chosen
 
 
-def inject(run: Campaign, planned: list[tuple[str, Injector]]) -> None:
-    for number, (name, injector) in enumerate(planned):
+def inject(run: Campaign, planned: list[tuple[str, Injector]], until_s: float) -> None:
+    """One after the other. `until_s`, of `time.monotonic()`: nothing new after that."""
+    for name, injector in planned:
+        if time.monotonic() > until_s:
+            return
         try:
             fault = injector(run)
         except (TimeoutError, ray.exceptions.RayError, StopIteration) as error:
             fault = Fault(name, None, survived=False, note=f"{type(error).__name__}: {error}")
-        run.faults.append(fault)
-        print(f"{number + 1:>4} {fault.line()}", flush=True)
+        _note(run, fault)
         time.sleep(run.rng.uniform(0.0, 0.3))
+
+
+def inject_pairs(run: Campaign, planned: list[tuple[str, Injector]], until_s: float) -> None:
+    """Two at a time, the second while the first is not over.
+
+    Each is observed as if it were alone. What one of them keeps the other's observer from seeing, an actor that does
+    not answer or a victim that is dead already, is judged by what holds for both: the pool grants devices again.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        for first, second in zip(planned[::2], planned[1::2], strict=False):
+            if time.monotonic() > until_s:
+                return
+            delay_s = RECOVERY_S if first[0] == second[0] and first[0] in ALONE else run.rng.uniform(0.0, 1.5)
+            one = pool.submit(_observed, run, *first, 0.0)
+            two = pool.submit(_observed, run, *second, delay_s)
+            at = time.time()
+            for fault in (one.result(), two.result()):
+                seen = fault.recovered_s is not None and fault.survived
+                _note(run, fault if seen else replace(fault, survived=run.grants_since(at) is not None))
+
+
+def _observed(run: Campaign, name: str, injector: Injector, delay_s: float) -> Fault:
+    time.sleep(delay_s)
+    try:
+        return injector(run)
+    except (TimeoutError, ray.exceptions.RayError, RlixError, StopIteration, ProcessLookupError) as error:
+        return Fault(name, None, survived=False, note=f"{type(error).__name__}: {str(error).strip()[:120]}")
+
+
+def _note(run: Campaign, fault: Fault) -> None:
+    run.faults.append(fault)
+    print(f"{len(run.faults):>4} {fault.line()}", flush=True)
 
 
 def leaks(run: Campaign) -> list[str]:
@@ -152,7 +190,8 @@ def campaign(options: argparse.Namespace) -> tuple[list[Fault], dict[str, object
         try:
             if not until(lambda: len(pool.status().pipelines) > len(JOBS), 60):
                 raise TimeoutError("the light jobs did not start")
-            inject(run, plan(options.count - len(run.faults), rng, options.only))
+            planned = plan(options.count - len(run.faults), rng, options.only)
+            (inject_pairs if options.pairs else inject)(run, planned, time.monotonic() + 60.0 * options.minutes)
         finally:
             run.light.close()
             work = work_of(pool.folder)
@@ -185,6 +224,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kinds whose name holds this word")
     parser.add_argument("--no-training", action="store_true", help="light jobs only")
     parser.add_argument("--keep", type=Path, help="copy logs and journal here")
+    parser.add_argument("--pairs", action="store_true", help="two faults at a time")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no fault after so long")
     parser.add_argument("--virtual", type=int, default=0, metavar="LIVES", help="on a virtual clock, in this process")
     options = parser.parse_args()
     if options.virtual:
