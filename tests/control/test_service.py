@@ -12,12 +12,13 @@ from rlix.control.gang_queue import Asked
 from rlix.control.journal import decode, encode
 from rlix.control.rpc import Patient
 from rlix.control.scheduler_service import Scheduler
+from rlix.control.status import status_of, unpacked
 from rlix.control.writer import Forgetful
 from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import Demand, GangAnswer, Lease, Process
 from rlix.protocol.types import Phase
-from tests.control.world import INFER, TRAIN, World, process, service_of
+from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 GANG = Phase.ACTOR_TRAINING
 Call = Callable[[Scheduler], Coroutine[Any, Any, object]]
@@ -220,3 +221,18 @@ def test_who_has_left_ray_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(RlixError, match="this process has left Ray"):
         Patient(object, "the scheduler").ask("beat", timeout_s=1.0)
+
+
+def test_a_status_is_sent_as_it_is_and_a_pools_devices_are_packed_once() -> None:
+    world = World()
+    service = service_of(world)
+    empty = asyncio.run(service.status())
+    world.gang("ft_1", holder=process(7))
+    world.roll("ft_2", 9)
+    world.ask("ft_2")
+    sent = asyncio.run(service.status())
+    assert unpacked(*sent) == status_of(world.core)
+    assert len(unpacked(*sent).waiting) == 1
+    assert sent[0] is empty[0]
+    world.core.found(DEVICES[:3])
+    assert unpacked(*asyncio.run(service.status())).devices == DEVICES[:3]

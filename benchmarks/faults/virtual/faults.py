@@ -184,8 +184,12 @@ async def keeps_its_lock(life: Life, rng: random.Random) -> None:
         job = next(job for job in life.jobs if job.name == proc.job)
         epochs = [lock.fence.epoch for lock in proc.host.locks.values() if proc in lock.holders]
         life.may_kill.add(job.name)
+        lease = job.held.get(epochs[0]) if epochs else None
+        said: tuple[Any, ...] = ("release", job.id, epochs)
+        if lease is not None and len(lease.devices) > 1 and rng.random() < 0.7:
+            said = ("give_back", job.id, lease.epoch, lease.devices[:1])
         try:
-            await asyncio.wait_for(life.plane.ask(job.home, "release", job.id, epochs), 30.0)
+            await asyncio.wait_for(life.plane.ask(job.home, *said), 30.0)
         except (RlixError, TimeoutError):
             return
 

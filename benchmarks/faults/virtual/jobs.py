@@ -37,7 +37,8 @@ class Judge(Protocol):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a job is. `gang`, `roll`: its clusters, as they are registered, None: it has none. `alone`: the program
-    keeps the bytes itself. `parts`: it gives a part of its gang back early. `longest_s`, `timeout_s`: of its gangs."""
+    keeps the bytes itself. `parts`: it gives a part of its gang back early. `lingers`: its locks go a
+    moment after its word. `longest_s`, `timeout_s`: of its gangs."""
 
     home: int
     gang: Any = None
@@ -46,6 +47,7 @@ class Plan:
     rounds: int = 2
     alone: bool = False
     parts: bool = False
+    lingers: bool = False
     longest_s: float | None = None
     timeout_s: float | None = None
 
@@ -219,9 +221,15 @@ class Job:
         locks = [lock for m in self.plane.machines for lock in m.locks.values() if lock.fence.epoch == lease.epoch]
         return any(proc.state == "stopped" for lock in locks for proc in lock.holders)
 
+    def _let_go(self, lease: Lease) -> None:
+        if self.plan.lingers:
+            self.loop.call_later(self.rng.uniform(0.05, 1.2), self._unlock, lease)
+        else:
+            self._unlock(lease)
+
     async def _release(self, lease: Lease) -> bool:
         """Whether the lease was still its own."""
-        self._unlock(lease)
+        self._let_go(lease)
         self.held.pop(lease.epoch, None)
         self.draining.discard(lease.epoch)
         try:
@@ -336,7 +344,7 @@ class Job:
             return
         while self._work_stands(lease) or lease.epoch in self.locking:
             await asyncio.sleep(0.5)
-        self._unlock(lease)
+        self._let_go(lease)
         self.giving.add(lease.epoch)
         try:
             await self._ask("release", (lease.epoch,))

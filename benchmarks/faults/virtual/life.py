@@ -15,9 +15,10 @@ from benchmarks.faults.virtual.machines import Machine, Proc
 from benchmarks.faults.virtual.plane import POOL, CrashError, Plane
 from benchmarks.faults.watcher import Ledger
 from rlix.control.core import Core
+from rlix.control.status import unpacked
 from rlix.protocol.errors import DeviceBusyError, RlixError
-from rlix.protocol.events import DevicesDiscovered, Event
-from rlix.protocol.messages import Device, DeviceKind, LeaseState
+from rlix.protocol.events import DevicesDiscovered, DevicesReleased, Event, LeaseQuarantined, LeaseReleased
+from rlix.protocol.messages import Device, DeviceKind, LeaseState, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
 from rlix.scheduler.snapshot import GANG_PATIENCE_S
@@ -31,13 +32,13 @@ IDLE_S, DEAD_S, LATE_S = 6.0, 25.0, 60.0
 whose processes are dead; one that drains."""
 
 PLANS = (
-    Plan(3, gang=[2, 3], rounds=3),
+    Plan(3, gang=[2, 3], rounds=3, lingers=True),
     Plan(1, gang=[4, 6], roll=[4, 5, 6, 7]),
-    Plan(0, roll=[0, 1, 2, 3, 4, 5]),
+    Plan(0, roll=[0, 1, 2, 3, 4, 5], lingers=True),
     Plan(3, roll=[2, 3, 4, 5], tensor_parallel_size=2, gang=[2, 3, 4, 5], parts=True),
     Plan(2, gang=[6], alone=True, rounds=4),
     Plan(0, gang=2, roll=4, timeout_s=20.0),
-    Plan(1, gang={"min": 1, "max": 2}, rounds=3, longest_s=40.0),
+    Plan(1, gang={"min": 1, "max": 2}, rounds=3, longest_s=20.0),
     Plan(3, gang=[0, 1, 2, 3, 4, 5, 6, 7], rounds=1, parts=True),
 )
 
@@ -67,6 +68,7 @@ class Life:
         self.may_kill: set[str] = {""}
         self.excused: set[str] = set()  # keys of devices that somebody may have locked who has no lease
         self.outage_s = 0.0
+        self.seen_from = 0.0  # hosts did not answer until then, or a while before
         self.jobs: list[Job] = []
         self.on: dict[int, str] = {}  # machine by device
         numbers = itertools.count(100)
@@ -114,6 +116,8 @@ class Life:
 
     def _seen(self, event: Event) -> None:
         self.verdict.events += 1
+        self._check_free(event)
+        self._check_quarantine(event)
         self.ledger.apply(event)
         if isinstance(event, DevicesDiscovered):
             machines = {m.node_id: m.name for m in self.machines}
@@ -121,6 +125,34 @@ class Life:
         for each in self.ledger.double:
             self.wrong(f"granted twice: {each}")
         self.ledger.double.clear()
+
+    def _check_free(self, event: Event) -> None:
+        """What a lease lets go of nobody has locked under it, wherever that can be seen."""
+        core = self.plane.core
+        if not isinstance(event, LeaseReleased | DevicesReleased) or core is None:
+            return
+        if isinstance(event, LeaseReleased) and event.reason is ReleaseReason.GIVEN_UP:
+            return
+        lease = self.ledger.leases.get(event.epoch)
+        freed = event.devices if isinstance(event, DevicesReleased) else lease.devices if lease is not None else ()
+        machines = {m.node_id: m for m in self.machines if m.counted}
+        for device in filter(None, map(core.state.device, freed)):
+            machine = machines.get(device.node_id)
+            lock = machine.locks.get(device.key) if machine is not None else None
+            if lock is not None and (lock.fence.pool, lock.fence.epoch) == (POOL, event.epoch):
+                self.wrong(f"released while locked: {event}: device {device.id} by {[p.id for p in lock.holders]}")
+
+    def _check_quarantine(self, event: Event) -> None:
+        """What can be ended is ended, where it can be seen."""
+        core = self.plane.core
+        if not isinstance(event, LeaseQuarantined) or core is None or self.loop.time() < self.seen_from:
+            return
+        machines = {m.node_id: m for m in self.machines}
+        devices = filter(None, map(core.state.device, self.ledger.leases[event.epoch].devices))
+        there = [(machines.get(d.node_id), d.key) for d in devices]
+        lockers = [p for m, key in there if m is not None and key in m.locks for p in m.locks[key].holders]
+        if lockers and not any(p.undying or p.foreign for p in lockers):
+            self.wrong(f"quarantined, not ended: {event}")
 
     def jobs_on(self, machine: Machine) -> set[str]:
         """Who may be harmed if the machine is."""
@@ -237,12 +269,14 @@ class Life:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(1.0)
+            if any(m.agent_s >= 1.0 or not m.reached for m in self.machines):
+                self.seen_from = self.loop.time() + 90.0  # as long as it may be until it is looked again
             core, service = self.plane.core, self.plane.service
             if core is None or service is None or core.trouble:
                 self._since.clear()
                 continue
             try:
-                status = await asyncio.wait_for(service.status(), 1.0)
+                status = unpacked(*await asyncio.wait_for(service.status(), 1.0))
             except (RlixError, TimeoutError) as error:
                 self.wrong(f"no status: {error!r}")
                 continue
@@ -287,6 +321,9 @@ class Life:
         quarantined = status.state is LeaseState.QUARANTINED
         dead = job is not None and job.over and not any(locks) and not quarantined
         self._lasts(f"kept for the dead: {lease.pipeline_id}", epoch, answers and dead, DEAD_S)
+        limit_s = (lease.longest_s or 0.0) + DEAD_S
+        outstays = bool(lease.longest_s) and status.state is LeaseState.ACTIVE
+        self._lasts(f"outstays its phase: {lease.pipeline_id}", epoch, answers and outstays, limit_s)
         drains = status.state is LeaseState.DRAINING and not core.state.on_draining(lease.devices)
         self._lasts(f"drains for ever: {lease.pipeline_id}", epoch, answers and drains, LATE_S)
         if quarantined and not status.reason:

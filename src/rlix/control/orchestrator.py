@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from rlix.control.rpc import Patient
+from rlix.control.status import unpacked
 from rlix.control.watchdog import here, watch_over, watch_over_coordinators
 from rlix.node.host import Host
 from rlix.node.memory import KEPT, set_oom_score
@@ -108,8 +109,7 @@ class Orchestrator:
 
     def status(self) -> ControlStatus:
         """Everything a terminal view shows; cheap enough to poll."""
-        status: ControlStatus = self._ask("status")
-        return status
+        return unpacked(*self._ask("status"))
 
     def devices(self) -> tuple[Device, ...]:
         """The pool's devices, by id; nodes come and go, so ids have gaps."""

@@ -24,13 +24,12 @@ from rlix.control.registration import (
 from rlix.control.resource_manager import numbered
 from rlix.control.settings import Settings
 from rlix.control.starts import Starts
-from rlix.control.status import status_of
+from rlix.control.status import Packer, status_of
 from rlix.control.watchdog import here
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
-    ControlStatus,
     Demand,
     Device,
     GangAnswer,
@@ -69,6 +68,7 @@ class Scheduler:
         self._started: Core | None = None
         self._nodes: LiveNodes | None = None
         self._starts: Starts | None = None
+        self._packer = Packer()
         self._closed = False
 
     async def _core(self) -> Core:
@@ -407,9 +407,9 @@ class Scheduler:
         """What the pipeline registered."""
         return checks.registration(await self._core(), pipeline_id)
 
-    async def status(self) -> ControlStatus:
-        """See `Orchestrator.status`."""
-        return status_of(await self._core())
+    async def status(self) -> tuple[bytes, bytes]:
+        """See `Orchestrator.status`; packed."""
+        return self._packer.pack(status_of(await self._core()))
 
 
 async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | None) -> None:

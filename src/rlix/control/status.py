@@ -1,8 +1,11 @@
 """What the control plane shows of itself."""
 
+import pickle
+from dataclasses import replace
+
 from rlix.control.core import Core
 from rlix.control.explain import behind, choices
-from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Waiting
+from rlix.protocol.messages import ControlStatus, Demand, Device, LeaseState, PipelineStatus, Waiting
 from rlix.scheduler.gang_order import gang_order
 
 
@@ -53,3 +56,23 @@ def status_of(core: Core) -> ControlStatus:
         endings=tuple(known.endings),
         draining=state.draining,
     )
+
+
+class Packer:
+    """Makes bytes of a status, so that the scheduler's loop does not pickle a large pool's devices each time anew."""
+
+    def __init__(self) -> None:
+        self._devices: tuple[Device, ...] | None = None
+        self._packed = b""
+
+    def pack(self, status: ControlStatus) -> tuple[bytes, bytes]:
+        """Its devices, and all the rest."""
+        if status.devices != self._devices:
+            self._devices, self._packed = status.devices, pickle.dumps(status.devices)
+        return self._packed, pickle.dumps(replace(status, devices=()))
+
+
+def unpacked(devices: bytes, rest: bytes) -> ControlStatus:
+    """The status that was packed; only for what a `Packer` of this pool has made."""
+    status: ControlStatus = replace(pickle.loads(rest), devices=pickle.loads(devices))
+    return status

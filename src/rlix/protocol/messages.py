@@ -1,11 +1,26 @@
 """Frozen messages that jobs and the control plane exchange."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, TypeVar
 
 from rlix.protocol.types import Phase
+
+Message = TypeVar("Message")
+
+
+def _pickles_fast(cls: type[Message]) -> type[Message]:
+    """For messages of which a status holds thousands: pickled as a call with the fields, in a third of the time that
+    a slotted dataclass takes by itself."""
+    values = attrgetter(*(field.name for field in fields(cls)))  # type: ignore[arg-type]
+
+    def reduce(self: object) -> tuple[type[Message], tuple[object, ...]]:
+        return cls, values(self)
+
+    cls.__reduce__ = reduce  # type: ignore[method-assign]
+    return cls
 
 
 class DeviceKind(StrEnum):
@@ -13,6 +28,7 @@ class DeviceKind(StrEnum):
     CPU = "cpu"  # a virtual GPU: a logical slot backed by the CPU
 
 
+@_pickles_fast
 @dataclass(frozen=True, slots=True)
 class Device:
     """One GPU, or a virtual one. `id` is global and never used again; `index` is its number on its node.
@@ -145,6 +161,7 @@ class Demand:
     load_s: float = 0.0
 
 
+@_pickles_fast
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one pipeline to keep bytes on `devices` during `phase`.
@@ -189,6 +206,7 @@ class ReleaseReason(StrEnum):
     GIVEN_UP = "given up"  # by a person's command
 
 
+@_pickles_fast
 @dataclass(frozen=True, slots=True)
 class LeaseStatus:
     """`reason`: why a lease drains or is quarantined, where that is more than its job's or the planner's wish."""
