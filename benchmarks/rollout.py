@@ -111,11 +111,11 @@ def managed(
         lease = pool.grant()
         manager.grow([lease])
         trajectories = [Trajectory(r.id, r.prompt_ids, r.seed, Sampling(r.max_new_tokens)) for r in work]
-        done = manager.submit_all(0, trajectories)
+        asked = manager.submit(0, trajectories)
         shrinks, again, stop = 0, 0, threading.Event()
-        while shrink_s is not None and not done.done():
+        while shrink_s is not None and not all(one.done() for one in asked):
             stop.wait(shrink_s)
-            if done.done():
+            if all(one.done() for one in asked):
                 break
             (ack,) = manager.request_shrink([lease])
             ack.result(timeout=TIMEOUT_S)
@@ -123,7 +123,7 @@ def managed(
             again += sum(t.tokens_held for t in trajectories if t.token_ids and t.finish_reason is None)
             lease = pool.grant()
             manager.grow([lease])
-        finished = manager.wait(done, TIMEOUT_S, stop)
+        finished = manager.wait(asked, TIMEOUT_S, stop)
         (ack,) = manager.request_shrink([lease])
         ack.result(timeout=TIMEOUT_S)
     finally:

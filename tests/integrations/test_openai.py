@@ -121,7 +121,7 @@ class Endpoint:
         )
 
     def generate(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        return self.world.manager.submit(step, trajectory)
+        return self.world.manager.submit(step, [trajectory])[0]
 
     async def ask(self, episode: Episode, **body: Any) -> "asyncio.Task[httpx.Response]":
         """A request that a replica has begun to answer."""

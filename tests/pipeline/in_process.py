@@ -36,26 +36,12 @@ class Generator:
         self.version = version
         self.published.append(version)
 
-    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
+    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
         self.submitted.append(step)
-        done: Future[list[Trajectory]] = Future()
-        done.set_result([self._answered(t) for t in trajectories])
-        return done
-
-    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        done: Future[Trajectory] = Future()
-        done.set_result(self._answered(trajectory))
-        return done
-
-    def wait(
-        self,
-        done: "Future[list[Trajectory]]",
-        timeout_s: float,
-        stop: threading.Event,
-        purpose: str = "",
-        adapter: str = "",
-    ) -> list[Trajectory]:
-        return done.result(timeout=timeout_s)
+        asked: list[Future[Trajectory]] = [Future() for _ in trajectories]
+        for done, trajectory in zip(asked, trajectories, strict=True):
+            done.set_result(self._answered(trajectory))
+        return asked
 
     @property
     def devices_s(self) -> float:

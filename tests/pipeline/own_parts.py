@@ -6,9 +6,9 @@ from typing import Any
 
 from rlix.pipeline import FullFinetunePipeline
 from rlix.pipeline.algorithms import Algorithm, Estimate
-from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, measured
+from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn
 from rlix.pipeline.schedules import Schedule
-from rlix.pipeline.sources import Source
+from rlix.pipeline.sources import Seat, Source
 from rlix.pipeline.sources.tasks import Prompt, Task
 
 
@@ -65,19 +65,12 @@ class Fixed(Source):
 
     longest = 2
 
-    def begin(self, step: int, groups: int | None = None) -> int:
-        return groups or self.around.groups
-
-    def finish(self, begun: int) -> Samples:
-        made = [self._sample(i, k) for i in range(begun) for k in range(self.around.group_size)]
-        return Samples(made, self.around.group_size, measured(made, {}))
+    async def episode(self, seat: Seat) -> Sample:
+        answer = Answer((4 + seat.number, 2), (-1.0, -1.0), (0, 0))
+        return Sample(seat.id, (Turn((1, 5), answer),), float(seat.number), False, End.DONE)
 
     def supervised(self, step: int, size: int) -> Any:
         return [((1, 5, 6), (False, True, True))] * size
-
-    def _sample(self, i: int, k: int) -> Sample:
-        answer = Answer((4 + k, 2), (-1.0, -1.0), (0, 0))
-        return Sample(f"{i}/{k}", (Turn((1, 5), answer),), float(k), False, End.DONE)
 
 
 class Twice(Schedule):

@@ -1,5 +1,6 @@
 """Rewards that a user might write; they run in processes of their own."""
 
+import asyncio
 import os
 import sys
 import time
@@ -48,3 +49,33 @@ def moody(prompt: str, completion: str, answer: str, mood: str) -> Any:
             while len(list(here.iterdir())) < 3:
                 time.sleep(0.01)
     return 1.0
+
+
+_here: list[str] = []
+_all_here = asyncio.Event()
+
+
+async def together(prompt: str, completion: str, answer: str, count: int) -> float:
+    """Ends when `count` wait at a time."""
+    _here.append(completion)
+    if len(_here) == count:
+        _all_here.set()
+    await _all_here.wait()
+    return float(os.getpid())
+
+
+async def slow(prompt: str, completion: str, answer: str, mood: str) -> float:
+    if mood == "late":
+        await asyncio.sleep(600)
+    if mood == "raise":
+        raise ValueError(mood)
+    return 1.0
+
+
+def rank(prompt: str, completions: list[str], answer: str, base: float) -> list[float]:
+    ordered = sorted(completions, key=len)
+    return [base + ordered.index(completion) for completion in completions]
+
+
+def too_few(prompt: str, completions: list[str], answer: str) -> list[float]:
+    return [1.0]

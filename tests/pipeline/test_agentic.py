@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from rlix.pipeline.algorithms import group_relative_advantages, groups_with_spread, rloo_advantages
 from rlix.pipeline.batch import collate
 from rlix.pipeline.samples import Answer, End, Turn, measured
-from rlix.pipeline.sources.base import Patience, SourceFailedError
+from rlix.pipeline.sources.base import Patience, SourceFailedError, judged
 from rlix.pipeline.sources.environments.episode import Episode
 from rlix.pipeline.sources.environments.guard import Tally
 from rlix.pipeline.sources.episodes import environment_metrics
-from rlix.pipeline.sources.played import judged
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess
@@ -82,6 +81,7 @@ def test_metrics_count_failures_and_leave_them_out_of_means() -> None:
     bad = episode((), end=End.FAILED, tally=Tally(seconds=3.0, failures=2, timeouts=1, retries=1))
     metrics = environment_metrics([good, bad])
     assert metrics == {
+        "turns": 0.5,
         "env_failed": 1.0,
         "env_faults": 3.0,
         "env_timeouts": 1.0,

@@ -1,7 +1,6 @@
 """What the pipelines put together from the algorithms, by hand."""
 
 import math
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from rlix.pipeline.batch import align, stale_tokens, token_rewards
 from rlix.pipeline.rollout.rebalance import Estimates, Work, prefers_cached, to_move
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, digest, measured
 from rlix.pipeline.schedules.ahead import StalenessError, checked
-from rlix.pipeline.sources import base
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import SpecError
@@ -211,16 +209,6 @@ class TestSamples:
         said, unsaid = sample("0"), sample("1", exact=None)
         assert measured([said, unsaid], {})["exact"] == 1
         assert "exact" not in measured([unsaid], {})
-
-    def test_a_rollout_lasts_until_it_is_done_not_until_somebody_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        now = 5.0
-        monkeypatch.setattr(base.time, "time", lambda: now)
-        made: Future[None] = Future()
-        asked = base.done_at(made)
-        assert asked() == 5
-        made.set_result(None)
-        now = 9.0
-        assert asked() == 5
 
     def test_the_digest_tells_every_token_and_order_apart(self) -> None:
         one = self.samples().metrics()["trajectories_digest"]

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.sources.data import DataTask
-from rlix.pipeline.sources.panel import Asked, Panel
+from rlix.pipeline.sources.panel import Asked
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tables import Mixture, load_tables
 from rlix.pipeline.sources.tasks.base import Prompt
@@ -18,6 +19,7 @@ from rlix.pipeline.spec.columns import column_problems
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
+from tests.pipeline.test_panel import judged
 
 TOKENIZER = character_tokenizer("0123456789>= +user:")
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10)]
@@ -137,8 +139,8 @@ class TestPrompt:
 class TestReward:
     def test_text_and_tokens(self) -> None:
         prompt = task([{"prompt": "4+4=", "answer": "8"}]).prompts(0, 0, 1)[0]
-        assert task().reward(prompt, [12, 2]) == Reward(1.0, True)
-        assert task(reward="token_match").reward(prompt, [12]) == Reward(0.25, False)
+        assert asyncio.run(task().judge(prompt, [12, 2])) == Reward(1.0, True)
+        assert asyncio.run(task(reward="token_match").judge(prompt, [12])) == Reward(0.25, False)
 
 
 class TestFiles:
@@ -315,12 +317,7 @@ class TestStream:
 
 
 def test_math_verify_judges_in_processes_of_its_own() -> None:
-    panel = Panel([RewardSpec(name="math_verify", timeout_s=60)], processes=1)
     prompt = Prompt("p", "?", (1,), "1/2", (1,))
-    try:
-        verdicts = panel.judge(
-            [Asked(prompt, text, (1,)) for text in (r"so \boxed{\frac{2}{4}}", "it is 0.5", "it is 2")]
-        )
-    finally:
-        panel.close()
+    texts = (r"so \boxed{\frac{2}{4}}", "it is 0.5", "it is 2")
+    verdicts = judged([RewardSpec(name="math_verify", timeout_s=60)], *(Asked(prompt, text, (1,)) for text in texts))
     assert verdicts == [Reward(1.0, True), Reward(1.0, True), Reward(0.0, False)]

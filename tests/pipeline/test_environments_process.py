@@ -31,10 +31,10 @@ def test_a_process_serves_one_environment_after_another() -> None:
             seen.append(await sandbox.step(act("pid")))
             assert await sandbox.step(act("tokens")) == Transition((1, 2), done=True, exact=True)
             await runner.stop(sandbox, failed=False)
-        assert [t.observation for t in seen] == [str(runner.processes[0])] * 2
+        assert [t.observation for t in seen] == [str(runner.processes.ids[0])] * 2
         assert seen[0].reward == 0.5
         await runner.close()
-        assert runner.processes == []
+        assert runner.processes.ids == []
 
     asyncio.run(main())
 
@@ -45,7 +45,7 @@ def test_no_more_processes_than_allowed_and_a_failed_one_makes_room() -> None:
         first = await runner.start(INSTANCE)
         waiting = asyncio.ensure_future(runner.start(INSTANCE))
         await asyncio.sleep(0)
-        assert len(runner.processes) == 1
+        assert len(runner.processes.ids) == 1
         with pytest.raises(EnvironmentFailedError, match="KeyError: 'nothing there'"):
             await first.step(act("raise"))
         with pytest.raises(EnvironmentFailedError, match="ended with 3"):
@@ -64,7 +64,7 @@ def test_a_blocking_environment_is_killed_with_all_it_started_and_the_retry_goes
         runner = SubprocessRunner(SANDBOX, {"greeting": ""}, max_processes=2)
         environment = GuardedEnvironment(runner, INSTANCE, Limits(30.0, 1.0, attempts=2, backoff_s=0.0), time.monotonic)
         await environment.reset(0)
-        (blocked,) = (psutil.Process(pid) for pid in runner.processes)
+        (blocked,) = (psutil.Process(pid) for pid in runner.processes.ids)
         stepping = asyncio.ensure_future(environment.step(act("sleep")))
         while not (children := blocked.children()):
             assert not stepping.done(), "it must have started a process before it was killed"
@@ -84,7 +84,7 @@ def test_a_factory_that_fails_says_why() -> None:
         runner = SubprocessRunner(SANDBOX, {"farewell": ""}, max_processes=1)
         with pytest.raises(EnvironmentFailedError, match="unexpected keyword argument 'farewell'"):
             await runner.start(INSTANCE)
-        assert runner.processes == []
+        assert runner.processes.ids == []
 
     asyncio.run(main())
 
@@ -98,7 +98,7 @@ async def main():
     runner = SubprocessRunner({SANDBOX!r}, {{"greeting": ""}}, max_processes=1)
     sandbox = await runner.start(Instance("t", 0))
     asyncio.ensure_future(sandbox.step(Action("sleep", ())))
-    print(runner.processes[0], flush=True)
+    print(runner.processes.ids[0], flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

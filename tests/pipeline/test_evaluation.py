@@ -15,7 +15,7 @@ from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.source import ChatSpec, SourceSpec
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import Generator, InProcess
 from tests.pipeline.test_composition import job
 from tests.pipeline.training_jobs import learnt_of, rows
@@ -132,29 +132,19 @@ class Stuck(Generator):
         self.given_up: list[str | None] = []
         self.asked: list[str] = []
 
-    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        return self._pending(*trajectories) if trajectories[0].purpose else super().submit_all(step, trajectories)
-
-    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        return self._pending(trajectory) if trajectory.purpose else super().submit(step, trajectory)
-
-    def wait(self, done: Any, timeout_s: float, stop: Any, purpose: str = "", adapter: str = "") -> Any:
-        try:
-            return super().wait(done, timeout_s, stop)
-        except TimeoutError:
-            self.abandon(error := WaitTimeoutError("not finished"), purpose)
-            raise error from None
+    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
+        if not trajectories[0].purpose:
+            return super().submit(step, trajectories)
+        self.asked += [trajectory.id for trajectory in trajectories]
+        self.open += (asked := [Future[Trajectory]() for _ in trajectories])
+        return asked
 
     def abandon(self, reason: Exception, purpose: str | None = "", adapter: str = "") -> None:
         self.given_up.append(purpose)
         for future in self.open:
-            future.set_exception(reason)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(reason)
         self.open = []
-
-    def _pending(self, *trajectories: Trajectory) -> "Future[Any]":
-        self.asked += [trajectory.id for trajectory in trajectories]
-        self.open.append(Future())
-        return self.open[-1]
 
 
 class StuckInEvaluation(InProcess):

@@ -15,10 +15,11 @@ from rlix.flow.workers.user_errors import failure
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
 from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits
-from rlix.pipeline.sources.panel import Asked, Panel
+from rlix.pipeline.sources.panel import Asked
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import RewardSpec
 from rlix.protocol.errors import WorkerError
+from tests.pipeline.test_panel import judged
 
 logger = logging.getLogger("rlix.somewhere")
 
@@ -77,19 +78,15 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 def test_a_failing_reward_is_told_with_its_sample_and_the_users_own_traceback(log: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(REWARD)
-    panel = Panel([RewardSpec(name=f"{file}:score")], processes=1)
     prompt = Prompt("prompts/3/1", "what?", (1,), "right", (2,))
-    try:
-        (verdict,) = panel.judge([Asked(prompt, "wrong", (1,))])
-    finally:
-        panel.close()
+    (verdict,) = judged([RewardSpec(name=f"{file}:score")], Asked(prompt, "wrong", (1,)))
     place = f"({file}:7)"
     assert verdict == f"reward {file}:score for prompt prompts/3/1 failed: KeyError: 'wrong' {place}; it judged 'wrong'"
     text = log.read_text()
     assert "\n  prompt: 'what?'\n  completion: 'wrong'\n  answer: 'right'\n" in text
     assert f'File "{file}", line 3, in score\n    return grade(completion)\n' in text
     assert f'File "{file}", line 7, in grade\n' in text
-    assert "reward_process.py" not in text
+    assert "child.py" not in text
 
 
 def test_a_failing_environment_is_told_with_its_sample_and_traceback(log: Path) -> None:

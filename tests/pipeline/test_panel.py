@@ -1,8 +1,9 @@
 """Several rewards at once, and what a failing one costs."""
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from rlix.pipeline.sources.base import SourceFailedError
-from rlix.pipeline.sources.judge import Failures
+from rlix.pipeline.sources.judge import Failures, Verdict
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tasks.base import Prompt
@@ -30,44 +31,46 @@ def reward(name: str, **changes: Any) -> RewardSpec:
     return RewardSpec(name=f"{OWN}:{name}", **{"timeout_s": 60.0, **changes})
 
 
-@pytest.fixture
-def panels() -> Iterator[Any]:
-    made: list[Panel] = []
+def judged(rewards: Sequence[RewardSpec], *asked: Asked, **more: Any) -> list[Verdict]:
+    """By a panel of its own, all at once; nothing is left behind."""
 
-    def make(*rewards: RewardSpec, processes: int = 2) -> Panel:
-        made.append(Panel(rewards, processes))
-        return made[-1]
+    async def main() -> list[Verdict]:
+        panel = Panel(rewards, **more)
+        try:
+            return await asyncio.gather(*(panel.judge(one) for one in asked))
+        finally:
+            await panel.close()
 
     before = {child.pid for child in psutil.Process().children()}
-    yield make
-    for panel in made:
-        panel.close()
+    verdicts = asyncio.run(main())
     assert {child.pid for child in psutil.Process().children()} <= before
+    return verdicts
 
 
-def test_rewards_are_added_up_by_weight_and_shown_apart(panels: Any) -> None:
-    panel = panels(RewardSpec(name="exact_match"), reward("length", weight=0.25), RewardSpec(name="token_match"))
-    right, wrong = panel.judge([asked(), asked("3")])
+def test_rewards_are_added_up_by_weight_and_shown_apart() -> None:
+    three = [RewardSpec(name="exact_match"), reward("length", weight=0.25), RewardSpec(name="token_match")]
+    right, wrong = judged(three, asked(), asked("3"))
     assert right == Reward(1.0 + 0.25 * 2 + 1.0, True, (("exact_match", 1.0), ("length", 2.0), ("token_match", 1.0)))
+    assert isinstance(wrong, Reward)
     assert (wrong.reward, wrong.exact) == (0.0 + 0.25 + 1.0, False)
-    assert panels(RewardSpec(name="number_match")).judge([asked("it is 12")]) == [Reward(1.0, True)]
+    assert judged([RewardSpec(name="number_match")], asked("it is 12")) == [Reward(1.0, True)]
 
 
-def test_two_of_the_same_name_are_shown_apart_and_numpy_counts(panels: Any) -> None:
-    panel = panels(reward("moody"), reward("moody", options={"mood": "numpy"}))
-    assert panel.judge([asked(mood="good")]) == [Reward(1.5, True, (("moody", 1.0), ("moody_2", 0.5)))]
+def test_two_of_the_same_name_are_shown_apart_and_numpy_counts() -> None:
+    two = [reward("moody"), reward("moody", options={"mood": "numpy"})]
+    assert judged(two, asked(mood="good")) == [Reward(1.5, True, (("moody", 1.0), ("moody_2", 0.5)))]
 
 
-def test_columns_and_options_go_to_who_has_parameters_for_them(panels: Any) -> None:
-    panel = panels(reward("told", options={"factor": 0.5}), reward("length"), reward("any_columns"))
-    (verdict,) = panel.judge([asked(level=3, source="somewhere", tags=["a"], completion="a column")])
+def test_columns_and_options_go_to_who_has_parameters_for_them() -> None:
+    three = [reward("told", options={"factor": 0.5}), reward("length"), reward("any_columns")]
+    (verdict,) = judged(three, asked(level=3, source="somewhere", tags=["a"], completion="a column"))
+    assert isinstance(verdict, Reward)
     assert verdict.reward == 1.5 + 2.0 + 3.0
 
 
-def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
-    panel = panels(reward("moody", timeout_s=5.0))
+def test_what_fails_costs_its_sample_and_says_where() -> None:
     moods = ["good", "raise", "hang", "die", "nothing", "text", "exit", "endless", "good"]
-    verdicts = panel.judge([asked(mood=mood) for mood in moods])
+    verdicts = judged([reward("moody", timeout_s=5.0)], *(asked(mood=mood) for mood in moods))
     assert verdicts[0] == verdicts[-1] == Reward(1.0, True)
     line = next(i for i, text in enumerate(Path(OWN).read_text().splitlines(), 1) if "raise KeyError" in text)
     said = [
@@ -85,6 +88,33 @@ def test_what_fails_costs_its_sample_and_says_where(panels: Any) -> None:
         assert expected in verdict
 
 
+def test_many_calls_of_a_coroutine_wait_at_a_time_in_one_process() -> None:
+    verdicts = judged([reward("together")], *(asked(str(number), count=40) for number in range(40)))
+    assert all(isinstance(verdict, Reward) for verdict in verdicts), verdicts
+    assert len({verdict.reward for verdict in verdicts if isinstance(verdict, Reward)}) == 1, "one process"
+
+
+def test_a_coroutine_that_is_late_or_raises_costs_its_own_sample_and_one_that_blocks_its_process() -> None:
+    good, late, wrong = judged(
+        [reward("slow", timeout_s=1.0)], asked(mood="good"), asked(mood="late"), asked(mood="raise")
+    )
+    assert good == Reward(1.0, True)
+    assert "did not return within 1 s" in str(late)
+    assert "ValueError: raise" in str(wrong)
+
+
+def test_a_reward_of_groups_is_asked_once_for_all_completions_of_a_prompt() -> None:
+    prompts = [Prompt(id, "1+1=", (1,), "12", (5, 2), {"base": base}) for id, base in (("p", 0.0), ("q", 10.0))]
+    three = [Asked(p, text, (5, 2), k) for k, text in enumerate(("a", "ccc", "bb")) for p in prompts]
+    ranked = [reward("rank", per="group")]
+    verdicts = judged(ranked, *reversed(three), group_size=3)
+    found = [v.reward for v in reversed(verdicts) if isinstance(v, Reward)]
+    assert found == [0.0, 10.0, 2.0, 12.0, 1.0, 11.0]
+    (first, second) = judged([reward("too_few", per="group")], *three[::2][:2], group_size=2)
+    assert first == second
+    assert "TypeError: it returned 1 rewards of 2 completions" in str(first)
+
+
 def test_what_always_fails_does_not_fill_the_terminal(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures()
     with caplog.at_level("INFO", logger="rlix"):
@@ -96,25 +126,23 @@ def test_what_always_fails_does_not_fill_the_terminal(caplog: pytest.LogCaptureF
     assert "number 19 failed" in caplog.text
 
 
-def test_a_reward_that_always_hangs_does_not_hold_up_a_step_for_ever(panels: Any) -> None:
-    verdicts = panels(reward("moody", timeout_s=0.2), processes=1).judge([asked(mood="hang")] * 50)
-    assert sum("within 0.2 s" in verdict for verdict in verdicts) == 4
-    assert sum("4 calls in a row had not returned" in verdict for verdict in verdicts) == 46
+def test_a_reward_that_always_hangs_does_not_hold_up_a_step_for_ever() -> None:
+    hanging = reward("moody", timeout_s=0.2, concurrency=1)
+    verdicts = judged([hanging], *[asked(mood="hang")] * 50)
+    assert sum("within 0.2 s" in str(verdict) for verdict in verdicts) == 4
+    assert sum("4 calls in a row had not returned" in str(verdict) for verdict in verdicts) == 46
 
 
 def test_nobody_is_asked_any_more_when_the_job_is_to_stop() -> None:
     stop = threading.Event()
     stop.set()
-    panel = Panel([reward("moody")], stop=stop)
-    (verdict,) = panel.judge([asked(mood="hang")])
+    (verdict,) = judged([reward("moody")], asked(mood="hang"), stop=stop)
     assert "the job is to stop" in str(verdict)
-    panel.close()
 
 
-def test_calls_run_side_by_side(panels: Any, tmp_path: Path) -> None:
+def test_calls_run_side_by_side(tmp_path: Path) -> None:
     three = [Asked(Prompt("p", "", (1,), str(tmp_path), (), {"mood": "meet"}), name, ()) for name in "abc"]
-    verdicts = panels(reward("moody"), processes=3).judge(three)
-    assert verdicts == [Reward(1.0, True)] * 3
+    assert judged([reward("moody", concurrency=3)], *three) == [Reward(1.0, True)] * 3
 
 
 def moody_job(folder: Path, moods: tuple[str, ...]) -> InProcess:

@@ -1,6 +1,7 @@
 """The rollout manager against replicas and a control plane that a test moves step by step, in any order."""
 
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlix.pipeline.rollout.rollout import RolloutError
-from rlix.pipeline.rollout.router import ReplicaState
+from rlix.pipeline.rollout.router import ReplicaState, Trajectory
 from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.messages import Demand
@@ -25,7 +26,7 @@ class RolloutMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(REPLICAS)
-        self.batches: list[tuple[list[str], object]] = []
+        self.asked: list[tuple[str, Future[Trajectory]]] = []
         self.names = 0
         self.versions = 0
         self.faults = 0
@@ -44,7 +45,7 @@ class RolloutMachine(RuleBasedStateMachine):
     def submit(self, lengths: list[int]) -> None:
         new = [trajectory(f"t{self.names + i}", length) for i, length in enumerate(lengths)]
         self.names += len(new)
-        self.batches.append(([t.id for t in new], self.world.manager.submit_all(0, new)))
+        self.asked += zip([t.id for t in new], self.world.manager.submit(0, new), strict=True)
         self.world.manager.handle_posted()
 
     @rule(bundle=st.integers(0, REPLICAS - 1))
@@ -99,16 +100,15 @@ class RolloutMachine(RuleBasedStateMachine):
             self.world.manager.handle_posted()
 
     @invariant()
-    def finished_batches_have_each_token_once(self) -> None:
-        for names, done in self.batches:
-            if done.done():  # type: ignore[attr-defined]
-                trajectories = done.result()  # type: ignore[attr-defined]
-                assert [t.id for t in trajectories] == names
-                for t in trajectories:
-                    assert t.token_ids == list(range(t.sampling.max_new_tokens))
-                    assert len(t.logprobs) == len(t.versions) == len(t.token_ids)
-                    assert t.versions == sorted(t.versions)
-                    assert t.versions[-1] < self.versions
+    def what_is_finished_has_each_token_once(self) -> None:
+        for name, done in self.asked:
+            if done.done():
+                t = done.result()
+                assert t.id == name
+                assert t.token_ids == list(range(t.sampling.max_new_tokens))
+                assert len(t.logprobs) == len(t.versions) == len(t.token_ids)
+                assert t.versions == sorted(t.versions)
+                assert t.versions[-1] < self.versions
 
     def teardown(self) -> None:
         """From any state: what was asked back is given back, and healthy replicas finish everything."""
@@ -120,8 +120,8 @@ class RolloutMachine(RuleBasedStateMachine):
             if not self.world.messages:
                 break
         assert all(ack.done() for ack in self.world.acks.values()), "a shrink was never acknowledged"
-        assert all(done.done() for _, done in self.batches), "trajectories were lost"  # type: ignore[attr-defined]
-        self.finished_batches_have_each_token_once()
+        assert all(done.done() for _, done in self.asked), "trajectories were lost"
+        self.what_is_finished_has_each_token_once()
         assert self.world.router.bundles(ReplicaState.READY) == list(range(REPLICAS))
         for bundle in range(REPLICAS):
             self.world.ask_back(bundle)
@@ -159,7 +159,7 @@ def collect(world: World, bundle: int) -> Call:
 
 def test_a_shrunk_trajectory_goes_on_elsewhere_from_its_prefix(world: World) -> None:
     ready(world, 0)
-    done = world.manager.submit(0, trajectory("a", 5))
+    (done,) = world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     world.finish(collect(world, 0), [2])
     world.ask_back(0)
@@ -226,7 +226,7 @@ def test_the_loss_of_a_bundle_may_be_heard_after_its_next_grant(world: World) ->
 
 def test_a_failed_replica_is_killed_before_its_lease_is_given_back(world: World) -> None:
     ready(world, 0)
-    world.manager.submit(0, trajectory("a", 5))
+    world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     world.fail(world.calls[0], RuntimeError("out of memory"))
     world.manager.handle_posted()
@@ -238,7 +238,7 @@ def test_a_failed_replica_is_killed_before_its_lease_is_given_back(world: World)
 
 
 def test_replicas_that_never_generate_end_the_rollout(world: World) -> None:
-    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    (done,) = world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     for _ in range(3 * REPLICAS):
         assert not done.done()
@@ -251,15 +251,15 @@ def test_replicas_that_never_generate_end_the_rollout(world: World) -> None:
 
 def test_a_refused_request_ends_the_rollout_and_not_the_replica(world: World) -> None:
     ready(world, 0)
-    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    (done,) = world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     world.refuse(0, "token 99 is not in 0..15")
     world.manager.handle_posted()
     with pytest.raises(RolloutError, match="refused a request: token 99"):
         done.result(timeout=0)
-    again = world.manager.submit_all(0, [trajectory("a", 5)])
+    (again,) = world.manager.submit(0, [trajectory("a", 5)])
     world.settle()
-    assert again.result(timeout=0)[0].token_ids == [0, 1, 2, 3, 4]
+    assert again.result(timeout=0).token_ids == [0, 1, 2, 3, 4]
     world.ask_back(0)
     world.settle()
     assert not world.held
@@ -267,10 +267,10 @@ def test_a_refused_request_ends_the_rollout_and_not_the_replica(world: World) ->
 
 def test_requests_in_flight_survive_new_weights_and_nothing_new_starts_before_them(world: World) -> None:
     ready(world, 0)
-    first = world.manager.submit(0, trajectory("a", 5))
+    (first,) = world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     world.manager.publish(Weights(1))  # type: ignore[arg-type]
-    second = world.manager.submit(0, trajectory("b", 5))
+    (second,) = world.manager.submit(0, [trajectory("b", 5)])
     world.manager.handle_posted()
     (update,) = [call for call in world.calls if call.method == "update"]
     assert list(world.running[0]) == ["a"]
@@ -282,11 +282,11 @@ def test_requests_in_flight_survive_new_weights_and_nothing_new_starts_before_th
 
 def test_growth_takes_work_over_when_that_pays(world: World) -> None:
     ready(world, 0)
-    world.manager.submit_all(0, [trajectory(f"w{i}", 10) for i in range(4)])
+    world.manager.submit(0, [trajectory(f"w{i}", 10) for i in range(4)])
     world.manager.handle_posted()
     world.now = 10.0  # ten tokens took ten seconds: moving costs little against that
     world.settle()
-    world.manager.submit_all(0, [trajectory(f"t{i}", 10) for i in range(4)])
+    world.manager.submit(0, [trajectory(f"t{i}", 10) for i in range(4)])
     world.manager.handle_posted()
     ready(world, 1)
     assert sum(running.aborted for running in world.running[0].values()) == 2
@@ -297,7 +297,7 @@ def test_growth_takes_work_over_when_that_pays(world: World) -> None:
 
 def test_a_killed_replica_costs_the_tokens_since_its_last_report(world: World) -> None:
     ready(world, 0)
-    world.manager.submit(0, trajectory("a", 9))
+    world.manager.submit(0, [trajectory("a", 9)])
     world.manager.handle_posted()
     world.finish(collect(world, 0), [4])
     world.manager.handle_posted()
@@ -309,24 +309,24 @@ def test_a_killed_replica_costs_the_tokens_since_its_last_report(world: World) -
 
 def test_a_finished_trajectory_is_followed_at_once(world: World) -> None:
     ready(world, 0)
-    done = world.manager.submit_all(0, [trajectory(f"t{i}", 4) for i in range(8)])
+    done = world.manager.submit(0, [trajectory(f"t{i}", 4) for i in range(8)])
     world.manager.handle_posted()
     assert len(world.running[0]) == 5, "four slots, and one that waits for the first to be free"
     world.finish(collect(world, 0), [4])
     world.manager.handle_posted()
     assert len(world.running[0]) == 5
-    assert not done.done()
+    assert [one.done() for one in done] == [True] + [False] * 7
 
 
 def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> None:
     world.manager.expect(Demand(2, 20))
-    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    (done,) = world.manager.submit(0, [trajectory("a", 5)])
     world.settle()
     ready(world, 0)
     world.settle()
     assert done.done()
     assert [(d.trajectories, d.tokens) for d in world.demands] == [(2, 20)]
-    world.manager.submit_all(0, [trajectory(id, 5) for id in "bcd"])
+    world.manager.submit(0, [trajectory(id, 5) for id in "bcd"])
     world.now = 1.0
     world.manager.handle_posted()
     world.settle()
@@ -339,8 +339,8 @@ def test_demand_is_what_is_expected_of_which_some_is_submitted(world: World) -> 
 
 def test_what_one_adapter_expects_hides_nothing_of_the_others(world: World) -> None:
     world.manager.expect(Demand(6, 60), adapter="a")
-    world.manager.submit_all(0, [replace(trajectory(f"a{i}", 5), adapter="a") for i in range(2)])
-    world.manager.submit_all(0, [replace(trajectory(f"b{i}", 5), adapter="b") for i in range(3)])
+    world.manager.submit(0, [replace(trajectory(f"a{i}", 5), adapter="a") for i in range(2)])
+    world.manager.submit(0, [replace(trajectory(f"b{i}", 5), adapter="b") for i in range(3)])
     world.settle()
     world.now = 2.0  # the next heartbeat is due, with whatever happens next
     world.manager.expect_gpu_s(0.0)
@@ -358,14 +358,14 @@ def test_heartbeats_tell_what_a_load_takes_and_what_the_job_still_needs(world: W
     world.settle(calls=False)
     world.now = 3.0
     world.manager.expect_gpu_s(70.0)
-    world.manager.submit(0, trajectory("a", 5))
+    world.manager.submit(0, [trajectory("a", 5)])
     world.settle()
     assert (world.demands[-1].load_s, world.demands[-1].left_gpu_s) == (3.0, 70.0)
 
 
 def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -> None:
     ready(world, 0)
-    done = world.manager.submit(0, trajectory("a", 5))
+    (done,) = world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     world.manager.abandon(RolloutError("enough"))
     world.manager.handle_posted()
@@ -379,7 +379,7 @@ def test_abandoned_work_ends_with_an_error_and_frees_the_replica(world: World) -
 
 def test_waiting_is_bounded_and_says_on_what(world: World) -> None:
     ready(world, 1)
-    done = world.manager.submit_all(7, [trajectory("a", 5)])
+    done = world.manager.submit(7, [trajectory("a", 5)])
     world.manager.handle_posted()
     with pytest.raises(
         WaitTimeoutError, match=r"step 7: 1 trajectories .* within -1 s with devices; replicas hold \{1: \(1,\)\}"
@@ -391,21 +391,20 @@ def test_what_is_for_another_purpose_is_expected_and_given_up_apart(world: World
     ready(world, 0)
     world.manager.expect(Demand(6, 60))
     world.manager.expect(Demand(4, 40), "evaluation")
-    learnt = world.manager.submit_all(0, [trajectory("a", 5), trajectory("b", 5)])
-    asked = world.manager.submit_all(0, [replace(trajectory("e", 5), purpose="evaluation")])
+    learnt = world.manager.submit(0, [trajectory("a", 5), trajectory("b", 5)])
+    asked = world.manager.submit(0, [replace(trajectory("e", 5), purpose="evaluation")])
     world.settle(calls=False)
     world.now = 2.0  # the next heartbeat is due, with whatever happens next
     world.manager.expect_gpu_s(0.0)
     world.settle(calls=False)
     assert (world.demands[-1].trajectories, world.demands[-1].tokens) == (10, 100)
-    with pytest.raises(WaitTimeoutError) as late:
-        world.manager.wait(asked, -1.0, threading.Event(), "evaluation")
+    world.manager.abandon(late := WaitTimeoutError("not finished"), "evaluation")
     world.manager.handle_posted()
-    assert asked.exception(timeout=0) is late.value  # whoever else waits hears the same
-    assert not learnt.done()
+    assert asked[0].exception(timeout=0) is late
+    assert not any(one.done() for one in learnt)
     assert {id: running.aborted for id, running in world.running[0].items()} == {"a": False, "b": False, "e": True}
     world.settle()
-    assert [len(t.token_ids) for t in learnt.result(timeout=0)] == [5, 5]
+    assert [len(one.result(timeout=0).token_ids) for one in learnt] == [5, 5]
     world.now = 4.0
     world.manager.expect_gpu_s(0.0)
     world.settle()
@@ -413,7 +412,7 @@ def test_what_is_for_another_purpose_is_expected_and_given_up_apart(world: World
 
 
 def test_time_without_devices_does_not_count(world: World) -> None:
-    done = world.manager.submit_all(0, [trajectory("a", 5)])
+    (done,) = world.manager.submit(0, [trajectory("a", 5)])
     world.manager.handle_posted()
     world.now = 1000.0
     assert world.manager.devices_s == 0
@@ -427,7 +426,7 @@ def test_time_without_devices_does_not_count(world: World) -> None:
     assert world.manager.devices_s == 3
     ready(world, 0)
     world.settle()
-    assert len(done.result(timeout=0)[0].token_ids) == 5
+    assert len(done.result(timeout=0).token_ids) == 5
 
 
 def test_once_closed_nobody_waits_for_a_shrink(world: World) -> None:
@@ -440,7 +439,7 @@ def test_once_closed_nobody_waits_for_a_shrink(world: World) -> None:
 def test_nothing_starts_without_weights() -> None:
     bare = World(1)
     bare.grant(0)
-    done = bare.manager.submit_all(0, [trajectory("a", 1)])
+    (done,) = bare.manager.submit(0, [trajectory("a", 1)])
     bare.settle()
     assert not bare.calls
     with pytest.raises(RolloutError, match="no weights were published"):

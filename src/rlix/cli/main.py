@@ -248,31 +248,6 @@ Host = Annotated[str, typer.Argument(metavar="NODE", help="Host name, address, o
 
 
 @app.command()
-def serve(
-    tinker: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Serve Tinker's API; FILE says which models are offered.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; others than loopback let the network in.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8642,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or 8 virtual).")
-    ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Use a control plane that ends with the server and is not shared.")
-    ] = False,
-) -> None:
-    """Let programs from outside train and sample on the pool, until Ctrl-C."""
-    from rlix.cli.serve import serve_tinker
-
-    with one_message_per_mistake():
-        if tinker is None:
-            raise SpecError("rlix serve: say what is served: --tinker FILE")
-        serve_tinker(tinker, host=host, port=port, devices=devices, private=private)
-
-
-@app.command()
 def drain(node: Host) -> None:
     """Take a host out of service, before maintenance: its devices leave the pool as they become free.
 

@@ -1,7 +1,6 @@
 """What the policy does on held-out prompts, on the same elastic rollout and without a trace in what is learnt."""
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -48,6 +47,7 @@ class Evaluation:
             sampling=sampling,
             generator=lambda: self._generator,
             split=EVALUATION,
+            resample_rounds=0,
         )
         self._source = build_source(spec.held_out(source), held_out)
         self._groups = self._source.different
@@ -87,16 +87,8 @@ class _Aside:
         self._generator = generator
         self.step = 0
 
-    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        return self._generator().submit(self.step, self._own(trajectory))
-
-    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        return self._generator().submit_all(self.step, [self._own(t) for t in trajectories])
-
-    def wait(
-        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
-    ) -> list[Trajectory]:
-        return self._generator().wait(done, timeout_s, stop, EVALUATION)
+    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
+        return self._generator().submit(self.step, [self._own(t) for t in trajectories])
 
     @property
     def devices_s(self) -> float:

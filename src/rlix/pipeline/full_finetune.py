@@ -188,7 +188,7 @@ class FullFinetunePipeline(Pipeline):
         self.model_path = self.local_model()
         self.build_source()
         self._start_engines()
-        supply = Supply(self.source, self.rollouts.publish, self.spec.steps, self.spec.algorithm.rounds)
+        supply = Supply(self.source, self.rollouts.publish, self.spec.steps)
         self.schedule = build_schedule(self.spec.schedule, supply)
 
     def local_model(self) -> Path:
@@ -219,6 +219,8 @@ class FullFinetunePipeline(Pipeline):
             timeout_s=spec.rollout.timeout_s,
             stop=self.stop_requested,
             generator=lambda: self.rollouts,
+            steps=spec.steps,
+            resample_rounds=spec.algorithm.rounds,
         )
         self.source = build_source(spec.source, around)
         self.algorithm = build_algorithm(spec.algorithm, self.source.longest)

@@ -12,7 +12,7 @@ import uvicorn
 from rlix.control.settings import Settings
 from rlix.integrations.openai.episodes import Episodes
 from rlix.integrations.openai.server import make_app
-from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.loop import LoopThread
 from rlix.protocol.errors import RlixError
 
 _START_TIMEOUT_S = 30.0

@@ -2,9 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 from rlix.integrations.openai.conversation import ChatFormat
 from rlix.integrations.openai.endpoint import Endpoint, endpoint_of
 from rlix.integrations.openai.episodes import Episode, Policy
-from rlix.pipeline.batch import Row
-from rlix.pipeline.samples import Sample
-from rlix.pipeline.sources.base import Surroundings
-from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.samples import Sample, mean
+from rlix.pipeline.sources.base import Seat, Source, Surroundings
+from rlix.pipeline.sources.loop import LoopThread
+from rlix.pipeline.sources.making import Making
 from rlix.pipeline.sources.place import Place
-from rlix.pipeline.sources.played import PlayedSource, Seat
 from rlix.pipeline.spec.named import import_object, where_raised
 from rlix.pipeline.spec.source import EXTERNAL, AgentSpec, ChatSpec
 from rlix.protocol.errors import SpecError
@@ -48,15 +46,17 @@ Agent = Callable[..., Any]
 """Plays one episode and returns its reward (a float), or None when it has posted one; may be async."""
 
 
-class AgentSource(PlayedSource[Sample]):
+class AgentSource(Source):
     """Each sample is the last branch of one agent's conversation."""
+
+    what = "agent"
 
     def __init__(self, spec: AgentSpec, around: Surroundings, chat: ChatSpec) -> None:
         self._agent = _find_agent(spec)
         count = getattr(self._agent, "rows_of", None)
         self._rows: int | None = None if count is None else count(around.split)
         self._endpoint = Endpoint.join(around.shared, around.job, spec.port)
-        super().__init__(spec, around, "agent", spec.failure_reward)
+        super().__init__(spec, around, spec.failure_reward)
         self._spec = spec
         self._policy = Policy(
             seed=around.seed,
@@ -64,7 +64,7 @@ class AgentSource(PlayedSource[Sample]):
             context=around.context,
             ends=around.ends,
             chat=ChatFormat(around.tokenizer, chat, around.ends.token_ids),
-            generate=lambda step, trajectory: around.generator().submit(step, trajectory),
+            generate=lambda step, trajectory: around.generator().submit(step, [trajectory])[0],
         )
         self._episodes = self._endpoint.episodes
         self._threads = ThreadPoolExecutor(spec.concurrency, "agents")
@@ -84,21 +84,16 @@ class AgentSource(PlayedSource[Sample]):
 
     # ---- episodes --------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def opened(self, step: int, seats: Sequence[Seat]) -> "AsyncIterator[Mapping[str, asyncio.Future[Sample]]]":
-        waiting = self._agent is None
-        episodes = [
-            self._episodes.open(self._policy, step, seat.id, seat.task, waiting=waiting, place=seat.place)
-            for seat in seats
-        ]
-        played = [] if waiting else [asyncio.ensure_future(self._played(episode)) for episode in episodes]
+    async def episode(self, seat: Seat) -> Sample:
+        waiting, group = self._agent is None, seat.group
+        episode = self._episodes.open(self._policy, seat.step, seat.id, group.task, waiting=waiting, place=group.place)
+        played = None if waiting else asyncio.ensure_future(self._played(episode))
         try:
-            yield {episode.id: episode.done for episode in episodes}
+            return await episode.done
         finally:
-            for task in played:
-                task.cancel()
-            for episode in episodes:
-                self._episodes.close(episode)
+            if played is not None:
+                played.cancel()
+            self._episodes.close(episode)
 
     def demand(self) -> Demand:
         open_ = len(self._episodes.of_split(self.around.split))
@@ -107,10 +102,11 @@ class AgentSource(PlayedSource[Sample]):
     def expire(self) -> None:
         self._episodes.expire(self._spec.timeout_s, self.around.split)
 
-    def own_metrics(self, played: Sequence[Sample]) -> dict[str, float]:
+    def own_metrics(self, samples: Sequence[Any], making: Making) -> dict[str, float]:
         return {
-            "agent_failed": float(sum(sample.failed for sample in played)),
-            "agent_abandoned": float(sum(sample.abandoned for sample in played)),
+            "turns": mean([len(sample.turns) for sample in samples]),
+            "agent_failed": float(sum(sample.failed for sample in samples)),
+            "agent_abandoned": float(sum(sample.abandoned for sample in samples)),
         }
 
     async def _played(self, episode: Episode) -> None:
@@ -154,9 +150,6 @@ class AgentSource(PlayedSource[Sample]):
                 return await found if inspect.isawaitable(found) else found
         finally:
             played.cancel()  # where it still stands in the queue
-
-    def supervised(self, step: int, size: int) -> list[Row]:
-        raise SpecError("warmup: agents have no right answers to learn from; remove the section warmup")
 
     # ---- its life --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from unittest import mock
 from openai import AsyncOpenAI
 
 from rlix.integrations.openai.source import Call
-from rlix.pipeline.sources.environments.loop import LoopThread
+from rlix.pipeline.sources.loop import LoopThread
 from rlix.pipeline.sources.place import EVALUATION, TRAIN
 from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import RlixError, SpecError

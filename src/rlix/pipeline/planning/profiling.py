@@ -58,7 +58,7 @@ def _trial(spec: JobSpec, width: int, sizes: Sequence[int]) -> JobSpec:
         "name": f"profile-{spec.name[:_NAME_LENGTH]}-{width}",
         "steps": len(sizes),
         "schedule": ScheduleSpec(name=SIZES, options={"prompts": list(sizes)}),
-        "algorithm": spec.algorithm.model_copy(update={"importance_cap": cap}),
+        "algorithm": spec.algorithm.model_copy(update={"importance_cap": cap, "resample_rounds": 0}),
         "evaluation": None,
         "checkpoint": spec.checkpoint.model_copy(update={"every": len(sizes) + 1}),
         "plan": None,

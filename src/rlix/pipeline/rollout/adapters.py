@@ -70,16 +70,8 @@ class AdapterRollouts:
     def publish(self, adapter: PublishedAdapter) -> None:
         self._served.put(adapter)
 
-    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        return self._rollouts.submit_all(step, [self._own(trajectory) for trajectory in trajectories])
-
-    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        return self._rollouts.submit(step, self._own(trajectory))
-
-    def wait(
-        self, done: "Future[list[Trajectory]]", timeout_s: float, stop: threading.Event, purpose: str = ""
-    ) -> list[Trajectory]:
-        return self._rollouts.wait(done, timeout_s, stop, purpose, self._name)
+    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
+        return self._rollouts.submit(step, [self._own(trajectory) for trajectory in trajectories])
 
     @property
     def devices_s(self) -> float:

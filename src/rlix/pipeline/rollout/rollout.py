@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from rlix.engine.inference.requests import Collected
@@ -34,13 +34,8 @@ _LOOK_S = 0.2  # how soon somebody who waits for trajectories notices that he sh
 _BACKGROUND_THREADS = 8
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Trajectories that were submitted together."""
-
-    trajectories: Sequence[Trajectory]
-    done: "Future[list[Trajectory]]"
-    left: int
+Asked = tuple[Trajectory, "Future[Trajectory]"]
+"""A trajectory, and who waits for it."""
 
 
 class RolloutManager:
@@ -75,7 +70,7 @@ class RolloutManager:
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._posting = threading.Lock()
         self._closed = False
-        self._batches: dict[str, _Batch] = {}  # by the id of each open trajectory
+        self._asked: dict[str, Asked] = {}  # what is open, by id
         self._expected: dict[Owner, Demand] = {}
         self._device_time = DeviceTime(clock)
         self._left_gpu_s = 0.0
@@ -116,45 +111,32 @@ class RolloutManager:
         Raises:
             WaitTimeoutError: not finished within `timeout_s` seconds in which there were devices.
             RolloutError: replicas keep failing.
-            InterruptedError: `stop` was set; open trajectories are dropped.
+            InterruptedError: `stop` was set. Whatever it raises, open trajectories are dropped.
         """
-        return self.wait(self.submit_all(step, trajectories), timeout_s, stop)
+        return self.wait(self.submit(step, trajectories), timeout_s, stop)
 
-    def submit_all(self, step: int, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        """Start to finish every trajectory; the future brings them in the order given, or raises RolloutError."""
-        done: Future[list[Trajectory]] = Future()
-        self._post(partial(self._submit, step, _Batch(tuple(trajectories), done, len(trajectories))))
-        return done
-
-    def submit(self, step: int, trajectory: Trajectory) -> "Future[Trajectory]":
-        """Finish one trajectory; what `generate` does for a batch, for callers that have more to submit meanwhile.
-
-        The future raises RolloutError when replicas keep failing, or the reason of an `abandon`.
-        """
-        done: Future[Trajectory] = Future()
-        self.submit_all(step, [trajectory]).add_done_callback(partial(_hand_over_first, done))
-        return done
-
-    def wait(
-        self,
-        done: "Future[list[Trajectory]]",
-        timeout_s: float,
-        stop: threading.Event,
-        purpose: str = "",
-        adapter: str = "",
-    ) -> list[Trajectory]:
-        """The trajectories of `submit_all`; raises what `generate` raises, after their owner's were abandoned."""
+    def wait(self, asked: "Sequence[Future[Trajectory]]", timeout_s: float, stop: threading.Event) -> list[Trajectory]:
+        """What was submitted; raises what `generate` raises."""
         deadline = self.devices_s + timeout_s
-        while not futures.wait([done], timeout=_LOOK_S).done:
-            error: Exception | None = None
-            if stop.is_set():
+        while (found := futures.wait(asked, timeout=_LOOK_S, return_when=futures.FIRST_EXCEPTION)).not_done:
+            error = next((one.exception() for one in found.done if one.exception() is not None), None)
+            if error is None and stop.is_set():
                 error = InterruptedError("the job was asked to stop")
-            elif self.devices_s > deadline:
+            elif error is None and self.devices_s > deadline:
                 error = WaitTimeoutError(self._describe(timeout_s))
-            if error is not None:
-                self.abandon(error, purpose, adapter)
+            if isinstance(error, Exception):
+                self.abandon(error)
                 raise error
-        return done.result()
+        return [one.result() for one in asked]
+
+    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
+        """Start to finish every trajectory. A future raises RolloutError when replicas keep failing, or the reason of
+        an `abandon`; one that is cancelled ends its trajectory."""
+        asked: list[Asked] = [(trajectory, Future()) for trajectory in trajectories]
+        self._post(partial(self._submit, step, asked))
+        for trajectory, done in asked:
+            done.add_done_callback(partial(self._ended, trajectory.id))
+        return [done for _, done in asked]
 
     @property
     def devices_s(self) -> float:
@@ -266,46 +248,50 @@ class RolloutManager:
 
     # ---- trajectories ----------------------------------------------------------------------------------------
 
-    def _submit(self, step: int, batch: _Batch) -> None:
-        if not batch.trajectories:
-            batch.done.set_result([])
-            return
+    def _submit(self, step: int, asked: Sequence[Asked]) -> None:
+        error: Exception | None = None
         if self._pool.weights is None:
-            batch.done.set_exception(RolloutError("no weights were published, so the replicas have nothing to load"))
-            return
-        try:
-            self._router.submit(batch.trajectories)
-        except ValueError as error:
-            batch.done.set_exception(error)
+            error = RolloutError("no weights were published, so the replicas have nothing to load")
+        else:
+            try:
+                self._router.submit([trajectory for trajectory, _ in asked])
+            except ValueError as found:
+                error = found
+        if error is not None:
+            for _, done in asked:
+                _fail(done, error)
             return
         self._pool.step = step
-        self._batches |= dict.fromkeys([t.id for t in batch.trajectories], batch)
+        self._asked |= {trajectory.id: (trajectory, done) for trajectory, done in asked}
+
+    def _ended(self, id: str, done: "Future[Trajectory]") -> None:
+        """Nobody waits for it: called on the thread that cancelled it."""
+        if done.cancelled():
+            self._post(partial(self._abort, lambda asked: asked[1] is done, InterruptedError("not wanted any more")))
 
     def _abandon(self, reason: Exception, purpose: str | None, adapter: str) -> None:
         def is_meant(owner: Owner) -> bool:
             return owner[0] == adapter and purpose in (None, owner[1])
 
         self._expected = {owner: demand for owner, demand in self._expected.items() if not is_meant(owner)}
-        owned = {id for id, batch in self._batches.items() if any(is_meant(t.owner) for t in batch.trajectories)}
-        for bundle, flying in self._drop(owned, reason).items():
+        self._abort(lambda asked: is_meant(asked[0].owner), reason)
+
+    def _abort(self, is_meant: Callable[[Asked], bool], reason: Exception) -> None:
+        dropped = self._drop({id for id, asked in self._asked.items() if is_meant(asked)}, reason)
+        for bundle, flying in dropped.items():
             self._pool.abort(bundle, flying)
 
     def _drop_all(self, reason: Exception) -> None:
         self._expected = {}
-        self._drop(set(self._batches), reason)
+        self._drop(set(self._asked), reason)
 
     def _drop(self, ids: set[str], reason: Exception) -> dict[int, list[str]]:
-        """Forget these trajectories and those submitted with them; whoever waits for them is told why.
+        """Forget these trajectories; whoever waits for them is told why.
 
         Returns which of them are still in flight, by replica."""
-        batches = {id(batch): batch for name in ids if (batch := self._batches.get(name)) is not None}
-        dropped = {name for name, batch in self._batches.items() if id(batch) in batches}
-        for name in dropped:
-            del self._batches[name]
-        for batch in batches.values():
-            if batch.done.set_running_or_notify_cancel():  # whoever asked may have given up already
-                batch.done.set_exception(reason)
-        return self._router.drop(dropped)
+        for id in ids & self._asked.keys():
+            _fail(self._asked.pop(id)[1], reason)
+        return self._router.drop(ids)
 
     def _dispatch(self) -> None:
         now = self._clock()
@@ -322,10 +308,9 @@ class RolloutManager:
         if collected.chunks:
             self._pool.succeeded()
         for trajectory in self._router.take(bundle, collected, self._clock()):
-            batch = self._batches.pop(trajectory.id)
-            batch.left -= 1
-            if batch.left == 0 and batch.done.set_running_or_notify_cancel():
-                batch.done.set_result(list(batch.trajectories))
+            _, done = self._asked.pop(trajectory.id)
+            if done.set_running_or_notify_cancel():  # whoever asked may have given up already
+                done.set_result(trajectory)
         for ids, reason in collected.refused:  # the requests' fault: another replica would say the same
             self._router.give_up(bundle, ids)
             refusal = RolloutError(f"replica {bundle} of {self._cluster.name} refused a request: {reason}")
@@ -386,13 +371,9 @@ class RolloutManager:
         )
 
 
-def _hand_over_first(one: "Future[Trajectory]", batch: "Future[list[Trajectory]]") -> None:
-    if not one.set_running_or_notify_cancel():
-        return
-    if (error := batch.exception()) is not None:
-        one.set_exception(error)
-    else:
-        one.set_result(batch.result()[0])
+def _fail(done: "Future[Trajectory]", reason: Exception) -> None:
+    if done.set_running_or_notify_cancel():  # whoever asked may have given up already
+        done.set_exception(reason)
 
 
 def _nothing() -> None:

@@ -126,10 +126,12 @@ class Router:
 
     def submit(self, trajectories: Iterable[Trajectory]) -> None:
         """Raises ValueError for a trajectory that is open, or that a replica still works on after it was dropped."""
-        busy = set[str]().union(*(replica.in_flight for replica in self._replicas))
-        for trajectory in trajectories:
-            if trajectory.id in self._open or trajectory.id in busy:
+        given, known = list(trajectories), set(self._open).union(*(replica.in_flight for replica in self._replicas))
+        for trajectory in given:
+            if trajectory.id in known:
                 raise ValueError(f"trajectory {trajectory.id!r} was submitted twice")
+            known.add(trajectory.id)
+        for trajectory in given:
             self._open[trajectory.id] = trajectory
             self._queue.append(trajectory.adapter, trajectory.id)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlix.engine.weights.publication import Published
 from rlix.pipeline.samples import Samples
-from rlix.pipeline.schedules.base import Schedule, Supply, with_spread
+from rlix.pipeline.schedules.base import Schedule, Supply
 from rlix.pipeline.spec.schedule import AheadOptions
 from rlix.protocol.errors import RlixError
 
@@ -74,7 +74,6 @@ class Ahead(Schedule):
         start = time.time()
         samples = self.supply.source.finish(self._begun[step])
         waited = time.time() - start
-        samples = with_spread(step, samples, self.supply)  # before the next step's would be in the way
         del self._begun[step]
         return replace(samples, curves={**samples.curves, "rollout_wait_s": waited})
 

@@ -1,7 +1,7 @@
 """Every step's samples are made by the policy that it trains."""
 
 from rlix.pipeline.samples import Samples
-from rlix.pipeline.schedules.base import Schedule, with_spread
+from rlix.pipeline.schedules.base import Schedule
 from rlix.pipeline.spec.schedule import OnPolicyOptions
 
 
@@ -12,4 +12,4 @@ class OnPolicy(Schedule):
 
     def samples(self, step: int) -> Samples:
         source = self.supply.source
-        return with_spread(step, source.finish(source.begin(step)), self.supply)
+        return source.finish(source.begin(step))

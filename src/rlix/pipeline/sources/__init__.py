@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlix.pipeline.sources.base import Source, SourceFailedError, Surroundings
+    from rlix.pipeline.sources.base import Seat, Source, SourceFailedError, Surroundings
 
-__all__ = ["Source", "SourceFailedError", "Surroundings"]
+__all__ = ["Seat", "Source", "SourceFailedError", "Surroundings"]
 
 
 def __getattr__(name: str) -> Any:

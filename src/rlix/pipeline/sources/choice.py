@@ -26,7 +26,9 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
         room = around.context - around.sampling.max_new_tokens
         longest = min(room, spec.data.max_prompt_tokens or room)
         rows, most = load_tables(spec.data), around.sampling.max_new_tokens
-        task = DataTask(spec.data, rows, spec.rewards, around.tokenizer, longest, around.stop, spec.chat, most)
+        task = DataTask(
+            spec.data, rows, spec.rewards, around.tokenizer, longest, around.stop, spec.chat, most, around.group_size
+        )
         return PromptSource(task, around)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")

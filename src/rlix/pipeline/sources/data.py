@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from datetime import datetime, time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
@@ -38,6 +38,7 @@ class DataTask(Task):
         longest_prompt: rows with more tokens are left out.
         longest_answer: rows whose answers have more tokens are told of, where only the whole answer is right.
         stop: set when the job should end.
+        group_size: how many completions of each prompt are judged.
 
     Raises:
         SpecError: rows that cannot be used, the first few of them by file and line, or none that can be; `chat` is for
@@ -54,6 +55,7 @@ class DataTask(Task):
         stop: threading.Event | None = None,
         chat: ChatSpec | None = None,
         longest_answer: int | None = None,
+        group_size: int = 1,
     ) -> None:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest_prompt
         self._chat, self._skipped = chat or ChatSpec(), 0
@@ -68,7 +70,7 @@ class DataTask(Task):
         self._longest_answer = longest_answer if exact else None
         self._mixture = Mixture(data.weights)
         self._tables = [self._table(number, data.tables[number], rows) for number, rows in enumerate(tables)]
-        self._panel = Panel(rewards, stop=stop)
+        self._panel = Panel(rewards, group_size, stop)
 
     @property
     def different(self) -> int | None:
@@ -83,17 +85,14 @@ class DataTask(Task):
         return self._take("supervised", seed, step, n)
 
     def reward(self, prompt: Prompt, completion_ids: Sequence[int]) -> Reward:
-        (verdict,) = self.judge([(prompt, completion_ids)])
-        if isinstance(verdict, Reward):
-            return verdict
-        raise ValueError(verdict)
+        raise NotImplementedError("rewards of data are asked with 'judge'")
 
-    def judge(self, answers: Sequence[tuple[Prompt, Sequence[int]]]) -> list[Verdict]:
-        texts = self._tokenizer.batch_decode([list(ids) for _, ids in answers], skip_special_tokens=True)
-        return self._panel.judge([Asked(p, text, ids) for (p, ids), text in zip(answers, texts, strict=True)])
+    async def judge(self, prompt: Prompt, completion_ids: Sequence[int], number: int = 0) -> Verdict:
+        text = cast(str, self._tokenizer.decode(list(completion_ids), skip_special_tokens=True))
+        return await self._panel.judge(Asked(prompt, text, completion_ids, number))
 
-    def close(self) -> None:
-        self._panel.close()
+    async def close(self) -> None:
+        await self._panel.close()
 
     def _table(self, number: int, spec: TableSpec, rows: Any) -> Table:
         if spec.streaming:

@@ -1,9 +1,7 @@
 """Samples from environments: the policy acts over many turns, and learns from its own tokens only."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -13,7 +11,7 @@ from rlix.pipeline.chat import Chat
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Answer, mean
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Surroundings, ended
+from rlix.pipeline.sources.base import Seat, Source, Surroundings, ended
 from rlix.pipeline.sources.environments.base import (
     Action,
     Demonstration,
@@ -25,7 +23,7 @@ from rlix.pipeline.sources.environments.base import (
 from rlix.pipeline.sources.environments.episode import Episode, Outstanding, Room, play
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits, Runner
 from rlix.pipeline.sources.environments.process import SubprocessRunner
-from rlix.pipeline.sources.played import PlayedSource, Seat
+from rlix.pipeline.sources.making import Making
 from rlix.pipeline.spec.named import import_object
 from rlix.pipeline.spec.source import ChatSpec, EnvironmentSpec
 from rlix.pipeline.tokenizer import read
@@ -40,13 +38,14 @@ class _Conversation:
     cached_on: tuple[int, int] | None = None
 
 
-class EpisodeSource(PlayedSource[Episode]):
+class EpisodeSource(Source):
     """A trajectory occupies a replica while it generates a turn and none while it waits for its environment."""
 
+    what = "environment"
     stuck_hint = ": one of them blocks it; use 'runner: subprocess'"
 
     def __init__(self, environment: EnvironmentSpec, around: Surroundings, chat: ChatSpec | None = None) -> None:
-        super().__init__(environment, around, "environment", environment.failure_reward)
+        super().__init__(environment, around, environment.failure_reward)
         self._environment = environment
         self._factory = import_object(environment.target)
         self._tools: Sequence[Mapping[str, Any]] = tuple(getattr(self._factory, "tools", ()))
@@ -71,37 +70,27 @@ class EpisodeSource(PlayedSource[Episode]):
 
     # ---- episodes --------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def opened(self, step: int, seats: Sequence[Seat]) -> "AsyncIterator[Mapping[str, asyncio.Future[Episode]]]":
-        open_ = {seat.id: asyncio.ensure_future(self._episode(step, seat)) for seat in seats}
-        try:
-            yield open_
-        finally:
-            for episode in open_.values():
-                episode.cancel()
-            await asyncio.gather(*open_.values(), return_exceptions=True)
-
     def demand(self) -> Demand:
         return self._outstanding.demand()
 
-    def own_metrics(self, played: Sequence[Episode]) -> dict[str, float]:
-        return environment_metrics(played)
+    def own_metrics(self, samples: Sequence[Any], making: Making) -> dict[str, float]:
+        return environment_metrics(samples)
 
-    async def _episode(self, step: int, seat: Seat) -> Episode:
-        instance = Instance(seat.id, stream_seed(self.around.seed, seat.id, "instance"), place=seat.place)
+    async def episode(self, seat: Seat) -> Episode:
+        instance = Instance(seat.id, stream_seed(self.around.seed, seat.id, "instance"), place=seat.group.place)
         environment = GuardedEnvironment(self._runner, instance, self._limits, time.monotonic)
-        seed = stream_seed(self.around.seed, seat.task)
-        policy = partial(self._answer, step, _Conversation())
+        seed = stream_seed(self.around.seed, seat.group.task)
+        policy = partial(self._reply, seat.step, _Conversation())
         return await play(seat.id, seed, environment, policy, self, self._room, self._outstanding)
 
-    async def _answer(
+    async def _reply(
         self, step: int, conversation: _Conversation, id: str, tokens: tuple[int, ...], limit: int
     ) -> Answer:
         """One turn, generated on whatever devices the scheduler grants."""
         sampling = replace(self.around.sampling, max_new_tokens=limit)
         trajectory = Trajectory(id, tokens, stream_seed(self.around.seed, id), sampling)
         trajectory.cached_on = conversation.cached_on
-        done = await asyncio.wrap_future(self.around.generator().submit(step, trajectory))
+        done = await self.generated(step, trajectory)
         conversation.cached_on = done.cached_on
         return ended(done, self.around.ends)[0]
 
@@ -150,8 +139,9 @@ class EpisodeSource(PlayedSource[Episode]):
             learnt += [False] * len(given) + [True] * len(wanted)
         return token_ids, learnt
 
-    def close(self) -> None:
-        self._loop.close(self._runner.close() if isinstance(self._runner, SubprocessRunner) else None)
+    async def end(self) -> None:
+        if isinstance(self._runner, SubprocessRunner):
+            await self._runner.close()
 
 
 def make_runner(environment: EnvironmentSpec) -> Runner:
@@ -164,9 +154,10 @@ def make_runner(environment: EnvironmentSpec) -> Runner:
 
 
 def environment_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Counts over the step's episodes; seconds are means per episode."""
+    """Counts over the step's episodes; turns and seconds are means per episode."""
     tallies = [episode.tally for episode in episodes]
     return {
+        "turns": mean([len(episode.turns) for episode in episodes]),
         "env_failed": float(sum(episode.failed for episode in episodes)),
         "env_faults": float(sum(tally.failures for tally in tallies)),
         "env_timeouts": float(sum(tally.timeouts for tally in tallies)),

@@ -48,7 +48,7 @@ def look_at_rows(spec: JobSpec) -> Iterator[str]:
         longest = min(context - most, data.max_prompt_tokens or context)
         try:
             rows = load_tables(data)
-            DataTask(data, rows, source.rewards, tokenizer, longest, chat=source.chat, longest_answer=most).close()
+            DataTask(data, rows, source.rewards, tokenizer, longest, chat=source.chat, longest_answer=most)
         except SpecError as error:
             lines = str(error).splitlines()
             yield from (f"{where}{'' if line.startswith('source.') else 'source.data: '}{line}" for line in lines)

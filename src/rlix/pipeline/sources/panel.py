@@ -1,111 +1,207 @@
 """Several rewards at once: weighted, side by side, each call of a user's own in a process and within its time."""
 
-import contextlib
-import json
-import os
-import queue
-import select
-import signal
-import subprocess
-import sys
+import asyncio
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlix.pipeline.sources.judge import FAILURES, Verdict, attempted
+from rlix.pipeline.sources.processes import Child, ProcessError, Processes
 from rlix.pipeline.sources.rewards import TEXT_REWARDS, Reward, as_reward, token_match
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import RewardSpec
 
 _AT_ONCE = ("token_match", *TEXT_REWARDS)  # quick and safe: in this process
 _PROCESSES = 4
-_HUNG_PER_PROCESS = 4
-_START_S = 120.0  # a process imports the user's code, which may import much
-_END_S = 5.0
+_COROUTINES = 64
+_HUNG_PER_CALL = 4
+_GRACE_S = 5.0  # for a process to say that a coroutine was late
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A completion to judge, as text without special tokens and token by token."""
+    """A completion to judge, as text without special tokens and token by token. `number`: in its group."""
 
     prompt: Prompt
     completion: str
     completion_ids: Sequence[int]
+    number: int = 0
 
 
 class Panel:
-    """Judges completions by all rewards of a job.
+    """Judges completions by all rewards of a job, each as soon as it is there. Lives on one event loop.
 
     A completion's reward is the sum by weight; it is exactly right when the first reward says so. What fails, or takes
     longer than its `timeout_s`, costs the sample and is said.
 
     Args:
-        processes: at most so many judge at a time; they are started when a reward of the user's is first asked.
+        group_size: how many completions of a prompt there will be.
         stop: once it is set, no reward of the user's is asked any more.
     """
 
-    def __init__(
-        self, rewards: Sequence[RewardSpec], processes: int = _PROCESSES, stop: threading.Event | None = None
-    ) -> None:
-        self._rewards = tuple(rewards)
+    def __init__(self, rewards: Sequence[RewardSpec], group_size: int = 1, stop: threading.Event | None = None) -> None:
         self._names = _apart([spec.name.rpartition(":")[2] for spec in rewards])
-        self._stop = stop or threading.Event()
-        self._hung = 0  # calls in a row that did not return
-        self._hopeless = _HUNG_PER_PROCESS * processes
-        self._threads = ThreadPoolExecutor(processes, "reward")
-        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         own = [spec.target for spec in rewards if spec.name not in _AT_ONCE]
-        for _ in range(processes):
-            self._idle.put(_Process(own))
+        self._processes = Processes(own)
+        stop = stop or threading.Event()
+        self._judges = [
+            _Shipped(spec) if spec.name in _AT_ONCE else _Own(spec, group_size, self._processes, stop)
+            for spec in rewards
+        ]
 
-    def judge(self, asked: Sequence[Asked]) -> list[Verdict]:
-        self._hung = 0
-        parts = [[self._ask(reward, one) for one in asked] for reward in self._rewards]
-        return [self._sum([part() for part in of_one]) for of_one in zip(*parts, strict=True)]
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        while not self._idle.empty():
-            self._idle.get_nowait().end()
-
-    def _sum(self, verdicts: Sequence[Verdict]) -> Verdict:
+    async def judge(self, asked: Asked) -> Verdict:
+        verdicts = await asyncio.gather(*(judge.judge(asked) for judge in self._judges))
         if (failed := next((v for v in verdicts if isinstance(v, str)), None)) is not None:
             return failed
         given = [v for v in verdicts if isinstance(v, Reward)]
-        total = sum(spec.weight * reward.reward for spec, reward in zip(self._rewards, given, strict=True))
+        total = sum(judge.spec.weight * reward.reward for judge, reward in zip(self._judges, given, strict=True))
         parts = tuple(zip(self._names, (reward.reward for reward in given), strict=True)) if len(given) > 1 else ()
         return Reward(total, given[0].exact, parts)
 
-    def _ask(self, spec: RewardSpec, asked: Asked) -> Any:
-        """A function that brings the verdict; what ships answers there and then."""
-        source = f"reward {spec.name} for prompt {asked.prompt.id}"
-        if spec.name in _AT_ONCE:
-            return partial(attempted, source, partial(_shipped, spec.name, asked))
-        return self._threads.submit(self._in_process, spec, source, asked).result
+    async def close(self) -> None:
+        await self._processes.close()
 
-    def _in_process(self, spec: RewardSpec, source: str, asked: Asked) -> Verdict:
-        if self._stop.is_set():
-            return f"{source} was not asked: the job is to stop"
-        if self._hung >= self._hopeless:  # or a step would take hours
-            return f"{source} was not asked: {self._hung} calls in a row had not returned in time"
-        process = self._idle.get()
+
+class _Shipped:
+    """A reward that answers there and then."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self.spec = spec
+
+    async def judge(self, asked: Asked) -> Verdict:
+        return attempted(_source(self.spec, asked.prompt), lambda: self._reward(asked))
+
+    def _reward(self, asked: Asked) -> float | Reward:
+        if self.spec.name == "token_match":
+            return token_match(asked.completion_ids, asked.prompt.answer_ids)
+        return TEXT_REWARDS[self.spec.name](asked.prompt.text, asked.completion, asked.prompt.answer)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Completions of one prompt, as they come; judged together when the last is there."""
+
+    asked: list[Asked] = field(default_factory=list)
+    verdicts: "asyncio.Future[dict[int, Verdict]]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class _Own:
+    """A reward in processes: a plain function has one to itself for each call, the calls of a coroutine share one."""
+
+    def __init__(self, spec: RewardSpec, group_size: int, processes: Processes, stop: threading.Event) -> None:
+        self.spec = spec
+        self._group_size, self._processes, self._stop = group_size, processes, stop
+        self._groups: dict[str, _Group] = {}
+        self._starting = asyncio.Lock()
+        self._shared: Child | None = None
+        self._turns: asyncio.Semaphore | None = None  # known when it is known what the function is
+        self._most = 1
+        self._asked = 0  # calls so far
+        self._hung = 0  # in a row
+        self._given_up = 0  # calls up to this number are not made any more
+
+    async def judge(self, asked: Asked) -> Verdict:
+        if self.spec.per == "sample":
+            (verdict,) = await self._judged([asked], asked.completion)
+            return verdict
+        group = self._groups.setdefault(asked.prompt.id, _Group())
+        group.asked.append(asked)
+        if len(group.asked) == self._group_size:
+            del self._groups[asked.prompt.id]
+            every = sorted(group.asked, key=lambda one: one.number)
+            verdicts = await self._judged(every, [one.completion for one in every])
+            group.verdicts.set_result({one.number: v for one, v in zip(every, verdicts, strict=True)})
+        return (await group.verdicts)[asked.number]
+
+    async def _judged(self, asked: Sequence[Asked], completion: str | list[str]) -> list[Verdict]:
+        prompt, source = asked[0].prompt, _source(self.spec, asked[0].prompt)
+        request = {
+            "function": self.spec.target,
+            "given": [prompt.text, completion, prompt.answer],
+            "columns": dict(prompt.columns),
+            "options": self.spec.options,
+        }
+        self._asked += 1
+        problem = await self._call(request, self._asked)
+        if isinstance(problem, list):
+            return [self._checked(found, source, one) for found, one in zip(problem, asked, strict=True)]
+        if isinstance(problem, str):
+            return [f"{source} was not asked: {problem}"] * len(asked)
+        reason = FAILURES.note(
+            f"reward {self.spec.name}", f"{source} failed: {problem}", _texts(asked[0]), problem.trace
+        )
+        return [reason] * len(asked)
+
+    def _checked(self, found: Sequence[Any], source: str, asked: Asked) -> Verdict:
+        value, exact = found
         try:
-            answer = process.ask(_request(spec, asked), spec.timeout_s)
-        finally:
-            self._idle.put(process)
-        self._hung = self._hung + 1 if "late" in answer else 0
-        texts = {"prompt": asked.prompt.text, "completion": asked.completion, "answer": asked.prompt.answer}
-        if "error" in answer:
-            reason = f"{source} failed: {answer['error']}"
-            return FAILURES.note(f"reward {spec.name}", reason, texts, answer.get("trace", ""))
-        try:
-            return as_reward(_reward(answer), source)
+            return as_reward(value if exact is None else Reward(value, exact), source)
         except ValueError as error:  # not a finite number
-            return FAILURES.note(f"reward {spec.name}", str(error), texts, "")
+            return FAILURES.note(f"reward {self.spec.name}", str(error), _texts(asked), "")
+
+    async def _call(self, request: Mapping[str, Any], number: int) -> list[Any] | str | ProcessError:
+        """Rewards; or why it was not asked; or how it failed."""
+        if self._stop.is_set():
+            return "the job is to stop"
+        try:
+            if self._turns is None:
+                await self._begin()
+            assert self._turns is not None
+            async with self._turns:
+                if self._stop.is_set():
+                    return "the job is to stop"
+                if number <= self._given_up:  # or a step would take hours
+                    return f"{self._hung} calls in a row had not returned in time"
+                found = await self._in_process(request)
+        except ProcessError as error:
+            return error
+        if found is None:
+            self._hung += 1
+            if self._hung >= _HUNG_PER_CALL * self._most:
+                self._given_up = self._asked
+            return ProcessError(f"it did not return within {self.spec.timeout_s:g} s")
+        self._hung = 0
+        return found
+
+    async def _begin(self) -> None:
+        """Start the first process, which says what the function is."""
+        async with self._starting:
+            if self._turns is None:
+                child = await self._processes.take()
+                shares = child.loaded.get("asynchronous", {}).get(self.spec.target, False)
+                self._shared = child if shares else None
+                if not shares:
+                    await self._processes.give_back(child)
+                self._most = self.spec.concurrency or (_COROUTINES if shares else _PROCESSES)
+                self._turns = asyncio.Semaphore(self._most)
+
+    async def _in_process(self, request: Mapping[str, Any]) -> list[Any] | None:
+        """None: it was late."""
+        if self._shared is None:
+            child = await self._processes.take()
+            try:
+                return await self._answer(child, request, self.spec.timeout_s)
+            finally:
+                await self._processes.give_back(child)
+        async with self._starting:
+            if not self._shared.is_alive:
+                await self._processes.give_back(self._shared, failed=True)
+                self._shared = await self._processes.take()
+            child = self._shared
+        return await self._answer(child, request, self.spec.timeout_s + _GRACE_S)
+
+    async def _answer(self, child: Child, request: Mapping[str, Any], limit_s: float) -> list[Any] | None:
+        try:
+            found = await asyncio.wait_for(child.ask("reward", timeout_s=self.spec.timeout_s, **request), limit_s)
+        except TimeoutError:
+            await (
+                child.kill()
+            )  # one that is shared blocks its loop: whoever else waits for it is told that it has ended
+            return None
+        return None if "late" in found else list(found["rewards"])
 
 
 def _apart(names: Sequence[str]) -> list[str]:
@@ -114,96 +210,9 @@ def _apart(names: Sequence[str]) -> list[str]:
     return [f"{name}_{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
 
 
-def _shipped(name: str, asked: Asked) -> float | Reward:
-    if name == "token_match":
-        return token_match(asked.completion_ids, asked.prompt.answer_ids)
-    return TEXT_REWARDS[name](asked.prompt.text, asked.completion, asked.prompt.answer)
+def _source(spec: RewardSpec, prompt: Prompt) -> str:
+    return f"reward {spec.name} for prompt {prompt.id}"
 
 
-def _request(spec: RewardSpec, asked: Asked) -> dict[str, Any]:
-    return {
-        "function": spec.target,
-        "given": [asked.prompt.text, asked.completion, asked.prompt.answer],
-        "columns": dict(asked.prompt.columns),
-        "options": spec.options,
-    }
-
-
-def _reward(answer: Mapping[str, Any]) -> float | Reward:
-    value: float = answer["reward"]
-    return value if answer["exact"] is None else Reward(value, answer["exact"])
-
-
-class _Process:
-    """A process that runs `reward_process.py`, started when it is first asked, and anew after one that hung or died.
-
-    Args:
-        functions: what it imports before it is ready.
-    """
-
-    def __init__(self, functions: Sequence[str]) -> None:
-        self._functions = functions
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """One call and its answer: `reward` and `exact`, or `error`, and `late` when it was out of time."""
-        process = self._process
-        if process is None:
-            try:
-                process = self._process = self._spawn()
-            except OSError as error:
-                return {"error": f"no process could be started for it: {error}"}
-            if self._answer(process, _START_S) is None:  # it says when it is ready
-                self.end()
-                return {"error": f"its process did not import the rewards within {_START_S:g} s"}
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
-            process.stdin.flush()
-            line = self._answer(process, timeout_s)
-        except (OSError, ValueError) as error:
-            self.end()
-            return {"error": f"its process broke off: {error}"}
-        if line is None:
-            self.end()
-            return {"error": f"it did not return within {timeout_s:g} s", "late": True}
-        if not line.endswith(b"\n"):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a moment before it does
-                process.wait(_END_S)
-            code = process.returncode
-            self.end()
-            return {"error": "its process " + ("closed its output" if code is None else f"ended with {code}")}
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=_END_S)
-
-    def _spawn(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "rlix.pipeline.sources.reward_process", str(os.getpid()), *self._functions],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # a group of its own, so that what it starts dies with it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-
-    @staticmethod
-    def _answer(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes | None:
-        """The next line, as far as it came; None when it did not come in time."""
-        assert process.stdout is not None
-        deadline, line = time.monotonic() + timeout_s, b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            part = os.read(process.stdout.fileno(), 65536)
-            if not part:
-                break
-            line += part
-        return line
+def _texts(asked: Asked) -> dict[str, str]:
+    return {"prompt": asked.prompt.text, "completion": asked.completion, "answer": asked.prompt.answer}

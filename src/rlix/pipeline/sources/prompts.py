@@ -1,34 +1,42 @@
-"""Samples from prompts: one answer each, judged by the task's reward."""
+"""Samples from prompts: one answer each, judged by the task's reward as soon as it is there."""
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn, mean, measured, per_s
+from rlix.pipeline.samples import Sample, Turn, mean
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Patience, Source, Surroundings, done_at, ended
-from rlix.pipeline.sources.judge import Verdict
+from rlix.pipeline.sources.base import Group, Seat, Source, Surroundings, ended
+from rlix.pipeline.sources.making import Making
+from rlix.pipeline.sources.place import Place
+from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tasks.base import Prompt, Task
+from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import Demand
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    prompts: Sequence[Prompt]
-    done: "Future[list[Trajectory]]"
-    time: float
-    done_at: Callable[[], float]
+class Judged(Sample):
+    """`answered`: when its last token was there, in Unix seconds."""
+
+    answered: float = field(default=0.0, compare=False)
 
 
 class PromptSource(Source):
-    """A group of answers to each of the step's prompts."""
+    """An episode is an answer to a prompt, and its reward. Rewards run while other answers are still generated."""
+
+    what = "reward"
+    waits_between_turns = False
 
     def __init__(self, task: Task, around: Surroundings) -> None:
         super().__init__(None, around)
         self._task = task
-        self._patience = Patience(around.job, "reward")
+        self._drawn = lru_cache(maxsize=8)(lambda step: task.prompts(around.seed, step, around.groups))
+        self._generating = 0
 
     @property
     def longest(self) -> int:
@@ -38,33 +46,45 @@ class PromptSource(Source):
     def different(self) -> int | None:
         return self._task.different
 
-    def begin(self, step: int, groups: int | None = None) -> _Begun:
-        prompts = self._task.prompts(self.around.seed, step, self.around.groups)[:groups]
-        trajectories = [self._trajectory(p, k) for p in prompts for k in range(self.around.group_size)]
-        start = time.time()
-        done = self.around.generator().submit_all(step, trajectories)
-        return _Begun(prompts, done, start, done_at(done))
+    def group(self, step: int, number: int) -> Group:
+        drawn = self._drawn(step)
+        if number >= len(drawn):
+            raise RlixError(f"the task gave {len(drawn)} prompts for step {step}, not {self.around.groups}")
+        return Group(drawn[number].id, Place(self.around.split), drawn[number])
 
-    def finish(self, begun: _Begun) -> Samples:
-        done = self.around.generator().wait(begun.done, self.around.timeout_s, self.around.stop)
-        seconds, tokens = begun.done_at() - begun.time, sum(len(t.token_ids) for t in done)
-        asked = [prompt for prompt in begun.prompts for _ in range(self.around.group_size)]
-        start = time.time()
-        answers = [ended(t, self.around.ends) for t in done]
-        verdicts = self._task.judge([(p, a.token_ids) for p, (a, _) in zip(asked, answers, strict=True)])
-        if self.around.stop.is_set():
-            raise InterruptedError("the job was asked to stop")
-        samples = [_sample(t, a, end, v) for t, (a, end), v in zip(done, answers, verdicts, strict=True)]
-        self._patience.look_at(samples)
-        metrics = {
-            "rollout_s": seconds,
-            "tokens": float(tokens),
-            "tokens_per_s": per_s(tokens, seconds),
-            "reward_s": time.time() - start,
+    async def episode(self, seat: Seat) -> Judged:
+        prompt: Prompt = seat.group.about
+        trajectory = Trajectory(
+            seat.id, prompt.prompt_ids, stream_seed(self.around.seed, seat.id), self.around.sampling
+        )
+        self._generating += 1
+        try:
+            answer, end = ended(await self.generated(seat.step, trajectory), self.around.ends)
+        finally:
+            self._generating -= 1
+        answered = time.time()
+        verdict = await self._task.judge(prompt, answer.token_ids, seat.number)
+        given: dict[str, Any] = {"id": seat.id, "turns": (Turn(prompt.prompt_ids, answer),), "end": end}
+        if isinstance(verdict, Reward):
+            return Judged(**given, reward=verdict.reward, exact=verdict.exact, answered=answered, parts=verdict.parts)
+        return Judged(**given, reward=0.0, exact=False, error=verdict, answered=answered)
+
+    def demand(self) -> Demand:
+        """What waits for its reward needs no device."""
+        return Demand(self._generating, self._generating * self.longest)
+
+    def own_metrics(self, samples: Sequence[Any], making: Making) -> dict[str, float]:
+        """Where there are several rewards, the mean of each."""
+        last = max((sample.answered for sample in making.samples), default=making.ended)
+        parts: dict[str, list[float]] = {}
+        for name, value in (part for sample in samples for part in sample.parts):
+            parts.setdefault(f"reward_{name}", []).append(value)
+        return {
+            "rollout_s": last - making.began,
+            "reward_s": making.ended - last,
             "reward_failed": float(sum(sample.failed for sample in samples)),
-            **_parts(verdicts),
+            **{name: mean(values) for name, values in parts.items()},
         }
-        return Samples(samples, self.around.group_size, measured(samples, metrics))
 
     def supervised(self, step: int, size: int) -> list[Row]:
         examples = self._task.supervised(self.around.seed, step, size)
@@ -73,25 +93,5 @@ class PromptSource(Source):
             for e in examples
         ]
 
-    def close(self) -> None:
-        self._task.close()
-
-    def _trajectory(self, prompt: Prompt, k: int) -> Trajectory:
-        id = f"{prompt.id}/{k}"
-        return Trajectory(id, prompt.prompt_ids, stream_seed(self.around.seed, id), self.around.sampling)
-
-
-def _parts(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """The mean of each reward, where there are several."""
-    given: dict[str, list[float]] = {}
-    for verdict in verdicts:
-        for name, value in () if isinstance(verdict, str) else verdict.parts:
-            given.setdefault(f"reward_{name}", []).append(value)
-    return {name: mean(values) for name, values in given.items()}
-
-
-def _sample(trajectory: Trajectory, answer: Answer, end: End, verdict: Verdict) -> Sample:
-    turns = (Turn(trajectory.prompt_ids, answer),)
-    if isinstance(verdict, str):
-        return Sample(trajectory.id, turns, 0.0, False, end, counts=False, error=verdict)
-    return Sample(trajectory.id, turns, verdict.reward, verdict.exact, end, parts=verdict.parts)
+    async def end(self) -> None:
+        await self._task.close()

@@ -95,6 +95,12 @@ class RewardSpec(Named):
     """The rewards of a completion are added up by weight."""
     timeout_s: Seconds = 30.0
     """Longest one call of your own may take."""
+    concurrency: Count | None = None
+    """How many calls of your own run at a time, beside the generation of what is not judged yet; left out: 64 of an
+    `async def`, all in one process, and 4 of another function, each in a process of its own."""
+    per: Literal["sample", "group"] = "sample"
+    """`group`: one call for all completions of a prompt, when the last is there; `completion` is then a list of texts,
+    and a list of numbers comes back."""
 
     @property
     def target(self) -> str:

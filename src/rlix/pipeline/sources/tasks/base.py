@@ -1,10 +1,12 @@
 """What a task is: prompts, a reward, and examples for a supervised warm-up."""
 
+import asyncio
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from rlix.pipeline.seeds import stream_seed
@@ -46,12 +48,17 @@ class Task(ABC):
         """The `n` examples of warm-up step `step`: the model learns `answer_ids` after `prompt_ids`."""
         raise NotImplementedError(f"{type(self).__name__} has no 'supervised': remove the section warmup, or add it")
 
-    def judge(self, answers: Sequence[tuple[Prompt, Sequence[int]]]) -> list[Verdict]:
-        """The reward of each completion, or why there is none."""
-        return [attempted(f"reward for prompt {p.id}", partial(self.reward, p, ids)) for p, ids in answers]
+    async def judge(self, prompt: Prompt, completion_ids: Sequence[int], number: int = 0) -> Verdict:
+        """The reward of the prompt's completion of this number, or why there is none; on a thread, in turn."""
+        call = partial(attempted, f"reward for prompt {prompt.id}", partial(self.reward, prompt, completion_ids))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The job ends: end what was started."""
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "reward")
 
 
 def random_stream(*key: str | int) -> random.Random:

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own: environments go on while the pipeline trains."""
+"""An event loop on a thread of its own: samples are made while the pipeline trains."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="samples", daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -30,7 +30,7 @@ class LoopThread:
         try:
             self.submit(self._end(last)).result(timeout=_END_S)
         except TimeoutError:
-            logger.warning("environments were still busy %g s after they were told to end", _END_S)
+            logger.warning("what makes samples was still busy %g s after they were told to end", _END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=_END_S)
         if not self._thread.is_alive():

@@ -1,1 +1,0 @@
-"""A server that Tinker's client trains and samples on."""
