@@ -103,7 +103,9 @@ class Served:
         home.mkdir(parents=True, exist_ok=True)
         (home / "serve.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.queue_service", "--serve", str(home), kind]
-        self.process = subprocess.Popen(command, env=os.environ | {"RLIX_HOME": str(home)}, stderr=subprocess.DEVNULL)
+        here = Path(__file__).parent.parent
+        environment = os.environ | {"RLIX_HOME": str(home)}
+        self.process = subprocess.Popen(command, cwd=here, env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _START_S
         while not (home / "serve.json").exists():
             if self.process.poll() is not None or time.monotonic() > deadline:

@@ -109,7 +109,7 @@ def test_logs_are_their_owners_and_come_in_parts(api: Api, tmp_path: Path) -> No
     log.write_bytes("step 1 ×".encode()[:-1])
     assert api.ask("bob", "GET", f"/v1/jobs/{job.id}/log").status_code == 403
     part = api.ask("ann", "GET", f"/v1/jobs/{job.id}/log").json()
-    assert part == {"text": "step 1 ", "next": 7, "ended": True}
+    assert part == {"text": "step 1 ", "next": 7, "ended": False}, "who follows it waits"
     log.write_text("step 1 × 2\n")
     assert api.ask("root", "GET", f"/v1/jobs/{job.id}/log?offset=7").json()["text"] == "× 2\n"
     assert api.ask("ann", "GET", f"/v1/jobs/{job.id}/log?offset=-1").status_code == 422

@@ -13,6 +13,7 @@ import typer
 
 from rlix.cli import lora
 from rlix.cli.mistakes import one_message_per_mistake
+from rlix.cli.queue_commands import add_commands
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
 from rlix.protocol.errors import SpecError
@@ -272,6 +273,7 @@ def uncordon(node: Host) -> None:
 
 
 app.command()(simulate)
+add_commands(app)
 app.add_typer(lora.app, name="lora")
 
 

@@ -105,6 +105,11 @@ def shipped_jobs() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in _examples().iterdir() if p.name.endswith(".yaml"))
 
 
+def shipped_path(name: str) -> Path:
+    """The file of one of them."""
+    return Path(str(_examples() / f"{name}.yaml"))
+
+
 def load_job(path_or_name: str | Path, pool: Collection[int] | None = None) -> JobSpec:
     """Read and check a job: a YAML file by path, or the name of one that ships with the package.
 
@@ -218,7 +223,7 @@ def _find(path_or_name: str | Path) -> Path:
             return path
     shipped = shipped_jobs()
     if str(path) in shipped:
-        return Path(str(_examples() / f"{path}.yaml"))
+        return shipped_path(str(path))
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; name the job's YAML file in it")
     beside = [str(path.with_name(p.name)) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.scheduler.queue.fair_share import times_its_share
-from rlix.scheduler.queue.jobs import PRIORITIES, Job, QueueError
+from rlix.scheduler.queue.jobs import PRIORITIES, Job, QueueError, State
 from rlix.serve.api import models
 from rlix.serve.api.openapi import Door, describe
 from rlix.serve.api.views import view, view_of
@@ -156,7 +156,9 @@ class _Doors:
         offset = _number(request.query_params, "offset")
         path = self._keeper.work(job).run_dir / "job.log"
         data = _read(path, int(offset))
-        return models.Log(text=data.decode(errors="replace"), next=int(offset) + len(data), ended=not job.active)
+        return models.Log(
+            text=data.decode(errors="replace"), next=int(offset) + len(data), ended=job.state is State.ENDED
+        )
 
     async def cancel(self, request: Request, user: User) -> models.JobView:
         return self._view(self._keeper.cancel(self._own(request, user, "cancel"), user.name))

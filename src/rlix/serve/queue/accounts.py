@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlix.monitor.accounting import device_ids
 from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
 from rlix.monitor.records import SWITCHING_KINDS, RunRecord, load_run
 from rlix.protocol.errors import SpecError
@@ -40,7 +39,7 @@ class Account:
 def used_in(job: int, record: RunRecord) -> list[Used]:
     """What the leases of a run gave, by hour and phase. One that has not ended counts up to the last thing written."""
     found: dict[tuple[int, str], list[float]] = {}
-    for device in device_ids([record]):
+    for device in sorted({device for lease in record.leases for device in lease.devices}):
         spans = [span for span in record.spans if span.device == device]
         busy = union((s.start, s.end) for s in spans if s.kind not in SWITCHING_KINDS)
         switching = subtract(union((s.start, s.end) for s in spans if s.kind in SWITCHING_KINDS), busy)

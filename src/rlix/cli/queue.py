@@ -1,0 +1,245 @@
+"""`rlix submit`, `ps`, `logs`, `explain`, `cancel` and the like, which speak the queue's API and no Ray."""
+
+import csv
+import json
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from pydantic import BaseModel
+from rich.table import Table
+
+from rlix.cli.view import make_console
+from rlix.control.settings import Settings
+from rlix.pipeline.spec.job import load_job, named_files, shipped_jobs, shipped_path
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.serve.api import models
+from rlix.serve.api.client import Client, UnreachableError, connect
+from rlix.serve.queue.submission import check_size
+
+POLL_S = 1.0
+_TRIES, _AGAIN_S = 20, 0.5  # while a service is started again
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a submission says beside the job file."""
+
+    priority: models.Priority = "normal"
+    preemptible: bool = True
+    limit: str | None = None
+    hold: bool = False
+    dry_run: bool = False
+
+
+def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
+    """Each job is checked here, where its files are, before any is sent. Prints ids, one a line."""
+    asked = [_submission(spec, wish) for spec in specs]
+    client = _client()
+    jobs = [_submitted(client, one) for one in asked]
+    if as_json:
+        _print_json(models.JobList(jobs=jobs))
+    elif wish.dry_run:
+        for job in jobs:
+            _say(f"{job.name}: {job.gpus} GPUs for its largest gang, of {_pool_text(client)}; {job.reason}")
+        _print_memory(specs, client)
+    else:
+        for job in jobs:
+            typer.echo(str(job.id))
+
+
+def ps(*, mine: bool, as_json: bool) -> None:
+    """The queue, and what runs."""
+    client = _client()
+    jobs = client.jobs(mine=mine)
+    if as_json:
+        _print_json(models.JobList(jobs=jobs))
+        return
+    _say(_pool_text(client))
+    _print_jobs(jobs)
+
+
+def history(id: int | None, *, mine: bool, as_json: bool) -> None:
+    """Jobs that have ended, or what has happened to one."""
+    client = _client()
+    if id is None:
+        jobs = client.jobs(ended=True, mine=mine)
+        _print_json(models.JobList(jobs=jobs)) if as_json else _print_jobs(jobs)
+        return
+    found = client.get(f"/v1/jobs/{id}/history", models.History)
+    if as_json:
+        _print_json(found)
+        return
+    for change in found.changes:
+        _say(f"{_when(change.time)}  {change.what}{f' by {change.by}' if change.by else ''}")
+
+
+def explain(id: int, *, as_json: bool) -> None:
+    """One sentence: why a job waits, what it does, how it ended."""
+    job = _client().job(id)
+    _print_json(job) if as_json else _say(f"{job.name} ({job.id}) {_sentence(job)}")
+
+
+def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json: bool) -> None:
+    """The same with each of these jobs; the first refusal ends it."""
+    client = _client()
+    jobs = [client.post(f"/v1/jobs/{id}/{verb}", models.JobView, body) for id in ids]
+    if as_json:
+        _print_json(models.JobList(jobs=jobs))
+        return
+    for job in jobs:
+        _say(f"{job.name} ({job.id}) {_sentence(job)}")
+
+
+def logs(id: int, *, follow: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+    """A job's log so far; with `follow` until it has ended."""
+    client, offset = _client(), 0
+    while True:
+        try:
+            part = client.get(f"/v1/jobs/{id}/log", models.Log, offset=offset)
+        except UnreachableError:
+            if not follow:
+                raise
+            sleep(POLL_S)  # the service is started again
+            continue
+        sys.stdout.write(part.text)
+        sys.stdout.flush()
+        if part.next == offset and (not follow or part.ended):
+            return
+        if part.next == offset:
+            sleep(POLL_S)
+        offset = part.next
+
+
+def usage(since: str, *, as_json: bool, as_csv: bool) -> None:
+    """What jobs were given since then."""
+    at = time.time() - duration(since, "--since")
+    found = _client().get("/v1/usage", models.UsageList, since=at)
+    if as_json:
+        _print_json(found)
+    elif as_csv:
+        writer = csv.DictWriter(sys.stdout, list(models.UsageRow.model_fields), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.model_dump() for row in found.rows)
+    else:
+        _print_usage(found)
+
+
+def add_user(name: str, team: str, *, admin: bool) -> None:
+    """Prints the token, which nobody can ask for later."""
+    token = _client().post("/v1/users", models.Token, models.NewUser(name=name, team=team, admin=admin))
+    typer.echo(token.token)
+
+
+def duration(text: str, option: str) -> float:
+    """Seconds of "90s", "30m", "4h", "7d", "2w". Raises SpecError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if match is None or float(match[1]) <= 0:
+        raise SpecError(f"{option} {text}: must be a time such as 30m, 4h or 7d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _submission(spec: str, wish: Wish) -> models.Submission:
+    load_job(spec)
+    path = shipped_path(spec) if spec in shipped_jobs() and not Path(spec).is_file() else Path(spec)
+    names = named_files(path)
+    wrong = [name for name in names if name.startswith("..") or not (path.parent / name).is_file()]
+    if wrong:
+        raise SpecError(
+            f"{spec}: {wrong[0]} cannot go with the job: only files in the folder of the job file can; name what lies "
+            "elsewhere, and folders, by absolute paths that the pool's hosts see"
+        )
+    check_size((path.parent / name).stat().st_size for name in names)
+    return models.Submission.model_construct(
+        spec=path.read_text(encoding="utf-8"),
+        files={name: (path.parent / name).read_bytes() for name in names},
+        priority=wish.priority,
+        preemptible=wish.preemptible,
+        limit_s=None if wish.limit is None else duration(wish.limit, "--time"),
+        hold=wish.hold,
+        dry_run=wish.dry_run,
+        key=uuid.uuid4().hex,
+    )
+
+
+def _submitted(client: Client, submission: models.Submission) -> models.JobView:
+    """Asked again while nobody answers: with its key it is the same job."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return client.post("/v1/jobs", models.JobView, submission)
+        except UnreachableError:
+            if not left:
+                raise
+            time.sleep(_AGAIN_S)
+    raise RlixError("unreachable")
+
+
+def _print_memory(specs: Sequence[str], client: Client) -> None:
+    from rlix.cli.check import check_specs
+
+    devices = client.get("/v1/pool", models.PoolView).devices
+    check_specs(specs, memory_gib=None, devices=devices or None, model_config=None)
+
+
+def _client() -> Client:
+    return connect(Settings.from_env().home)
+
+
+def _pool_text(client: Client) -> str:
+    pool = client.get("/v1/pool", models.PoolView)
+    shared = f", {pool.jobs_per_gpu} jobs on each" if pool.jobs_per_gpu > 1 else ""
+    shares = "".join(f"; {team} has used {x:.1f} × its share" for team, x in pool.times_share.items())
+    counts = f"{pool.running} running, {pool.waiting} waiting"
+    return f"no pool now: {pool.why}" if pool.why else f"a pool of {pool.devices} GPUs{shared}: {counts}{shares}"
+
+
+def _sentence(job: models.JobView) -> str:
+    if job.state == "running":
+        progress = f" step {job.step}/{job.steps}," if job.steps else ""
+        return f"runs:{progress} {job.reason}"
+    if job.state == "ended":
+        return f"{job.outcome}{f': {job.reason}' if job.reason else ''}"
+    return job.reason
+
+
+def _print_jobs(jobs: Sequence[models.JobView]) -> None:
+    table = Table(box=None)
+    for name in ("id", "job", "team", "owner", "state", "GPUs", "priority", "since", ""):
+        table.add_column(name, no_wrap=bool(name), overflow="fold")
+    for job in jobs:
+        state = job.outcome or job.state
+        cells = (str(job.id), job.name, job.team, job.owner, state, str(job.gpus), job.priority, _when(job.since))
+        table.add_row(*cells, "" if job.state == "ended" and not job.reason else _sentence(job))
+    make_console().print(table, markup=False)
+
+
+def _print_usage(found: models.UsageList) -> None:
+    sums: dict[tuple[str, str], list[float]] = {}
+    for row in found.rows:
+        seconds = sums.setdefault((row.team, row.owner), [0.0] * 4)
+        for place, part in enumerate((row.given_s, row.busy_s, row.switching_s, row.idle_s)):
+            seconds[place] += part / 3600.0
+    table = Table(title=f"GPU-hours since {_when(found.since)}", title_justify="left", box=None)
+    for name in ("team", "owner", "given", "at work", "switching", "idle under lease"):
+        table.add_column(name, justify="left" if name in ("team", "owner") else "right")
+    for (team, owner), hours in sorted(sums.items(), key=lambda item: -item[1][0]):
+        table.add_row(team, owner, *(f"{part:.3f}" for part in hours))
+    make_console().print(table)
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _print_json(found: BaseModel) -> None:
+    sys.stdout.write(json.dumps(found.model_dump(mode="json"), indent=2) + "\n")
+
+
+def _say(text: str) -> None:
+    make_console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,148 @@
+"""The queue's commands as users type them: against a real service, and once against a real pool."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.queue_service import Served
+from rlix.cli.main import app
+from rlix.serve.api.client import connect
+from tests.cli.commands import END_TIMEOUT_S, JOB, Command
+
+OWN = """
+def length(prompt, completion, **rest):
+    return float(len(completion))
+"""
+
+
+class Shell:
+    """Commands in this process, as one user."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._patch = folder, monkeypatch
+        monkeypatch.setenv("RLIX_HOME", str(folder / "home"))
+        monkeypatch.delenv("RLIX_TOKEN", raising=False)
+        monkeypatch.delenv("RLIX_SERVER", raising=False)
+        monkeypatch.chdir(folder)
+
+    def become(self, token: str) -> None:
+        self._patch.setenv("RLIX_TOKEN", token)
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == code, result.output
+        return result.output
+
+    def job(self, name: str, gpus: int) -> str:
+        path = self.folder / f"{name}.yaml"
+        path.write_text(JOB.format(name=name, steps=3, train=0).replace("{devices: [0]}", f"{{gpus: {gpus}}}"))
+        return path.name
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return Shell(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def served(shell: Shell) -> Iterator[Served]:
+    """Eight GPUs, on which jobs run for ever."""
+    service = Served(shell.folder / "home", "endless")
+    yield service
+    service.end()
+
+
+def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
+    shell("submit", shell.job("first", 4), "--no-preemptible", "--hold")
+    assert shell("explain", "1").startswith("first (1) is held by ")
+    token = shell("user", "bob", "--team", "b").strip()
+    assert shell("submit", shell.job("big", 8), shell.job("small", 2), "--time", "2h").split() == ["2", "3"]
+    found = json.loads(shell("ps", "--json"))["jobs"]
+    assert [(job["name"], job["gpus"], job["limit_s"]) for job in found] == [
+        ("first", 4, None),
+        ("big", 8, 7200.0),
+        ("small", 2, 7200.0),
+    ]
+    shell.become(token)
+    assert "may cancel it, or an admin; you are bob" in " ".join(shell("cancel", "1", code=2).split())
+    assert "only an admin may add users" in shell("user", "eve", code=2)
+    assert (
+        shell("submit", "--dry-run", "--json", shell.job("mine", 4))
+        and len(json.loads(shell("ps", "--json"))["jobs"]) == 3
+    )
+    assert shell("submit", shell.job("mine", 4)).strip() == "4"
+    assert json.loads(shell("ps", "--mine", "--json"))["jobs"][0]["team"] == "b"
+    shell("set-priority", "4", "--to", "high")
+    shell("cancel", "4")
+    assert "priority 1 by bob" in shell("history", "4")
+    assert shell("usage", "--csv", "--since", "1d").startswith("job,name,owner,team,phase,given_s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("submit", "--time", "4"), "--time 4: must be a time such as 30m, 4h or 7d"),
+        (("usage", "--since", "x"), "--since x: must be a time"),
+        (("explain", "7"), "no queue is known here"),
+    ],
+)
+def test_a_mistake_is_one_sentence(shell: Shell, arguments: tuple[str, ...], why: str) -> None:
+    more = (shell.job("one", 1),) if arguments[0] == "submit" else ()
+    assert why in " ".join(shell(*arguments, *more, code=2).split())
+
+
+def test_files_that_cannot_go_with_a_job_are_named(shell: Shell) -> None:
+    path = shell.folder / "jobs" / "own.yaml"
+    path.parent.mkdir()
+    (shell.folder / "own.py").write_text(OWN)
+    text = JOB.format(name="own", steps=3, train=0)
+    path.write_text(text.replace("steps: 3", "steps: 3\nlora: {path: ../own.py}"))
+    output = " ".join(shell("submit", str(path), code=2).split())
+    assert "own.py" in output
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
+    """Killed while one job runs and another waits, by a pool on which one of them has room."""
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(
+            JOB.format(name=name, steps=4, train=0).replace("{devices: [0]}", "{gpus: 2}")
+        )
+    home = tmp_path / "home"
+    service = Command(tmp_path, "serve", "--port", "0")
+    try:
+        await_address(home, service)
+        assert Command(tmp_path, "submit", "one.yaml", "two.yaml").wait() == 0
+        following = Command(tmp_path, "logs", "-f", "1")
+        following.wait_for("one begins")
+        (home / "serve.json").unlink()
+        service.process.kill()
+        service.process.wait()
+        service = Command(tmp_path, "serve", "--port", "0", mark=service.mark)
+        await_address(home, service)
+        client, ended, deadline = connect(home), [], time.monotonic() + END_TIMEOUT_S
+        while len(ended) < 2:
+            assert service.process.poll() is None and time.monotonic() < deadline, service.output()
+            ended = sorted(client.jobs(ended=True), key=lambda job: job.id)
+            time.sleep(0.5)
+        assert [(job.outcome, job.requeues) for job in ended] == [("finished", 0)] * 2, ended
+        for job in ended:
+            rows = (Path(job.run_dir) / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3]
+        assert following.wait() == 0
+    finally:
+        service.process.terminate()
+        Command(tmp_path, "down").wait()
+
+
+def await_address(home: Path, service: Command) -> None:
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while not (home / "serve.json").exists():
+        assert service.process.poll() is None and time.monotonic() < deadline, service.output()
+        time.sleep(0.05)
