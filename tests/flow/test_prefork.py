@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,18 +204,23 @@ def request_over(connection: socket.socket) -> None:
     connection.sendall(body)
 
 
-def test_a_request_whose_launcher_has_given_up_is_refused() -> None:
+@pytest.mark.parametrize("gives_up", ["not at all", "before its turn", "after the fork"])
+def test_there_is_one_worker_whenever_the_launcher_gives_up(gives_up: str) -> None:
+    """It becomes one itself then, and the forked one ends before it is one."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, ThreadPoolExecutor(1) as child:
         request_over(theirs)
+        if gives_up == "before its turn":
+            theirs.close()
         request = server.receive(ours)
         for fd in request.streams:
             os.close(fd)
         assert request.argv == ["a.py"]
-        request_over(theirs)
-        theirs.close()
-        with pytest.raises(ValueError, match="gave up"):
-            server.receive(ours)
+        taken = child.submit(server.offered, ours)
+        if gives_up != "before its turn":
+            assert theirs.recv(16) == str(os.getpid()).encode()  # and not a moment before
+            theirs.sendall(launcher.TAKEN) if gives_up == "not at all" else theirs.close()
+        assert taken.result(60) is (gives_up == "not at all")
 
 
 def test_interpreter_flags_are_left_to_the_plain_interpreter() -> None:

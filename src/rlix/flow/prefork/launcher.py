@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 LOCK_TIMEOUT_S = 10.0
+TAKEN = b"!"
 REPLY_TIMEOUT_S = 40.0  # covers the server's imports; Ray gives up on a worker that has not registered after 60 s
 
 # Settings that libraries read once, at import. Workers that differ in one of these need servers of their own.
@@ -55,6 +56,7 @@ def request_fork(args: list[str]) -> None:
         connection.sendall(message)
         if not connection.recv(16):
             raise OSError("the fork server ended before it forked")
+        connection.sendall(TAKEN)  # from here on this process does not become the worker, and the other one goes on
 
 
 def session_dir(args: list[str]) -> str:

@@ -152,17 +152,14 @@ class Server:
             pid = os.fork()
             if pid == 0:
                 self._close_in_child()
+                if not offered(connection):
+                    os._exit(0)
                 return request
             for fd in request.streams:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)
             self._children[pidfd] = pid
             self._poll.register(pidfd, select.POLLIN)
-            try:
-                connection.sendall(str(pid).encode())
-            except OSError:  # it gave up meanwhile, and became the worker itself
-                logger.warning("worker %d is not wanted any more: killing it", pid)
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         return None
 
     def _close_in_child(self) -> None:
@@ -225,14 +222,20 @@ def receive_body(connection: socket.socket, header: bytes, streams: Sequence[int
         if not chunk:
             raise ValueError("request cut short")
         body += chunk
-    if hung_up(connection):
-        raise ValueError("the launcher gave up before its turn came")  # and started a plain worker instead
     return body
 
 
-def hung_up(connection: socket.socket) -> bool:
-    readable, _, _ = select.select([connection], [], [], 0)
-    return bool(readable)  # it has nothing more to say, so what can be read is the end
+def offered(connection: socket.socket) -> bool:
+    """In a forked child: whether the launcher takes it as the worker, or has given up, and is the worker itself.
+
+    One of the two it always says, by its word or by its end; there is never a second worker of the same request.
+    """
+    try:
+        connection.settimeout(None)
+        connection.sendall(str(os.getpid()).encode())
+        return bool(connection.recv(1))
+    except OSError:
+        return False
 
 
 def become(request: Request) -> None:
