@@ -1,11 +1,14 @@
 import threading
 import time
 from dataclasses import replace
+from io import StringIO
 from typing import cast
 
 import pytest
+from ray._private import worker as ray_worker
 from rich.console import Console
 
+from rlix.cli.pool import _let_ray_print
 from rlix.cli.text import count, device_list, still
 from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
 from rlix.pipeline.rollout.shares import Share
@@ -156,6 +159,17 @@ def test_alarms_say_what_is_wrong_and_what_to_do() -> None:
         "devices 1–2 in quarantine, held by ft_1 (actor training, process 4711, 4712): it took too long; and device 2 "
         "is still locked by process 4711; see `rlix free --help`",
     )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_workers_print_has_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setattr(ray_worker, "print_worker_logs", ray_worker.print_worker_logs)
+    _let_ray_print(workers=True)
+    file = StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: terminal)
+    ray_worker.print_worker_logs({"pid": "4711", "actor_name": "Worker", "lines": ["said"], "ip": "a"}, file)
+    assert ("\x1b[" in file.getvalue()) is terminal
+    assert "(Worker pid=4711" in file.getvalue() and "said" in file.getvalue()
 
 
 def test_what_takes_long_is_said_until_it_is_over() -> None:

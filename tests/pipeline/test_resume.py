@@ -158,17 +158,29 @@ def test_it_is_said_where_an_earlier_run_moves(tmp_path: Path) -> None:
     assert said.count("\n") == 1
 
 
-def test_a_job_that_has_done_all_its_steps_says_so(tmp_path: Path) -> None:
-    run_of(tmp_path / "sort_digits", with_keys(steps=50), 50)
+def test_a_job_that_has_done_all_its_steps_says_so_and_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, more = with_keys(steps=50), with_keys(steps=60)
+    run_of(tmp_path / "sort_digits", done, 50)
     console = Console(file=StringIO(), width=120)
-    for steps, said in ((50, "has done 50 steps, and nothing of its 50 is left"), (60, "goes on after step 50")):
-        say_resumptions([with_keys(steps=steps)], tmp_path, console)
-        assert said in cast(StringIO, console.file).getvalue()
+    said = "has done 50 steps, and nothing of its 50 is left"
+    for spec, wanted, left in ((done, said, []), (more, "goes on after step 50", [more])):
+        assert say_resumptions([spec], tmp_path, console) == left
+        assert wanted in cast(StringIO, console.file).getvalue()
+    monkeypatch.setattr("rlix.cli.run._run_to_end", lambda *_: pytest.fail("it was started"))
+    (tmp_path / "job.yaml").write_text(done.to_yaml())
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "job.yaml"), "--resume", "--runs-dir", str(tmp_path)])
+    assert (result.exit_code, said in result.stdout) == (0, True), result.output
 
 
 class Resumed(Toy):
     def setup(self) -> None:
         self.done = -1
+
+    def save(self, path: Path) -> Any:
+        assert self.status().phase == "checkpoint"  # and not what it did before: it may be killed now
+        return super().save(path)
 
     def load(self, path: Path, step: int) -> None:
         assert (path / "done").read_text() == str(step)

@@ -69,7 +69,9 @@ def show_status() -> int:
         console.print(render(Snapshot(statuses, control, elapsed_s, None, stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
             again = f", started again {status.resumes} times after a node left" if status.resumes else ""
-            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}, {job.run_dir or 'no run folder'}")
+            unknown = "" if status.state == "starting" else ", no run folder"  # it has not said yet
+            where = f", {job.run_dir}" if job.run_dir else unknown
+            _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}{where}")
         launched = {job.pipeline_id for job in jobs}
         for pipeline in control.pipelines:
             if pipeline.pipeline_id not in launched:

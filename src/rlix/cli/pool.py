@@ -1,11 +1,13 @@
 """The control plane that a command works with: one that runs already, one started for everybody, or a private one."""
 
 import contextlib
+import io
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ray
 from ray._private import worker as ray_worker
@@ -32,6 +34,7 @@ _FIRST_TIMEOUT_S = 20.0  # the control plane's actors may just be starting again
 _AGAIN_S = 0.2
 _LOG_LEVEL = "WARNING"
 _PRINT = ray_worker.print_worker_logs
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ControlPlaneDiedError(RlixError):
@@ -154,9 +157,12 @@ def running_pool(settings: Settings) -> Iterator[Pool | None]:
 def _let_ray_print(*, workers: bool) -> None:
     """What workers print, or nothing. Ray's own pages about processes name no job, and the job says it all."""
 
-    def print_logs(data: dict[str, Any], *rest: Any, **named: Any) -> None:
+    def print_logs(data: dict[str, Any], print_file: TextIO, *rest: Any) -> None:
         if workers and data.get("pid") != "raylet":
-            _PRINT(data, *rest, **named)
+            lines = io.StringIO()
+            _PRINT(data, lines, *rest)
+            text = lines.getvalue()
+            print_file.write(text if print_file.isatty() else _COLOURS.sub("", text))
 
     ray_worker.print_worker_logs = print_logs
 

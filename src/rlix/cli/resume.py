@@ -22,20 +22,24 @@ def take_back_folders(specs: Sequence[JobSpec], runs_dir: Path, console: Console
             _say(console, f"{spec.name}: a start that was killed before its first step is in {moved}")
 
 
-def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:
-    """Raises SpecError when one of them cannot go on with its spec."""
+def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> list[JobSpec]:
+    """Those that have something left to do. Raises SpecError when one of them cannot go on with its spec."""
+    left = []
     for spec, found in [(spec, check_resumable(spec, runs_dir / spec.name)) for spec in specs]:
         for broken in found.broken:
             _say(console, f"{found.name}: checkpoint {broken}; it is not gone on from")
+        changed = ", with a changed spec:" if found.changes else ""
         if found.step is None:
             _say(console, f"{found.name}: has no checkpoint, so it begins anew")
+        elif found.step >= spec.steps and not spec.multi_lora:
+            _say(console, f"{found.name}: has done {found.step} steps, and nothing of its {spec.steps} is left to do")
+            continue
         else:
-            over = found.step >= spec.steps and not spec.multi_lora
-            what = f"has done {found.step} steps, and nothing of its {spec.steps} is left to do" if over else ""
-            changed = ", with a changed spec:" if found.changes else ""
-            _say(console, f"{found.name}: {what or f'goes on after step {found.step}'}{changed}")
+            _say(console, f"{found.name}: goes on after step {found.step}{changed}")
         if found.changes:
             console.print(_table(found))
+        left.append(spec)
+    return left
 
 
 def say_moves(specs: Sequence[JobSpec], runs_dir: Path, console: Console) -> None:

@@ -66,7 +66,11 @@ def run_jobs(options: RunOptions) -> int:
     console = make_console(stderr=options.as_json)
     take_back_folders(specs, options.runs_dir, console)
     if options.resume:
-        say_resumptions(specs, options.runs_dir, console)
+        specs = say_resumptions(specs, options.runs_dir, console)
+        if not specs:
+            if options.as_json:
+                print_json(None, (), options.runs_dir)
+            return 0
     interrupts = Interrupts()
     # With --json nothing else may reach stdout, and Ray prints what workers print.
     quiet = contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext()

@@ -23,8 +23,11 @@ class RayProcesses:
 
     def end(self, grace_s: float) -> None:
         """Returns when all are gone: those that are not after `grace_s` seconds are killed."""
-        for process in self._outlive(grace_s):
-            logger.warning("process %d outlived Ray by %.0f s: killing it", process.pid, grace_s)
+        left = self._outlive(grace_s)
+        if left and grace_s:
+            pids = ", ".join(str(process.pid) for process in left)
+            logger.warning("processes %s outlived Ray by %.0f s: killing them", pids, grace_s)
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._outlive(grace_s)

@@ -278,8 +278,10 @@ class Pipeline(ABC):
             self.expect_gpu_s(per_step * (self.spec.steps - done))
             best = self.checkpoints.better(done, metrics)
             if best is not None or done % every == 0:
+                self._update(phase="checkpoint")
                 self.checkpoints.begin(done, self.save, best)
                 self._saved = done
+        self._update(phase="checkpoint")
         if self._done > self._saved:
             self.checkpoints.begin(self._done, self.save)
         self.checkpoints.settle()
