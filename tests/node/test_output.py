@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlix.node.output import cut
+from rlix.node.output import cut, has_more
 
 PRINTS = """
 import logging, os, pathlib, subprocess, sys, time
@@ -49,6 +49,15 @@ def test_everything_that_is_printed_is_in_a_file_of_bounded_size(tmp_path: Path,
     assert (tmp_path / "other").read_text() == "elsewhere\n"
     assert path.stat().st_size <= 16 * 2**20 + 100
     assert text.count("more than 16,777,216 bytes were printed") == (1 if mib else 0)
+
+
+def test_lines_of_our_own_are_nothing_that_its_code_printed(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    assert not has_more(path)
+    path.write_text("rlix: process 4711 is ended: my job\n\n")
+    assert not has_more(path)
+    path.write_text("rlix: process 4711 is ended: my job\nand mine\n")
+    assert has_more(path)
 
 
 def test_the_beginning_is_kept_and_whoever_writes_goes_on(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def print_report(
     for status, run_dir in zip(statuses, run_dirs, strict=True):
         ended = status.state if status.state in FINAL_STATES else f"ended while {status.phase}"
         printed = run_dir / output.FILE
-        note = f" (what its code printed: {printed})" if printed.is_file() and printed.stat().st_size else ""
+        note = f" (what its code printed: {printed})" if output.has_more(printed) else ""
         console.print(f"{status.name}: {ended}, {run_dir}{note}", markup=False, highlight=False, soft_wrap=True)
     link = runs_dir / REPORT_FILE
     said = f"report: {link} (kept as {link.parent / link.readlink()})"

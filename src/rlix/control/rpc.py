@@ -46,7 +46,7 @@ def in_words(error: RayError, who: str = "") -> str:
     name, pid = (re.search(rf"^\s*{key}: (.+)$", text, re.MULTILINE) for key in ("name", "pid"))
     if not who:
         who = f"process {pid[1]}" if pid else "a process"
-        who = f"{who} ({name[1]})" if name else who
+        who = f"{who} ({_called(name[1])})" if name else who
     elif pid:
         who = f"{who}, process {pid[1]},"
     if isinstance(error, ActorUnavailableError):
@@ -58,6 +58,13 @@ def in_words(error: RayError, who: str = "") -> str:
     if "ray.kill" in text:
         return f"{who} was ended"
     return f"{who} died: it was killed (by somebody, or by the kernel for want of memory), or crashed"
+
+
+def _called(name: str) -> str:
+    """A process by what it does, in place of its actor's name."""
+    kind, _, pipeline_id = name.removeprefix("rlix:").partition(":")
+    words = kind.replace("_", " ")
+    return {"pipeline": f"job {pipeline_id}", "coordinator": f"the coordinator of {pipeline_id}"}.get(kind, words)
 
 
 def get(ref: Any, *, what: str, timeout_s: float) -> Any:

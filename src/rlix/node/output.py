@@ -44,6 +44,15 @@ def early_file(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.{FILE}")
 
 
+def has_more(file: Path) -> bool:
+    """Whether anything was printed there but lines of our own, as the one that says why a process is ended."""
+    try:
+        with file.open("rb") as lines:
+            return any(not line.startswith(b"rlix: ") for line in lines if line.strip())
+    except OSError:
+        return False
+
+
 def to_file(path: Path, *, bounded: bool, after: Path | None = None) -> None:
     """From here on let what this process and its children print, in Python or not, be appended to `path`.
 
