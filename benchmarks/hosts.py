@@ -1,4 +1,5 @@
-"""Jobs over three hosts, each of which is cut off for 20 s in turn: what becomes of them, and how soon they go on.
+"""Jobs over three hosts, each of which is cut off for 20 s in turn: what becomes of them, and how soon they go on. And
+what they do in half a minute in which 2 % of the packets between them are lost.
 
     python -m benchmarks.hosts [seconds]
 
@@ -18,6 +19,7 @@ import yaml
 from tests.hosts import SHARED, Hosts, why_not
 
 DEVICES = {"on1": [1], "on2": [3], "on3": [5], "over": [0, 2]}
+LOST, LOSS_S = 2, 30.0  # percent of the packets between hosts
 CUT_S, REST_S, START_S, END_S = 20.0, 40.0, 300.0, 120.0
 
 
@@ -68,6 +70,13 @@ def pause(times: list[float], since: float) -> str:
     return f"{later[0]:.1f} s" if later else "never"
 
 
+def steps(runs: Runs, seconds: float) -> list[str]:
+    """How many each job ends from now on, in so many seconds."""
+    since = time.time()
+    time.sleep(seconds)
+    return [f"{sum(when > since for when in runs.times(name))} steps" for name in DEVICES]
+
+
 def main(cut_s: float = CUT_S) -> None:
     if reason := why_not():
         print(f"no hosts can be made here: {reason}")
@@ -99,6 +108,10 @@ def main(cut_s: float = CUT_S) -> None:
                 during = sum(cut < when < healed for when in times)
                 cells.append(f"{during} steps, then {pause(times, healed)}")
             print(f"| host {number} | {' | '.join(cells)} |", flush=True)
+        print(f"\n| {LOSS_S:g} s | {' | '.join(DEVICES)} |\n|---{'|---' * len(DEVICES)}|")
+        print(f"| nothing lost | {' | '.join(steps(runs, LOSS_S))} |", flush=True)
+        with hosts.lossy(LOST):
+            print(f"| {LOST} % of the packets lost | {' | '.join(steps(runs, LOSS_S))} |", flush=True)
         states = running.poll()
         resumes = ", ".join(f"{name} {runs.resumes(name)}" for name in DEVICES)
         print(f"\nstarted again: {resumes}; {'all run' if states is None else 'one has ended'}")

@@ -186,6 +186,17 @@ class Hosts:
         finally:
             self._on_switch("nft delete table bridge apart")
 
+    @contextmanager
+    def lossy(self, percent: int) -> Iterator[None]:
+        """So many of a hundred packets between any two hosts are lost, each by chance."""
+        drop = f"add rule bridge lossy f numgen random mod 100 < {percent} drop"
+        chain = "add table bridge lossy; add chain bridge lossy f { type filter hook forward priority 0; }; "
+        self._on_switch(f"nft '{chain}{drop}'")
+        try:
+            yield
+        finally:
+            self._on_switch("nft delete table bridge lossy")
+
     def _on_switch(self, command: str) -> None:
         into = ["nsenter", "-t", str(self._switch.pid), "-n", "sh", "-c", command]
         subprocess.run(into, check=True, capture_output=True, timeout=COMMAND_S)

@@ -8,11 +8,11 @@ import pytest
 
 from rlix.control.gang_queue import Asked
 from rlix.control.status import status_of
-from rlix.control.writer import Forgetful
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import Demand, Lease, Process
 from rlix.protocol.types import Phase
+from rlix.sim.books import Forgetful
 from tests.control.world import INFER, TRAIN, World, process
 
 STEPS = 2

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.control.hosts import find, statuses
-from rlix.control.writer import Forgetful
 from rlix.protocol.errors import PipelineGoneError, SpecError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import LeaseState, NodeState
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
 from rlix.scheduler.state import State
+from rlix.sim.books import Forgetful
 from tests.control.test_discovery import node
 from tests.control.world import DEVICES, INFER, World, process, service_of
 

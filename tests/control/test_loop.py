@@ -11,7 +11,6 @@ from rlix.control.job import GANG_GAP_S
 from rlix.control.journal import JournalError, encode
 from rlix.control.planning import Decide
 from rlix.control.status import status_of
-from rlix.control.writer import Forgetful
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.events import DrainStarted, Event
 from rlix.protocol.messages import Demand, Lease, LeaseState, Occupant, Process, ReleaseReason
@@ -20,6 +19,7 @@ from rlix.scheduler.commit import decide
 from rlix.scheduler.policies import Policy
 from rlix.scheduler.snapshot import GANG_PATIENCE_S, Snapshot
 from rlix.scheduler.state import State
+from rlix.sim.books import Forgetful
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 

@@ -13,11 +13,11 @@ from rlix.control.journal import decode, encode
 from rlix.control.rpc import Patient
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.status import status_of, unpacked
-from rlix.control.writer import Forgetful
 from rlix.protocol.errors import RlixError, SpecError, StaleEpochError
 from rlix.protocol.events import Event
 from rlix.protocol.messages import Demand, GangAnswer, Lease, Process
 from rlix.protocol.types import Phase
+from rlix.sim.books import Forgetful
 from tests.control.world import DEVICES, INFER, TRAIN, World, process, service_of
 
 GANG = Phase.ACTOR_TRAINING

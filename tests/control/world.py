@@ -8,7 +8,7 @@ from rlix.control.core import Core
 from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.scheduler_service import Scheduler
 from rlix.control.settings import Settings
-from rlix.control.writer import EventStore, Forgetful
+from rlix.control.writer import EventStore
 from rlix.protocol.events import DevicesDiscovered, Event, PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     Cluster,
@@ -23,6 +23,7 @@ from rlix.protocol.messages import (
 )
 from rlix.protocol.types import Phase
 from rlix.scheduler.policies import Policy
+from rlix.sim.books import Forgetful
 from rlix.sim.clock import VirtualClock
 
 DEVICES = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU, f"virtual-{i}") for i in range(4))

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlix.protocol.messages import Demand
 from rlix.protocol.types import Phase as GangPhase
-from rlix.scheduler.policies import POLICIES, Policy, Proportional, Rlix, Timeslice
+from rlix.scheduler.policies import POLICIES, Policy, Proportional, Rlix
 from rlix.scheduler.snapshot import GANG_PATIENCE_S
 from rlix.sim.baselines import exclusive, slots, static
+from rlix.sim.timeslice import Timeslice
 from tests.scheduler.life import DRAIN_S, Life
 
 JOBS = 6

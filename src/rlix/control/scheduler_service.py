@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 from rlix.control import checks
-from rlix.control.called import called
+from rlix.control.called import called, ended
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked, Ticket
 from rlix.control.journal import open_journal
@@ -27,7 +27,7 @@ from rlix.control.starts import Starts
 from rlix.control.status import Packer, status_of
 from rlix.control.watchdog import here
 from rlix.node.memory import KEPT, set_oom_score
-from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.events import PipelineAdmitted, PipelineRegistered
 from rlix.protocol.messages import (
     Demand,
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_KIND = 64
 _CLOSE_TIMEOUT_S = 10.0
-_END_S = 60.0  # for every node to end a pipeline's processes and look at its devices
 _PART_S = 60.0  # for a node to look at a part of a lease
 
 
@@ -140,9 +139,9 @@ class Scheduler:
         if core is None:
             return
         why = "the control plane shuts down"
-        ended = [asyncio.ensure_future(_ended(core, job, why, spare)) for job in core.known.jobs]
-        if ended:
-            await asyncio.wait(ended, timeout=_CLOSE_TIMEOUT_S)
+        endings = [asyncio.ensure_future(ended(core, job, why, spare)) for job in core.known.jobs]
+        if endings:
+            await asyncio.wait(endings, timeout=_CLOSE_TIMEOUT_S)
         core.close()
 
     # -- pipelines ---------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ class Scheduler:
         checks.registration(core, pipeline_id)
         checks.text(pipeline_id, "reason", reason)
         checks.process(pipeline_id, spare, optional=True)
-        await _ended(core, pipeline_id, reason, spare)
+        await ended(core, pipeline_id, reason, spare)
 
     async def name_holders(self, pipeline_id: str, cluster: str, processes: Mapping[int, Process]) -> None:
         """Names the processes that keep bytes under a cluster's leases, by rank; cluster "" is the pipeline's program,
@@ -410,21 +409,6 @@ class Scheduler:
     async def status(self) -> tuple[bytes, bytes]:
         """See `Orchestrator.status`; packed."""
         return self._packer.pack(status_of(await self._core()))
-
-
-async def _ended(core: Core, pipeline_id: str, reason: str, spare: Process | None) -> None:
-    """Ends a pipeline; answers when it is over, or what is left of it is in quarantine."""
-    core.end(pipeline_id, reason, spare)
-    by = core.clock.time() + _END_S
-    while (job := core.known.jobs.get(pipeline_id)) is not None and job.ending is not None and not job.ending.tried:
-        left_s = by - core.clock.time()
-        if left_s <= 0:
-            epochs = ", ".join(str(status.lease.epoch) for status in core.state.leases_of(pipeline_id))
-            raise WaitTimeoutError(
-                f"pipeline {pipeline_id!r} did not end within {_END_S:g} s, because a node of its processes or devices "
-                f"does not answer{f'; it still has the leases {epochs}' if epochs else ''}; it goes on ending"
-            )
-        await called(core.known.watchers(pipeline_id), left_s)
 
 
 def _log_to(path: Path) -> None:

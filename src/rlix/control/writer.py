@@ -45,25 +45,6 @@ class EventStore(Protocol):
     def close(self) -> None: ...
 
 
-class Forgetful:
-    """Keeps nothing: for simulations."""
-
-    def check(self, event: Event) -> None:
-        pass
-
-    def append(self, events: Sequence[Event]) -> None:
-        pass
-
-    def compact(self, events: Sequence[Event]) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
 class Writer:
     """What cannot be written waits, in order, and `trouble` says so; meanwhile nothing may be granted. It tries again
     by itself, so that the control plane goes on when there is room.

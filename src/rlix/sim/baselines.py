@@ -1,4 +1,5 @@
-"""Baselines that cut the pool into parts: equal ones, ones as large as a gang, or the whole for one job at a time."""
+"""Baselines: the published rule, and policies that cut the pool into parts, equal ones, ones as large as a gang, or the
+whole for one job at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from rlix.protocol.messages import Cluster, Registration
 from rlix.scheduler.plan import Expand
+from rlix.scheduler.policies import Proportional
 from rlix.scheduler.policies.base import Pool
 
 
@@ -107,3 +109,4 @@ def _confined(cluster: Cluster, part: tuple[int, ...]) -> Cluster:
 
 
 static, slots, exclusive = Static(), Slots(), Exclusive()
+published = Proportional(margin=0.0)  # it has no memory of what it just did

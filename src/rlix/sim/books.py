@@ -2,13 +2,31 @@
 
 from collections.abc import Sequence
 
-from rlix.control.writer import Forgetful
 from rlix.protocol.events import DrainStarted, Event, LeaseGranted, LeaseReleased, PipelineEnding
 from rlix.protocol.messages import Lease, LeaseState
 from rlix.protocol.types import Phase
 from rlix.scheduler.state import State
 from rlix.sim.ledger import Use
 from rlix.sim.trace import Trace
+
+
+class Forgetful:
+    """A journal that keeps nothing."""
+
+    def check(self, event: Event) -> None:
+        pass
+
+    def append(self, events: Sequence[Event]) -> None:
+        pass
+
+    def compact(self, events: Sequence[Event]) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
 
 class Books(Forgetful):

@@ -7,11 +7,12 @@ from rlix.control.core import Core
 from rlix.control.planning import Decide
 from rlix.control.ports import Clock
 from rlix.control.settings import Settings
-from rlix.control.writer import EventStore, Forgetful
+from rlix.control.writer import EventStore
 from rlix.protocol.events import DevicesDiscovered, PipelineAdmitted, PipelineAllocated, PipelineRegistered
 from rlix.protocol.messages import Device, Occupant, Process, Registration
 from rlix.scheduler.commit import decide
 from rlix.scheduler.policies.base import Policy
+from rlix.sim.books import Forgetful
 from rlix.sim.jobs import devices_of
 from rlix.sim.workload import Workload
 

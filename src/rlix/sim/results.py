@@ -8,16 +8,24 @@ import numpy as np
 from rlix.protocol.errors import SpecError
 from rlix.scheduler.policies import POLICIES as SELECTABLE
 from rlix.scheduler.policies.base import Policy
-from rlix.sim.baselines import Partitioned, exclusive, slots, static
+from rlix.sim.baselines import Partitioned, exclusive, published, slots, static
 from rlix.sim.bounds import Bounds, bounds
 from rlix.sim.engine import Simulation
 from rlix.sim.jobs import Job, draw_jobs
 from rlix.sim.ledger import Use
+from rlix.sim.timeslice import timeslice
 from rlix.sim.trace import Trace
 from rlix.sim.workload import Workload
 
-POLICIES: dict[str, Policy] = {**SELECTABLE, "static": static, "slots": slots, "exclusive": exclusive}
-"""Those that a user may select, by the same names, and baselines that cut the pool into parts and admit to them."""
+POLICIES: dict[str, Policy] = {
+    **SELECTABLE,
+    "published": published,
+    "timeslice": timeslice,
+    "static": static,
+    "slots": slots,
+    "exclusive": exclusive,
+}
+"""Those that a user may select, by the same names, and baselines; the last three cut the pool into parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ class Proportional:
 
 
 proportional = Proportional()
-published = Proportional(margin=0.0)  # the published rule has no memory of what it just did
 
 
 @dataclass(slots=True)
