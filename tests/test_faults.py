@@ -8,7 +8,7 @@ from benchmarks.faults.light import JOBS, work_of
 from benchmarks.faults.table import Fault, quantile
 from benchmarks.faults.watcher import Ledger
 from rlix.protocol.events import DevicesReleased, DrainStarted, LeaseGranted, LeaseReleased, PipelineEnding
-from rlix.protocol.messages import Lease, ReleaseReason
+from rlix.protocol.messages import Lease, LeaseState, LeaseStatus, ReleaseReason
 from rlix.protocol.types import Phase
 
 
@@ -49,6 +49,18 @@ def test_a_pipeline_that_ends_never_begins_what_it_waited_for() -> None:
     assert (ledger.holder, ledger.draining) == ({1: 3}, {3})
     ledger.apply(LeaseGranted(Lease(4, "ft_3", "actor_train", Phase.ACTOR_TRAINING, (0,))))
     assert ledger.double == []
+
+
+def test_what_ended_unread_before_the_journal_was_compacted_is_no_double_grant() -> None:
+    ledger = Ledger()
+    for event in (granted(1, 0, 1), granted(2, 2)):
+        ledger.apply(event)
+    kept = granted(3, 0).lease  # 1 was given back, and 3 granted, in rows that are gone
+    ledger.resume([LeaseStatus(granted(2, 2).lease, LeaseState.DRAINING), LeaseStatus(kept, LeaseState.ACTIVE)])
+    ledger.apply(granted(4, 1, 2))
+    assert (ledger.holder, ledger.next, ledger.double) == ({0: 3, 2: 2}, {1: 4, 2: 4}, [])
+    ledger.apply(granted(5, 0))
+    assert ledger.double == ["device 0: lease 5 beside 3 and None"]
 
 
 def test_an_epoch_that_does_not_grow_is_found() -> None:

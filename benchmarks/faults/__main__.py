@@ -132,17 +132,22 @@ def inject_pairs(run: Campaign, planned: list[tuple[str, Injector]], until_s: fl
             one = pool.submit(_observed, run, *first, 0.0)
             two = pool.submit(_observed, run, *second, delay_s)
             at = time.time()
-            for fault in (one.result(), two.result()):
+            for fault in filter(None, (one.result(), two.result())):
                 seen = fault.recovered_s is not None and fault.survived
                 _note(run, fault if seen else replace(fault, survived=run.grants_since(at) is not None))
 
 
-def _observed(run: Campaign, name: str, injector: Injector, delay_s: float) -> Fault:
+def _observed(run: Campaign, name: str, injector: Injector, delay_s: float) -> Fault | None:
+    """None where there was nobody to hit."""
     time.sleep(delay_s)
     try:
         return injector(run)
     except (TimeoutError, ray.exceptions.RayError, RlixError, StopIteration, ProcessLookupError) as error:
-        return Fault(name, None, survived=False, note=f"{type(error).__name__}: {str(error).strip()[:120]}")
+        said = f"{type(error).__name__}: {str(error).strip()[:120]}"
+        if type(error) in (TimeoutError, ProcessLookupError):
+            print(f"     {name}: not injected: {said}", flush=True)
+            return None
+        return Fault(name, None, survived=False, note=said)
 
 
 def _note(run: Campaign, fault: Fault) -> None:

@@ -3,24 +3,26 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlix.control.journal import decode
 from rlix.node.device_lock import holder
 from rlix.protocol.events import (
+    CountersKept,
     DevicesDiscovered,
     DevicesReleased,
     DrainStarted,
     Event,
     GrantRevoked,
     LeaseGranted,
+    LeaseKept,
     LeaseQuarantined,
     LeaseReleased,
     PipelineEnding,
 )
-from rlix.protocol.messages import Device, Lease
+from rlix.protocol.messages import Device, Lease, LeaseState, LeaseStatus
 
 _EVERY_S = 0.02
 _SLACK_S = 0.3  # between a lock that is seen and its release's way into the journal
@@ -55,6 +57,19 @@ class Ledger:
                         self.draining.add(lease.epoch)
                     else:  # it never began
                         self._end(lease.epoch)
+
+    def resume(self, kept: Sequence[LeaseStatus]) -> None:
+        """The journal was compacted to these leases: of what happened before, some may not have been read."""
+        for epoch in self.leases.keys() - {status.lease.epoch for status in kept}:
+            self._end(epoch)
+        for status in kept:
+            lease, pending = status.lease, status.state is LeaseState.PENDING
+            self.leases[lease.epoch] = lease
+            for device in lease.devices:
+                (self.next if pending else self.holder)[device] = lease.epoch
+            if status.state in (LeaseState.DRAINING, LeaseState.QUARANTINED):
+                self.draining.add(lease.epoch)
+            self.last_epoch = max(self.last_epoch, lease.epoch)
 
     def _grant(self, lease: Lease) -> None:
         if lease.epoch <= self.last_epoch:
@@ -164,9 +179,14 @@ class Watcher:
         if not rows:
             return
         with self._changed:
+            kept: list[LeaseStatus] = []
             for sequence, at, name, body in rows:
                 self._sequence = sequence
                 event = decode(name, body)
+                if isinstance(event, LeaseKept):
+                    kept.append(event.status)
+                elif isinstance(event, CountersKept):  # the last of what a compacted journal begins with
+                    self.ledger.resume(kept)
                 if isinstance(event, LeaseReleased | DevicesReleased):
                     lease = self.ledger.leases.get(event.epoch)
                     for device in lease.devices if lease is not None else ():
