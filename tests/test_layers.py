@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "monitor": {"protocol"},
     "sim": {"control", "scheduler", "protocol"},
     "integrations": {"pipeline", "nn", "engine", "flow", "control", "node", "protocol"},
-    "serve": {"pipeline", "control", "node", "monitor", "scheduler", "protocol"},
+    "serve": {"pipeline", "engine", "flow", "control", "node", "monitor", "scheduler", "protocol"},
     "trl": {"integrations"},
     "examples": {"pipeline", "nn", "engine", "flow", "control", "protocol"},
     "cli": {"serve", "pipeline", "flow", "control", "node", "monitor", "sim", "scheduler", "protocol"},

@@ -14,21 +14,45 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, by the schema of
 Mine = Annotated[bool, typer.Option("--mine", help="Only jobs of yours.")]
 Class = Literal["low", "normal", "high"]
 
+_PORT = 7459
+
 
 def serve(
     runs_dir: Annotated[
         Path, typer.Option(help="Where run folders go, each in a folder with its job's number.")
     ] = Path("runs"),
     host: Annotated[str, typer.Option(help="Listen at this address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="And at this port; 0: any that is free.")] = 7459,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="And at this port (7459, of Tinker's API 8642); 0: any free one."),
+    ] = None,
     certificate: Annotated[Path | None, typer.Option(help="For https: the certificate, in PEM.")] = None,
     key: Annotated[Path | None, typer.Option(help="And its private key.")] = None,
+    tinker: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Serve Tinker's API instead; FILE says which models are offered."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="With --tinker: use this many virtual GPUs (default: GPUs, or 8 virtual).")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --tinker: use a control plane that ends with the server.")
+    ] = False,
 ) -> None:
     """Keep a queue in front of the pool: admit jobs by shares and priority, start them, and answer for them over HTTP.
 
-    Ends on Ctrl-C or SIGTERM; jobs go on, and so does the queue when it is started again.
+    Ends on Ctrl-C or SIGTERM; jobs go on, and so does the queue when it is started again. With --tinker programs train and
+    sample on the pool by requests instead.
     """
     with one_message_per_mistake():
+        if tinker is not None:
+            from rlix.cli.serve import PORT, serve_tinker
+
+            if certificate or key:
+                raise SpecError("--tinker: there is no https here; put a proxy with TLS in front")
+            at = PORT if port is None else port
+            serve_tinker(tinker, host=host, port=at, devices=devices, private=private)
+            return
         try:
             from rlix.serve.service import ServeOptions
             from rlix.serve.service import serve as keep
@@ -38,7 +62,10 @@ def serve(
         from rlix.serve.queue.pool_runner import PoolRunner
 
         settings = Settings.from_env()
-        keep(ServeOptions(settings.home, runs_dir, host, port, certificate, key), PoolRunner(settings))
+        keep(
+            ServeOptions(settings.home, runs_dir, host, _PORT if port is None else port, certificate, key),
+            PoolRunner(settings),
+        )
 
 
 def submit(

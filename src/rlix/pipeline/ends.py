@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,12 @@ class Ends:
         known = [int(tokenizer.eos_token_id), *_of_model(folder), *token_ids, *whole]
         self.token_ids = tuple(dict.fromkeys(known))
         """The tokenizer's end token first."""
+
+    def with_strings(self, strings: Sequence[str]) -> "Ends":
+        """The same tokens, and these strings: one that is a token of the model's is looked for all the same."""
+        other = copy(self)
+        other.strings = tuple(strings)
+        return other
 
     def kept(self, token_ids: Sequence[int]) -> int | None:
         """How many tokens there are up to the first string; None when there is none in them."""

@@ -78,17 +78,17 @@ class PolicyModule(CausalLmModule):
         return self._warmup
 
 
-def policy_on_meta(path: Path) -> PolicyModule:
-    """The policy of a local Hugging Face causal LM folder, without weights."""
+def policy_on_meta(path: Path, mixin: type[PolicyModule] = PolicyModule) -> PolicyModule:
+    """The policy of a local Hugging Face causal LM folder, without weights; with the methods of `mixin`."""
     config = AutoConfig.from_pretrained(path)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     with torch.device("meta"):
-        return cast(PolicyModule, policy_class(model_class)(config))
+        return cast(PolicyModule, policy_class(model_class, mixin)(config))
 
 
-def policy_class(model_class: type) -> type[Any]:
-    """`model_class` with the methods of `PolicyModule`."""
-    return type(f"Policy{model_class.__name__}", (PolicyModule, model_class), {})
+def policy_class(model_class: type, mixin: type[PolicyModule] = PolicyModule) -> type[Any]:
+    """`model_class` with the methods of `mixin`."""
+    return type(f"Policy{model_class.__name__}", (mixin, model_class), {})
 
 
 def _tensors(batch: TokenBatch) -> Mapping[str, Tensor]:

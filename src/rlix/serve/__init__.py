@@ -1,1 +1,1 @@
-"""The doors: an HTTP API in front of the pool, and the queue behind it."""
+"""The doors: an HTTP API in front of the pool with the queue behind it, and Tinker's API."""

@@ -79,26 +79,56 @@ def capped_ratio_loss(
     mask: Tensor,
     *,
     cap: float,
+    floor: float = 0.0,
     denominator: float | Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """-min(ratio, cap) * A * log_prob with no gradient through the ratio, a mean over tokens; shapes as in
+    """-clip(ratio, floor, cap) * A * log_prob with no gradient through the ratio, a mean over tokens; shapes as in
     `clipped_policy_loss`.
 
-    Source: CISPO, MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5 (with 1 + eps_high = cap, and no lower bound).
+    Source: CISPO, MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5 (with 1 + eps_high = cap and 1 - eps_low = floor).
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
     difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
     ratio = difference.detach().exp()
-    terms = -ratio.clamp(max=cap) * advantages * torch.where(mask.bool(), log_probs, torch.zeros_like(log_probs))
+    terms = (
+        -ratio.clamp(min=floor, max=cap) * advantages * torch.where(mask.bool(), log_probs, torch.zeros_like(log_probs))
+    )
     loss = aggregate(terms if weights is None else terms * weights, mask, "token", denominator)
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
-            clip_fraction=masked_mean((ratio > cap).to(ratio.dtype), mask),
+            clip_fraction=masked_mean(((ratio > cap) | (ratio < floor)).to(ratio.dtype), mask),
             approx_kl=masked_mean(difference.expm1() - difference, mask),
             mean_ratio=masked_mean(ratio, mask),
+        )
+
+
+def quadratic_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    beta: float,
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """-(A * log_prob - beta / 2 * (log_prob - old_log_prob)²), a mean over tokens; shapes as in `clipped_policy_loss`.
+
+    Source: DRO, Richemond et al. 2024, arXiv:2405.19107, eq. 4, token by token and with an advantage in place of the
+    reward less its value.
+    """
+    difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
+    terms = 0.5 * beta * difference.square() - advantages * torch.where(mask.bool(), log_probs, difference)
+    loss = aggregate(terms if weights is None else terms * weights, mask, "token", denominator)
+    with torch.no_grad():
+        return PolicyLoss(
+            loss=loss,
+            clip_fraction=torch.zeros_like(loss),
+            approx_kl=masked_mean(difference.expm1() - difference, mask),
+            mean_ratio=masked_mean(difference.exp(), mask),
         )
 
 

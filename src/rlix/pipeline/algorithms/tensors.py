@@ -16,7 +16,7 @@ Terms = tuple[Tensor, Mapping[str, Tensor]]
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Of each token that a mask counts, 0 elsewhere: [rows, length - 1], float32. Entropies are in nats; gradients flow
-    from both."""
+    from both. Where a batch names several targets for a position, both are [rows, length - 1, targets]."""
 
     log_probs: Tensor
     entropies: Tensor

@@ -23,19 +23,26 @@ class CausalLmModule(AdaptedModule):
     """Mixed in before a transformers causal LM class."""
 
     def scores(self, part: Mapping[str, Tensor], temperature: float = 1.0) -> Scores:
-        """Of the tokens that a micro-batch's mask counts; differentiable."""
+        """Of the tokens that a micro-batch's mask counts; differentiable.
+
+        They are those that follow, or the `targets` of the batch: [rows, length - 1], or [.., targets] for several.
+        """
         inputs = self.inputs(part)
-        mask = part["mask"].bool()
-        tokens = part["input_ids"][:, 1:][mask]
-        if self._head_gives_logits():
+        mask, predictions = part["mask"].bool(), inputs.predictions
+        tokens = part.get("targets", part["input_ids"][:, 1:])[mask]
+        several = tokens.shape[1] if tokens.dim() == 2 else 0
+        if several:
+            predictions = predictions.repeat_interleave(several)
+            tokens, mask = tokens.flatten(), mask.unsqueeze(2).expand(*mask.shape, several)
+        if self._head_gives_logits() and not several:
             # The head is called where the model calls it, inside its forward pass: there FSDP has gathered its weight.
             length = inputs.tensors["input_ids"].shape[1]
-            with _answering(self._head(), self._local(inputs.predictions, length), tokens, temperature):
+            with _answering(self._head(), self._local(predictions, length), tokens, temperature):
                 answers = self._model(**inputs.tensors, use_cache=False).logits
-            log_probs, entropies = answers.flatten(0, 1)[inputs.predictions].unbind(1)
+            log_probs, entropies = answers.flatten(0, 1)[predictions].unbind(1)
         else:
             logits = self._model(**inputs.tensors, use_cache=False).logits
-            chosen = logits.flatten(0, 1)[inputs.predictions].unsqueeze(0)
+            chosen = logits.flatten(0, 1)[predictions].unsqueeze(0)
             log_probs = token_log_probs(chosen, tokens.unsqueeze(0), temperature=temperature)[0]
             entropies = entropy(chosen, temperature=temperature)[0]
         return Scores(in_place(log_probs, mask), in_place(entropies, mask))

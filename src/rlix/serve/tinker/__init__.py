@@ -1,0 +1,1 @@
+"""A server that Tinker's client trains and samples on."""

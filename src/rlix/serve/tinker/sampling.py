@@ -1,0 +1,403 @@
+"""Samples from what clients have saved, and from the base model, on whatever replicas the pool grants."""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlix.engine.lora import AdapterConfig
+from rlix.pipeline.ends import Ends
+from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.seeds import stream_seed
+from rlix.protocol.errors import SpecError
+from rlix.serve.tinker.answers import PROTOBUF, failure
+from rlix.serve.tinker.batches import Limits, scored
+from rlix.serve.tinker.journal import Journal, Operation, Sampler, State
+from rlix.serve.tinker.wire import Answer, Prompt, Top, sample_answer
+
+_FIRST_SLICE = 32
+_MOST_SAMPLES, _MOST_TOP = 1024, 100
+_THREADS = 4
+_SCORER = "scored"  # name of the adapter under which prompts are scored
+
+
+class Replicas(Protocol):
+    """What is needed of the engine behind a base model."""
+
+    ends: Ends
+
+    @property
+    def ranks(self) -> int: ...
+    def offer(self, name: str, folder: Path, version: int) -> None: ...
+    def withdraw(self, name: str) -> None: ...
+    def generate(self, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]": ...
+    def add(self, name: str, config: AdapterConfig, seed: int) -> None: ...
+    def drop(self, name: str) -> None: ...
+    def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None: ...
+    def score_prompt(self, name: str | None, batch: Any, several: int) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for samples, checked.
+
+    Attributes:
+        strings: end an answer; so do the tokens of `sampling`.
+        scores: whether the prompt's log-probabilities are wanted, of its last `last` tokens (None: all but the first).
+        top_prompt, top_sample: how many of the most likely tokens are wanted at each position.
+        targets: tokens to score at each position of the prompt after the first, [length - 1, k]; -1: none.
+    """
+
+    prompt: tuple[int, ...]
+    count: int
+    sampling: Sampling
+    strings: tuple[str, ...]
+    seed: int
+    scores: bool
+    last: int | None
+    top_prompt: int
+    top_sample: int
+    targets: np.ndarray | None
+
+
+def read_sample(body: bytes, operation: str, limits: Limits, ends: Ends) -> Asked:
+    """Raises SpecError, naming the field."""
+    given = json.loads(body)
+    params = given.get("sampling_params") or {}
+    prompt = _tokens(given.get("prompt"), limits)
+    room = limits.context - len(prompt)
+    wanted = params.get("max_tokens")
+    if wanted is not None and not (_is_whole(wanted) and wanted > 0):
+        raise SpecError(f"max_tokens is {wanted!r}; it must be a whole number above 0")
+    if room < 1:
+        raise SpecError(
+            f"prompt: has {len(prompt):,} tokens, and the model's context is {limits.context:,} with the answer"
+        )
+    strings, token_ids = _stops(params.get("stop"), ends, limits)
+    numbers = {"temperature": params.get("temperature", 1.0), "top_p": params.get("top_p", 1.0)}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise SpecError(f"{name} is {value!r}; it must be a number from 0")
+    if not 0 < numbers["top_p"] <= 1:
+        raise SpecError(f"top_p is {numbers['top_p']!r}; it must be above 0 and at most 1")
+    top_k = params.get("top_k", -1)
+    if not _is_whole(top_k) or top_k < -1:
+        raise SpecError(f"top_k is {top_k!r}; it must be -1 for all, or a whole number")
+    seed = params.get("seed")
+    if seed is not None and not _is_whole(seed):
+        raise SpecError(f"seed is {seed!r}; it must be a whole number")
+    count = _count(given, "num_samples", 1, _MOST_SAMPLES, default=1)
+    last = given.get("prompt_logprobs_last_n")
+    if last is not None and not (_is_whole(last) and 1 <= last < len(prompt) and given.get("prompt_logprobs")):
+        raise SpecError("prompt_logprobs_last_n: from 1 to one less than the prompt has tokens, with prompt_logprobs")
+    if given.get("prompt_alt_tokens_k"):
+        raise SpecError("prompt_alt_tokens_k is refused: alternatives to a prompt's tokens are not drawn here")
+    if given.get("record_stability_info"):
+        raise SpecError("record_stability_info is refused: there is no stable_reinforce here to use it")
+    return Asked(
+        prompt=prompt,
+        count=count,
+        sampling=Sampling(
+            max_new_tokens=min(room, wanted or room),
+            temperature=float(numbers["temperature"]),
+            top_p=float(numbers["top_p"]),
+            top_k=max(top_k, 0),
+            stop_token_ids=token_ids,
+        ),
+        strings=strings,
+        seed=stream_seed("tinker", operation if seed is None else int(seed)),
+        scores=bool(given.get("prompt_logprobs")),
+        last=last,
+        top_prompt=_count(given, "topk_prompt_logprobs", 0, _MOST_TOP, default=0),
+        top_sample=_count(given, "topk_sample_logprobs", 0, _MOST_TOP, default=0),
+        targets=_targets(given.get("target_prompt_logprobs"), len(prompt), limits),
+    )
+
+
+class Samples:
+    """The samples of one base model. For any thread.
+
+    Args:
+        with_devices: has something done on the training engine, which scores prompts.
+        finished: told the id of an operation that has a result.
+        most: adapters that replicas hold at a time.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        replicas: Replicas,
+        limits: Limits,
+        *,
+        with_devices: Callable[[Callable[[], Any]], "Future[Any]"],
+        finished: Callable[[str], None],
+        most: int,
+    ) -> None:
+        self._journal, self._replicas, self._limits = journal, replicas, limits
+        self._with_devices, self._finished, self._most = with_devices, finished, most
+        self._threads = ThreadPoolExecutor(_THREADS, "tinker-samples")
+        self._lock = threading.Lock()
+        self._offered: OrderedDict[str, str] = OrderedDict()  # folder by name, the one used longest ago first
+        self._open: dict[str, int] = {}  # requests under way, by name
+        self._versions = 0
+
+    def start(self, operation: Operation) -> None:
+        self._threads.submit(self._guarded, operation, partial(self._begin, operation))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- one request -----------------------------------------------------------------------------------------
+
+    def _guarded(self, operation: Operation, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except SpecError as error:
+            self._end(operation, State.FAILED, *failure(str(error), "user"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, its client is told
+            self._end(operation, State.FAILED, *failure(f"{type(error).__name__}: {error}", "server"))
+
+    def _begin(self, operation: Operation) -> None:
+        sampler = self._journal.sampler(operation.target)
+        if sampler is None:
+            raise SpecError(f"there is no sampler {operation.target}")
+        asked = read_sample(operation.body, operation.id, self._limits, self._replicas.ends)
+        name = self._hold(sampler)
+        trajectories = [
+            Trajectory(
+                f"{operation.id}/{index}", asked.prompt, stream_seed(asked.seed, index), asked.sampling, adapter=name
+            )
+            for index in range(asked.count)
+        ]
+        self._go_on(operation, sampler, asked, name, trajectories)
+
+    def _go_on(
+        self, operation: Operation, sampler: Sampler, asked: Asked, name: str, trajectories: list[Trajectory]
+    ) -> None:
+        """Where strings end an answer it is looked at again and again, so that little is generated for nothing."""
+        open_ = [each for each in trajectories if each.finish_reason is None]
+        if not open_:
+            self._release(name)
+            self._scored(operation, sampler, asked, trajectories)
+            return
+        if asked.strings:
+            slices = [replace(each.sampling, max_new_tokens=_next_slice(each, asked)) for each in open_]
+            open_ = [replace(each, sampling=part) for each, part in zip(open_, slices, strict=True)]
+        done = self._replicas.generate(open_)
+        done.add_done_callback(
+            lambda done: self._threads.submit(
+                self._guarded, operation, partial(self._looked_at, operation, sampler, asked, name, trajectories, done)
+            )
+        )
+
+    def _looked_at(
+        self,
+        operation: Operation,
+        sampler: Sampler,
+        asked: Asked,
+        name: str,
+        before: list[Trajectory],
+        done: "Future[list[Trajectory]]",
+    ) -> None:
+        try:
+            found = {each.id: each for each in done.result()}
+        except BaseException:  # raised again
+            self._release(name)
+            raise
+        trajectories = [self._cut(found.get(each.id, each), asked) for each in before]
+        self._go_on(operation, sampler, asked, name, trajectories)
+
+    def _cut(self, trajectory: Trajectory, asked: Asked) -> Trajectory:
+        """Without what was generated after a string that ends it; open, if there is more to come."""
+        if not asked.strings:
+            return trajectory
+        kept = _kept(self._replicas.ends, asked.strings, trajectory.token_ids)
+        if kept is not None:
+            del trajectory.token_ids[kept:], trajectory.logprobs[kept:], trajectory.versions[kept:]
+            trajectory.finish_reason = "stop"
+        elif trajectory.finish_reason == "length" and len(trajectory.token_ids) < asked.sampling.max_new_tokens:
+            trajectory.finish_reason = None
+        return trajectory
+
+    def _scored(self, operation: Operation, sampler: Sampler, asked: Asked, trajectories: list[Trajectory]) -> None:
+        if not (asked.scores or asked.top_prompt or asked.top_sample or asked.targets is not None):
+            self._answer(operation, asked, trajectories, Prompt(), {})
+            return
+        done = self._with_devices(partial(self._score, sampler, asked, trajectories))
+        done.add_done_callback(
+            lambda done: self._threads.submit(
+                self._guarded, operation, lambda: self._answer(operation, asked, trajectories, *done.result())
+            )
+        )
+
+    def _score(
+        self, sampler: Sampler, asked: Asked, trajectories: Sequence[Trajectory]
+    ) -> tuple[Prompt, dict[str, Top]]:
+        """On the training engine, with the sampler's adapter on it for that long."""
+        engine, name = self._replicas, _SCORER if sampler.folder else None
+        if name is not None:
+            engine.drop(name)
+            engine.add(name, AdapterConfig.of_folder(Path(sampler.folder)), 0)
+            engine.load_training(name, Path(sampler.folder), optimizer=False)
+        try:
+            prompt, tops = self._of_prompt(name, asked), {}
+            for each in trajectories if asked.top_sample else ():
+                whole = [*asked.prompt, *each.token_ids]
+                batch = scored(whole, None, self._limits, engine.ranks)
+                answer = engine.score_prompt(name, batch, asked.top_sample)
+                rows = slice(len(asked.prompt) - 1, len(whole) - 1)
+                tops[each.id] = Top(answer["ids"][0][rows].numpy(), answer["best"][0][rows].numpy())
+            return prompt, tops
+        finally:
+            if name is not None:
+                engine.drop(name)
+
+    def _of_prompt(self, name: str | None, asked: Asked) -> Prompt:
+        if not (asked.scores or asked.top_prompt or asked.targets is not None):
+            return Prompt()
+        engine, length, k = self._replicas, len(asked.prompt), asked.top_prompt
+        answer = engine.score_prompt(name, scored(asked.prompt, None, self._limits, engine.ranks), k)
+        unknown = 1 if asked.last is None else length - asked.last
+        log_probs = np.concatenate([[np.nan], answer["log_probs"][0].numpy()])
+        log_probs[:unknown] = np.nan
+        top = targets = None
+        if k:
+            nothing = np.full((1, k), np.nan)
+            best = np.concatenate([nothing, answer["best"][0].numpy()])
+            best[:unknown] = np.nan
+            top = Top(np.concatenate([nothing, answer["ids"][0].numpy()]), best)
+        if asked.targets is not None:
+            batch = scored(asked.prompt, asked.targets, self._limits, engine.ranks)
+            targets = np.where(asked.targets >= 0, engine.score_prompt(name, batch, 0)["log_probs"][0].numpy(), 0.0)
+        return Prompt(log_probs if asked.scores else None, top, targets)
+
+    def _answer(
+        self,
+        operation: Operation,
+        asked: Asked,
+        trajectories: Sequence[Trajectory],
+        prompt: Prompt,
+        tops: Mapping[str, Top],
+    ) -> None:
+        answers = [
+            Answer(each.token_ids, each.logprobs, each.finish_reason == "stop", tops.get(each.id))
+            for each in trajectories
+        ]
+        self._end(operation, State.DONE, PROTOBUF, sample_answer(answers, prompt))
+
+    def _end(self, operation: Operation, state: State, media: str, result: bytes) -> None:
+        self._journal.finish(operation.id, state, media, result)
+        self._finished(operation.id)
+
+    # ---- which adapters replicas hold ------------------------------------------------------------------------
+
+    def _hold(self, sampler: Sampler) -> str:
+        """The name that replicas know the sampler's adapter by, until it is released; "": the model's own."""
+        if not sampler.folder:
+            return ""
+        followed = sampler.model or sampler.folder
+        name = "t" + hashlib.blake2b(followed.encode(), digest_size=10).hexdigest()
+        with self._lock:
+            if self._offered.get(name) != sampler.folder:
+                self._versions += 1
+                self._replicas.offer(name, Path(sampler.folder), self._versions)
+                self._offered[name] = sampler.folder
+            self._offered.move_to_end(name)
+            self._open[name] = self._open.get(name, 0) + 1
+            idle = [other for other in self._offered if not self._open.get(other)]
+            for other in idle[: max(0, len(self._offered) - self._most)]:
+                del self._offered[other]
+                self._replicas.withdraw(other)
+        return name
+
+    def _release(self, name: str) -> None:
+        with self._lock:
+            if name:
+                self._open[name] -= 1
+
+
+def _next_slice(trajectory: Trajectory, asked: Asked) -> int:
+    return min(asked.sampling.max_new_tokens, max(_FIRST_SLICE, 2 * len(trajectory.token_ids)))
+
+
+def _kept(ends: Ends, strings: tuple[str, ...], token_ids: Sequence[int]) -> int | None:
+    return ends.with_strings(strings).kept(token_ids)
+
+
+def _tokens(given: Any, limits: Limits) -> tuple[int, ...]:
+    chunks = given.get("chunks") if isinstance(given, dict) else None
+    if not isinstance(chunks, list) or not chunks:
+        raise SpecError("prompt: must have chunks, and at least one token")
+    ids: list[int] = []
+    for chunk in chunks:
+        tokens = chunk.get("tokens") if isinstance(chunk, dict) else None
+        if not isinstance(tokens, list):
+            kind = chunk.get("type") if isinstance(chunk, dict) else None
+            raise SpecError(f"prompt: only text is served, not {kind or 'such a chunk'}")
+        ids += tokens
+    _check_tokens("prompt", ids, limits)
+    if not ids:
+        raise SpecError("prompt: has no tokens")
+    return tuple(ids)
+
+
+def _check_tokens(where: str, ids: Sequence[Any], limits: Limits) -> None:
+    wrong = [id for id in ids if not (_is_whole(id) and 0 <= id < limits.vocabulary)]
+    if wrong:
+        raise SpecError(f"{where}: {wrong[0]!r} is none of the model's {limits.vocabulary:,} tokens")
+
+
+def _stops(given: Any, ends: Ends, limits: Limits) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Strings and tokens that end an answer. Of None the model's own; an empty list: nothing does."""
+    if given is None:
+        return (), ends.token_ids
+    values = [given] if isinstance(given, str) else given
+    kinds = {type(value) for value in values} if isinstance(values, list) else {None}
+    if kinds - {str} and kinds - {int}:
+        raise SpecError("stop: must be a text, texts, or the ids of tokens")
+    if not values:
+        return (), ()
+    if isinstance(values[0], str):
+        if not all(values):
+            raise SpecError("stop: an empty text ends nothing; leave it out")
+        return tuple(values), ends.token_ids
+    _check_tokens("stop", values, limits)
+    return (), tuple(dict.fromkeys((*ends.token_ids, *values)))
+
+
+def _targets(given: Any, length: int, limits: Limits) -> np.ndarray | None:
+    if given is None:
+        return None
+    try:
+        shape = tuple(given["shape"])
+        if given.get("sparse_crow_indices") is not None:
+            raise SpecError("target_prompt_logprobs: send it dense, with -1 for nothing; sparse ones are not read")
+        found = np.asarray(given["data"], np.int64).reshape(shape)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SpecError(f"target_prompt_logprobs: cannot be read: {error}") from error
+    if found.ndim != 2 or found.shape[0] != length - 1 or not found.shape[1]:
+        raise SpecError(f"target_prompt_logprobs: shape {list(shape)}; it must be [{length - 1}, k]")
+    if int(found.max()) >= limits.vocabulary or int(found.min()) < -1:
+        raise SpecError("target_prompt_logprobs: holds what is none of the model's tokens")
+    return found
+
+
+def _count(given: Mapping[str, Any], name: str, least: int, most: int, *, default: int) -> int:
+    value = given.get(name, default)
+    if value is None:
+        return default
+    if not _is_whole(value) or not least <= value <= most:
+        raise SpecError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
+    return int(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63

@@ -1,0 +1,76 @@
+"""What a server offers, and to whom: a YAML file."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from rlix.pipeline.spec.executor import ExecutorName
+from rlix.pipeline.spec.section import Count, Positive, Seconds, Section, Seed
+from rlix.protocol.errors import SpecError
+from rlix.protocol.spec_file import problems_of, read_yaml
+
+FULL = ":full"
+KEY_PREFIX = "tml-"
+Key = Annotated[str, Field(pattern=rf"^{KEY_PREFIX}[A-Za-z0-9_-]{{8,}}$")]
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)]
+UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$", max_length=64)]
+
+
+class OfferedModel(Section):
+    """A base model that clients may train and sample."""
+
+    path: str | None = None
+    """Its folder, or its name on the hub; left out: the name that it is offered under."""
+    tokenizer: str | None = None
+    """What clients load the tokenizer by: a name on the hub, or a folder on *their* machine; left out: `path`."""
+    dtype: str = "float32"
+    gpus: Count = 1
+    """Devices that train it together, for as long as an operation takes."""
+    tensor_parallel: Count = 1
+    """Devices of a replica that samples."""
+    executor: ExecutorName = "transformers"
+    executor_options: dict[str, Any] = Field(default_factory=dict)
+    max_num_seqs: Count = 64
+    adapters: Count = 16
+    """Most adapters that replicas hold at a time."""
+    max_rank: Count = 64
+    alpha: Positive = 32.0
+    """Of every adapter: its part is scaled by alpha / rank."""
+    micro_batch_tokens: Count = 16384
+    seed: Seed = 0
+
+
+class ServerSettings(Section):
+    models: dict[ModelName, OfferedModel] = Field(min_length=1)
+    """By the name that clients ask for."""
+    keys: dict[UserName, Key] = Field(default_factory=dict)
+    """By user; without any, one is made and kept in RLIX_HOME/tinker."""
+    max_body_mb: Positive = 64.0
+    session_timeout_s: Seconds = 600.0
+    """A session whose client has said nothing for so long ends."""
+    state_every: Count = 8
+    """Optimizer steps between two copies of a model's state: what is computed again at most after a failure."""
+    results_kept_s: Seconds = 86400.0
+    max_models_per_user: Count = 16
+
+    @model_validator(mode="after")
+    def _distinct_keys(self) -> Self:
+        if len(set(self.keys.values())) < len(self.keys):
+            raise ValueError("two users have the same key; give each their own")
+        return self
+
+
+def load_settings(path: Path) -> ServerSettings:
+    """Raises SpecError with one line per problem."""
+    if not path.is_file():
+        raise SpecError(f"{path}: no such file; it says which models are offered: 'models: {{Qwen/Qwen3-8B: {{}}}}'")
+    data, origin = read_yaml(path, "a server's settings are 'models:', and perhaps 'keys:'")
+    for model in (data.get("models") or {}).values() if isinstance(data.get("models"), dict) else ():
+        if isinstance(model, dict) and isinstance(given := model.get("path"), str) and given.startswith((".", "~")):
+            model["path"] = str((path.parent / Path(given).expanduser()).resolve())
+    try:
+        return ServerSettings.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise origin.error(problems_of(error.errors(), ServerSettings, data)) from None

@@ -1,0 +1,322 @@
+"""What clients ask of the models that they train on one base model, done in order, on devices that are leased for it.
+
+What is on the engine of a model is a copy: of the state that was saved last and what was asked since, done again. So a
+worker that dies, a server that dies and a model that is new are one case.
+"""
+
+import logging
+import shutil
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from rlix.engine.lora import AdapterConfig
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.types import Phase
+from rlix.serve.tinker.answers import JSON, failure
+from rlix.serve.tinker.journal import Journal, Model, Operation, State
+from rlix.serve.tinker.operations import FORWARD, LOAD, STEP, Work, needs_devices
+from rlix.serve.tinker.store import write_whole
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 0.05
+"""How long devices wait for what a client asks next: it sends a pass and a step one after the other."""
+LEASE_S = 20.0
+"""How long a lease goes on while there is more to do; then others of the pool have their turn."""
+ATTEMPTS = 3
+"""How often an operation is begun whose workers fail in it."""
+
+
+class Backing(Protocol):
+    """The engine behind a base model; `ServedAdapters` is one."""
+
+    def gang(self, phase: Phase) -> Any: ...
+    def add(self, name: str, config: AdapterConfig, seed: int) -> None: ...
+    def has(self, name: str) -> bool: ...
+    def drop(self, name: str) -> None: ...
+    def save_training(self, name: str, folder: Path) -> None: ...
+    def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None: ...
+    def rebuild(self) -> None: ...
+
+
+class EngineLostError(RlixError):
+    """What was on the engine is not what it should be: it is built anew."""
+
+
+class Trainer:
+    """One thread that serves whoever was given least, an optimizer step at a time.
+
+    Args:
+        work: does an operation on the engine.
+        folder: for the models' states.
+        finished: told the id of an operation that has a result.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        journal: Journal,
+        backing: Backing,
+        work: Work,
+        folder: Path,
+        *,
+        state_every: int,
+        finished: Callable[[str], None],
+    ) -> None:
+        self._base, self._journal, self._backing, self._work = base, journal, backing, work
+        self._folder, self._every, self._finished = folder, state_every, finished
+        self._changed = threading.Condition()
+        self._asked: set[str] = set()  # models that may have something to do
+        self._gone: set[str] = set()  # models that are to leave the engine
+        self._chores: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._loaded: set[str] = set()
+        self._steps: Counter[str] = Counter()  # of a model, since its state was saved
+        self._attempts: Counter[str] = Counter()
+        self._given: dict[str, float] = {}  # seconds with devices, by owner
+        self._closing = threading.Event()
+        self.doing = ""
+        """What it does now, for whoever waits."""
+        self._thread = threading.Thread(target=self._live, name=f"tinker-{base}", daemon=True)
+
+    def start(self) -> None:
+        """Go on with what was asked before."""
+        with self._changed:
+            self._asked.update(operation.target for operation in self._journal.queued())
+        self._thread.start()
+
+    def asked(self, model: str) -> None:
+        """There is something to do for a model."""
+        with self._changed:
+            self._asked.add(model)
+            self._changed.notify_all()
+
+    def leave(self, model: str) -> None:
+        """Nothing can be asked of a model any more."""
+        with self._changed:
+            self._gone.add(model)
+            self._changed.notify_all()
+
+    def with_devices(self, chore: Callable[[], Any]) -> "Future[Any]":
+        """Have something that changes no model done beside the operations."""
+        done: Future[Any] = Future()
+        with self._changed:
+            self._chores.append((chore, done))
+            self._changed.notify_all()
+        return done
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def why(self, model: str) -> str:
+        """Why an operation of a model is not through, in a sentence."""
+        row, first = self._journal.model(model), self._journal.first_queued(model)
+        if row is None or first is None:
+            return self.doing
+        if first.seq > row.applied + 1:
+            return f"request {row.applied + 1} of this client has not arrived, and they are done in order"
+        others = len(self._asked - {model})
+        return f"{self.doing}; {others} other models have something to do" if others else self.doing
+
+    # ---- the thread ------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        while True:
+            self.doing = "nothing is to be done"
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing.is_set() or self._asked or self._chores)
+                if self._closing.is_set():
+                    return
+            try:
+                self._serve()
+            except InterruptedError:  # its pipeline ends
+                return
+            except (RlixError, RayError) as error:
+                if self._closing.is_set():
+                    return
+                logger.warning("%s: %s", self._base, error)
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._loaded.clear()
+        self.doing = "its training workers failed and are started anew"
+        try:
+            self._backing.rebuild()
+        except (RlixError, RayError) as error:
+            logger.warning(
+                "%s: the training workers could not be started, and will be tried again: %s", self._base, error
+            )
+            time.sleep(1.0)  # whatever it waits for, it is not this process
+
+    def _serve(self) -> None:
+        """One lease, or what can be done without any."""
+        model = self._next(held=False)
+        first = None if model is None else self._ready(model)
+        if model is not None and first is not None and self._needs_none(first):
+            self._turn(model, held=False)
+            return
+        if first is None and not self._chores:
+            return
+        self.doing = "waits for devices of the pool"
+        only_looks = first is None or first.kind == FORWARD
+        with self._backing.gang(Phase.OLD_LOG_PROBS if only_looks else Phase.ACTOR_TRAINING):
+            until = time.monotonic() + LEASE_S
+            while model is not None or self._chores:
+                self._sweep()
+                self._do_chores()
+                if model is not None:
+                    self._turn(model, held=True)
+                model = self._next(held=True) if time.monotonic() < until else None
+
+    def _needs_none(self, operation: Operation) -> bool:
+        """No devices: neither itself, nor to bring the model there first."""
+        return operation.kind == LOAD or (operation.target in self._loaded and not needs_devices(operation))
+
+    def _next(self, *, held: bool) -> str | None:
+        """The model that is served next: of the owner who was given least. Waits a moment for one, if devices do."""
+        deadline = time.monotonic() + LINGER_S
+        while True:
+            with self._changed:
+                for model in [each for each in self._asked if self._ready(each) is None]:
+                    self._asked.discard(model)
+                if self._asked:
+                    return min(self._asked, key=lambda model: (self._account(model), model))
+                if self._closing.is_set() or not held or (left := deadline - time.monotonic()) <= 0:
+                    return None
+                self._changed.wait(left)
+                if self._chores:
+                    return None
+
+    def _ready(self, model: str) -> Operation | None:
+        """What is next for a model, if it has arrived."""
+        row, first = self._journal.model(model), self._journal.first_queued(model)
+        if row is None or row.unloaded or row.base != self._base or first is None or first.seq != row.applied + 1:
+            return None
+        return first
+
+    def _account(self, model: str) -> float:
+        """A newcomer's begins where the least of the others is."""
+        row = self._journal.model(model)
+        owner = "" if row is None else row.owner
+        return self._given.setdefault(owner, min(self._given.values(), default=0.0))
+
+    def _turn(self, model: str, *, held: bool) -> None:
+        """What a model has to do, to its next optimizer step."""
+        began, row = time.monotonic(), self._journal.model(model)
+        while (operation := self._ready(model)) is not None and (held or self._needs_none(operation)):
+            self.doing = f"computes {operation.kind} for a model"
+            self._do(model, operation)
+            if operation.kind == STEP:
+                break
+        if row is not None and held:
+            self._given[row.owner] = self._given.get(row.owner, 0.0) + time.monotonic() - began
+
+    def _do(self, model: str, operation: Operation) -> None:
+        """Raises EngineLostError: it failed for no fault of the client's, and is tried again."""
+        try:
+            row = self._journal.model(model)
+            assert row is not None
+            if operation.kind != LOAD:
+                self._ensure(row)
+            media, result = self._work.do(row, operation)
+        except SpecError as error:
+            self._end(operation, State.FAILED, *failure(str(error), "user"))
+        except Exception as error:
+            self._attempts[operation.id] += 1
+            if self._attempts[operation.id] >= ATTEMPTS:
+                said = f"{operation.kind} failed {ATTEMPTS} times, and has changed nothing: {error}"
+                self._end(operation, State.FAILED, *failure(said, "server"))
+            raise EngineLostError(f"{operation.kind} of {model}: {error}") from error
+        else:
+            self._end(operation, State.DONE, media, result)
+            self._note(row, operation)
+
+    def _end(self, operation: Operation, state: State, media: str, result: bytes) -> None:
+        self._attempts.pop(operation.id, None)
+        self._journal.finish(operation.id, state, media or JSON, result)
+        self._finished(operation.id)
+
+    # ---- states ----------------------------------------------------------------------------------------------
+
+    def _ensure(self, model: Model) -> None:
+        """Have the engine hold the model as it is after its last operation."""
+        if model.id in self._loaded:
+            return
+        for operation in self._journal.again(model):
+            if operation.kind == LOAD:  # done when the server ended, and not noted as the model's state yet
+                self._keep(model, operation.seq, self._state(model.id, operation.seq))
+        model = self._journal.model(model.id) or model
+        self.doing = "brings a model to the devices"
+        self._backing.drop(model.id)
+        self._backing.add(model.id, AdapterConfig(**_config(model)), int(model.config["seed"]))
+        if model.folder:
+            self._backing.load_training(model.id, Path(model.folder), optimizer=True)
+        self._steps[model.id] = 0
+        self._work.begin(model.id)
+        for operation in self._journal.again(model):
+            self._work.do_again(model, operation)
+            self._steps[model.id] += operation.kind == STEP
+        self._loaded.add(model.id)
+
+    def _note(self, model: Model, operation: Operation) -> None:
+        """Save the model's state where there are no gradients that would be lost, and it is time."""
+        if operation.kind == LOAD:
+            self._loaded.discard(model.id)
+            self._steps[model.id] = 0
+            self._keep(model, operation.seq, self._state(model.id, operation.seq))
+        if operation.kind != STEP:
+            return
+        self._steps[model.id] += 1
+        if self._steps[model.id] >= self._every:
+            folder = self._state(model.id, operation.seq)
+            write_whole(folder, lambda place: self._backing.save_training(model.id, place))
+            self._keep(model, operation.seq, folder)
+            self._steps[model.id] = 0
+
+    def _keep(self, model: Model, seq: int, folder: Path) -> None:
+        self._journal.saved(model.id, seq, folder)
+        for other in self._state(model.id, 0).parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _state(self, model: str, seq: int) -> Path:
+        return state_folder(self._folder, model, seq)
+
+    def _sweep(self) -> None:
+        with self._changed:
+            gone, self._gone = self._gone, set()
+        for model in gone:
+            self._loaded.discard(model)
+            self._backing.drop(model)
+            shutil.rmtree(self._state(model, 0).parent, ignore_errors=True)
+
+    def _do_chores(self) -> None:
+        while self._chores:
+            chore, done = self._chores.popleft()
+            self.doing = "scores prompts"
+            try:
+                done.set_result(chore())
+            except SpecError as error:
+                done.set_exception(error)
+            except (RlixError, RayError) as error:
+                done.set_exception(error)
+                raise EngineLostError(f"a prompt could not be scored: {error}") from error
+
+
+def _config(model: Model) -> dict[str, Any]:
+    given = dict(model.config)
+    return {"rank": model.rank, "alpha": float(given["alpha"]), "targets": tuple(given["targets"])}
+
+
+def state_folder(folder: Path, model: str, seq: int) -> Path:
+    """Where the state of a model after an operation is kept."""
+    return folder / model.replace(":", "_") / f"step_{seq}"
