@@ -363,6 +363,18 @@ def test_a_sampler_keeps_its_weights_or_follows_the_newest(tmp_path: Path) -> No
         assert sum(after[name] != before[name] for name in before) == 1
 
 
+def test_only_the_newest_weights_without_a_name_are_kept(tmp_path: Path) -> None:
+    with Server(tmp_path, samplers_kept=2) as server:
+        client = server.client()
+        client.create()
+        made = [client.operation("save_weights_for_sampler", sampling_session_seq_id=number) for number in range(3)]
+        params = {"max_tokens": 2}
+        for each, gone in zip(made, (True, False, False), strict=True):
+            answer = client.sample(each["sampling_session_id"], [1, 4], sampling_params=params)
+            assert isinstance(answer, dict) == gone
+            assert not gone or "samplers_kept" in answer["error"]
+
+
 def test_prompts_and_answers_are_scored(server: Server, client: Client) -> None:
     client.train(DATA, 2)
     sampler = client.operation("save_weights_for_sampler", sampling_session_seq_id=1)["sampling_session_id"]

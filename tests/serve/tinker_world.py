@@ -77,6 +77,9 @@ class Pipeline:
 
     def wait_ended(self) -> None: ...
 
+    def waits_for(self) -> str:
+        return "somebody has them"
+
     def status(self) -> Any:
         return SimpleNamespace(error=None, phase="initialization")
 
@@ -168,7 +171,10 @@ class Server:
         self.settings = ServerSettings.model_validate(given)
         clock = {} if now is None else {"now": now}
         self.journal = Journal(home / "journal.db", **clock)
-        self.store, self.results = Store(home / "checkpoints", self.journal, **clock), Results()
+        self.store, self.results = (
+            Store(home / "checkpoints", self.journal, unnamed=self.settings.samplers_kept, **clock),
+            Results(),
+        )
         self.pipeline = Pipeline(folder, dies)
         base = Base(
             *("tiny", OfferedModel(path=str(folder)), shape_of(folder)),

@@ -41,8 +41,8 @@ def serve(
 ) -> None:
     """Keep a queue in front of the pool: admit jobs by shares and priority, start them, and answer for them over HTTP.
 
-    Ends on Ctrl-C or SIGTERM; jobs go on, and so does the queue when it is started again. With --tinker programs train and
-    sample on the pool by requests instead.
+    Ends on Ctrl-C or SIGTERM; jobs go on, and so does the queue when it is started again. With --tinker programs train
+    and sample on the pool by requests instead.
     """
     with one_message_per_mistake():
         if tinker is not None:

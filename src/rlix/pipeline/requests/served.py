@@ -1,5 +1,6 @@
 """A model on the pool that is trained and sampled by requests: adapters of many clients on it, or all of it for one."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import ray
+from ray.exceptions import RayError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from rlix.control.client import JobClient
+from rlix.control.rpc import get
 from rlix.engine.lora import WEIGHTS_FILE, AdapterConfig
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
@@ -30,11 +34,13 @@ from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.section import Count, Section
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import RlixError
-from rlix.protocol.types import ClusterName, Phase
+from rlix.protocol.messages import ControlStatus
+from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, ClusterName, Phase
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_STATUS_S = 5.0
 
 
 class ServedOptions(Section):
@@ -150,6 +156,16 @@ class ServedAdapters(LoraFinetunePipeline):
         with self.gang(Phase.ACTOR_TRAINING):
             self.served.serve_again(self.actor.publish(0))
 
+    def waits_for(self) -> str:
+        """Who is in the way of what it waits for, in words."""
+        try:
+            asked = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE).status.remote()
+            status: ControlStatus = get(asked, what="the pool's status", timeout_s=_STATUS_S)
+        except (RlixError, RayError, ValueError) as error:
+            return f"the pool does not answer ({type(error).__name__})"
+        behind = [each.behind for each in status.waiting if each.pipeline_id == self.pipeline_id]
+        return "; ".join(behind) or "they are on their way"
+
     @property
     def ranks(self) -> int:
         """Parts that a batch is split into."""
@@ -171,8 +187,26 @@ class ServedAdapters(LoraFinetunePipeline):
         self.served.drop(name)
 
     def generate(self, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        done: Future[list[Trajectory]] = self.served.rollouts.submit_all(0, trajectories)
-        return done
+        return _together(self.served.rollouts.submit(0, trajectories))
+
+
+def _together(asked: "Sequence[Future[Trajectory]]") -> "Future[list[Trajectory]]":
+    """All of them, in order, or what the first of them raised, when all have ended."""
+    done: Future[list[Trajectory]] = Future()
+    left = itertools.count(len(asked) - 1, -1)
+
+    def ended(_: "Future[Trajectory]") -> None:
+        if next(left):
+            return
+        errors = [error for each in asked if (error := each.exception()) is not None]
+        if errors:
+            done.set_exception(errors[0])
+        else:
+            done.set_result([each.result() for each in asked])
+
+    for each in asked:
+        each.add_done_callback(ended)
+    return done
 
 
 def served_job(

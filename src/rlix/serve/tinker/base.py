@@ -129,9 +129,7 @@ class Base:
             while not (self._closing.wait(_LOOK_S) or pipeline.has_ended):
                 pass
         finally:
-            self._shut()
-            pipeline.request_stop()
-            pipeline.wait_ended()
+            self._shut(pipeline)
 
     def _open(self, pipeline: ServedAdapters) -> None:
         limits = Limits(pipeline.vocabulary, pipeline.context, pipeline.pad_id)
@@ -155,13 +153,17 @@ class Base:
                 if operation.target in own:
                     samples.start(operation)
 
-    def _shut(self) -> None:
+    def _shut(self, pipeline: ServedAdapters) -> None:
         with self._lock:
             trainer, samples, self._trainer, self._samples = self._trainer, self._samples, None, None
         if samples is not None:
             samples.close()
         if trainer is not None:
-            trainer.close()
+            trainer.stop()
+        pipeline.request_stop()  # also of the wait for devices
+        if trainer is not None:
+            trainer.join()
+        pipeline.wait_ended()
         self._why = "the model's job has ended and is started anew"
 
     def _job(self) -> JobSpec:

@@ -303,6 +303,11 @@ class Samples:
         """The name that replicas know the sampler's adapter by, until it is released; "": the model's own."""
         if not sampler.folder:
             return ""
+        if not Path(sampler.folder).is_dir():
+            raise SpecError(
+                f"the weights of sampler {sampler.id} are gone: of a model only the newest without a name are kept "
+                "(`samplers_kept` of the server); save_weights_for_sampler keeps them under a name"
+            )
         followed = sampler.model or sampler.folder
         name = "t" + hashlib.blake2b(followed.encode(), digest_size=10).hexdigest()
         with self._lock:

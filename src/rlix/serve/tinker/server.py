@@ -59,7 +59,7 @@ def serving(
     journal = Journal(folder / "journal.db")
     with contextlib.ExitStack() as last:
         last.callback(journal.close)
-        store, results = Store(folder / "checkpoints", journal), Results()
+        store, results = Store(folder / "checkpoints", journal, unnamed=settings.samplers_kept), Results()
         bases = {
             name: Base(
                 *(name, offered, shape_of(local_model(offered.path or name))),

@@ -52,6 +52,8 @@ class ServerSettings(Section):
     """A session whose client has said nothing for so long ends."""
     state_every: Count = 8
     """Optimizer steps between two copies of a model's state: what is computed again at most after a failure."""
+    samplers_kept: Count = 8
+    """Of a model, how many weights that were saved for a sampling client without a name; the newest."""
     results_kept_s: Seconds = 86400.0
     max_models_per_user: Count = 16
 

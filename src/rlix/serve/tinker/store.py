@@ -27,10 +27,16 @@ _SHORTEST_TTL_S = 3600
 
 
 class Store:
-    """Checkpoints on this machine's disk; the journal knows which there are. For any thread."""
+    """Checkpoints on this machine's disk; the journal knows which there are. For any thread.
 
-    def __init__(self, folder: Path, journal: Journal, *, now: Callable[[], float] = time.time) -> None:
-        self._folder, self._journal, self._now = folder, journal, now
+    Args:
+        unnamed: how many weights without a name are kept of a model, the newest.
+    """
+
+    def __init__(
+        self, folder: Path, journal: Journal, *, unnamed: int = 8, now: Callable[[], float] = time.time
+    ) -> None:
+        self._folder, self._journal, self._unnamed, self._now = folder, journal, unnamed, now
 
     def save(
         self, model: Model, operation: str, given: Mapping[str, Any], write: Callable[[Path], object]
@@ -63,10 +69,14 @@ class Store:
         """Weights without a name, for one sampling client: as they are now, or the newest that were saved so."""
         id = f"{model.session}:sample:{given.get('sampling_session_seq_id')}"
         follows = given.get("kind") == "inflight"
-        folder = self._folder / _plain(model.id) / "samplers" / _plain(f"{id}_{given.get('seq_id')}")
+        # By their place among the model's operations, so that the oldest are known.
+        kept = self._folder / _plain(model.id) / ("newest" if follows else "samplers")
+        folder = kept / f"{int(given.get('seq_id') or 0):012}"
         write_whole(folder, write, optimizer=False)
         if follows:
             self._journal.follow(model.id, str(folder))
+        for old in sorted(kept.iterdir())[: -2 if follows else -self._unnamed]:  # one may be being read
+            shutil.rmtree(old, ignore_errors=True)
         self._journal.put_sampler(
             Sampler(id, model.session, model.owner, model.base, "", model.id if follows else "", str(folder))
         )
@@ -134,7 +144,8 @@ class Store:
 
     def forget_samplers(self, model: str) -> None:
         """Weights without a name, of a model that nobody can sample any more."""
-        shutil.rmtree(self._folder / _plain(model) / "samplers", ignore_errors=True)
+        for name in ("samplers", "newest"):
+            shutil.rmtree(self._folder / _plain(model) / name, ignore_errors=True)
 
     def _expiry(self, ttl_s: object) -> float | None:
         if ttl_s is None:

@@ -44,6 +44,7 @@ class Backing(Protocol):
     def save_training(self, name: str, folder: Path) -> None: ...
     def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None: ...
     def rebuild(self) -> None: ...
+    def waits_for(self) -> str: ...
 
 
 class EngineLostError(RlixError):
@@ -83,6 +84,7 @@ class Trainer:
         self._closing = threading.Event()
         self.doing = ""
         """What it does now, for whoever waits."""
+        self.waits = False  # for devices
         self._thread = threading.Thread(target=self._live, name=f"tinker-{base}", daemon=True)
 
     def start(self) -> None:
@@ -111,10 +113,13 @@ class Trainer:
             self._changed.notify_all()
         return done
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def stop(self) -> None:
+        """Begin nothing more; what is under way is done again by the next one."""
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
+
+    def join(self, timeout_s: float = 30.0) -> None:
         self._thread.join(timeout_s)
 
     def why(self, model: str) -> str:
@@ -124,6 +129,8 @@ class Trainer:
             return self.doing
         if first.seq > row.applied + 1:
             return f"request {row.applied + 1} of this client has not arrived, and they are done in order"
+        if self.waits:
+            return f"{self.doing}: {self._backing.waits_for()}"
         others = len(self._asked - {model})
         return f"{self.doing}; {others} other models have something to do" if others else self.doing
 
@@ -131,7 +138,7 @@ class Trainer:
 
     def _live(self) -> None:
         while True:
-            self.doing = "nothing is to be done"
+            self.doing, self.waits = "nothing is to be done", False
             with self._changed:
                 self._changed.wait_for(lambda: self._closing.is_set() or self._asked or self._chores)
                 if self._closing.is_set():
@@ -166,10 +173,10 @@ class Trainer:
             return
         if first is None and not self._chores:
             return
-        self.doing = "waits for devices of the pool"
+        self.doing, self.waits = "waits for devices of the pool", True
         only_looks = first is None or first.kind == FORWARD
         with self._backing.gang(Phase.OLD_LOG_PROBS if only_looks else Phase.ACTOR_TRAINING):
-            until = time.monotonic() + LEASE_S
+            until, self.waits = time.monotonic() + LEASE_S, False
             while model is not None or self._chores:
                 self._sweep()
                 self._do_chores()
