@@ -131,7 +131,7 @@ def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
             assert service.process.poll() is None and time.monotonic() < deadline, service.output()
             ended = sorted(client.jobs(ended=True), key=lambda job: job.id)
             time.sleep(0.5)
-        assert [(job.outcome, job.requeues) for job in ended] == [("finished", 0)] * 2, ended
+        assert [(job.outcome, job.reason, job.requeues) for job in ended] == [("finished", "", 0)] * 2
         for job in ended:
             rows = (Path(job.run_dir) / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3]

@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,16 @@ class PoolRunner:
         with self._in_words():
             orchestrator = self._attached()
             notes = {work.run_dir: read_note(work.folder, work.attempt) for work in works}
+            silent: set[str] = set()
             if any(note is not None and run_dir not in self._handles for run_dir, note in notes.items()):
                 for job in find_jobs(orchestrator):
+                    if job.run_dir is None:  # its coordinator does not answer now
+                        silent.add(job.pipeline_id)
                     note = None if job.run_dir is None else notes.get(job.run_dir)
                     # The coordinator of an earlier attempt can still be asked for a minute.
                     if job.run_dir is not None and note is not None and _at(job.pipeline_id) >= _at(note.pipeline_id):
                         self._handles.setdefault(job.run_dir, job)
-            return {work.id: self._seen(work) for work in works}
+            return {work.id: self._seen(work, silent) for work in works}
 
     def stop(self, work: Work, *, now: bool) -> None:
         handle = self._handles.get(work.run_dir)
@@ -79,7 +82,7 @@ class PoolRunner:
             elif handle is not None:
                 handle.stop()
 
-    def _seen(self, work: Work) -> Seen:
+    def _seen(self, work: Work, silent: Collection[str]) -> Seen:
         starter = self._starters.get(work.id)
         if (starter is not None and starter.poll() is None) or is_starting(work.folder):
             return Seen(Is.STARTING)
@@ -93,6 +96,8 @@ class PoolRunner:
         if note.error:
             return Seen(Is.ENDED, outcome=Outcome.FAILED, why=note.error, by_pool=not note.mistake)
         handle = self._handles.get(work.run_dir)
+        if handle is None and note.pipeline_id in silent:
+            return Seen(Is.RUNNING, note.pipeline_id, "does not answer")
         if handle is None:
             return self._without_coordinator(work)
         status = handle.status()

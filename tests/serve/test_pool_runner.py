@@ -1,0 +1,97 @@
+"""What is seen of a job when its coordinator answers, does not answer, or is gone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlix.control.settings import Settings
+from rlix.pipeline.jobs.status import JobStatus
+from rlix.scheduler.queue.jobs import Outcome
+from rlix.serve.queue import pool_runner
+from rlix.serve.queue.pool_runner import PoolRunner
+from rlix.serve.queue.runner import Is, Seen, Work
+
+
+class Job:
+    def __init__(self, status: JobStatus, run_dir: Path | None) -> None:
+        self.known, self.run_dir, self.pipeline_id = status, run_dir, status.pipeline_id
+
+    def status(self) -> JobStatus:
+        return self.known
+
+
+def status(state: str, pipeline_id: str = "ft_7", **rest: Any) -> JobStatus:
+    return JobStatus("j", pipeline_id, state, 2, 5, state, **rest)
+
+
+class Scene:
+    """A job that was started as ft_7, with its folder; `jobs` are those that the pool knows."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.work = Work(1, "j", home / "1", home / "runs" / "1", attempt=1, admitted_at=100.0)
+        self.work.folder.mkdir(parents=True)
+        self.note(pipeline_id="ft_7")
+        self.jobs: list[Job] = []
+        self.runner = PoolRunner(Settings(home))
+        monkeypatch.setattr(pool_runner, "find_jobs", lambda _: self.jobs)
+        monkeypatch.setattr(PoolRunner, "_attached", lambda _: None)
+
+    def note(self, **fields: object) -> None:
+        (self.work.folder / "started-1.json").write_text(json.dumps(fields))
+
+    def ended(self, state: str, at: float) -> None:
+        self.work.run_dir.mkdir(parents=True)
+        (self.work.run_dir / "spec.yaml").write_text("name: j\n")
+        row = {"type": "job", "event": state, "time": at, "detail": "why"}
+        (self.work.run_dir / "events.jsonl").write_text(json.dumps(row) + "\n")
+
+    def seen(self) -> Seen:
+        return self.runner.look([self.work])[1]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
+
+
+def test_one_that_runs_and_then_ends(scene: Scene) -> None:
+    job = Job(status("running"), scene.work.run_dir)
+    scene.jobs = [job]
+    assert scene.seen() == Seen(Is.RUNNING, "ft_7", "running", 2, 5)
+    job.known = status("failed", error="no memory", by_pool=True)
+    assert scene.seen() == Seen(Is.ENDED, "ft_7", "", 2, 5, Outcome.FAILED, "no memory", by_pool=True)
+
+
+def test_one_whose_coordinator_is_slow_has_not_ended(scene: Scene) -> None:
+    scene.jobs = [Job(status("unknown"), None)]
+    assert scene.seen().state is Is.RUNNING
+
+
+def test_one_whose_pool_is_gone_is_the_pools_failure(scene: Scene) -> None:
+    found = scene.seen()
+    assert (found.state, found.by_pool, found.why) == (Is.ENDED, True, "its pool ended before it did")
+
+
+@pytest.mark.parametrize(("at", "by_pool"), [(150.0, False), (50.0, True)])
+def test_an_ending_in_the_run_folder_counts_if_it_is_of_this_attempt(scene: Scene, at: float, by_pool: bool) -> None:
+    scene.ended("finished", at)
+    found = scene.seen()
+    assert found.outcome is (Outcome.FAILED if by_pool else Outcome.FINISHED) and found.by_pool is by_pool
+
+
+def test_the_coordinator_of_the_attempt_before_is_not_asked(scene: Scene) -> None:
+    scene.jobs = [Job(status("stopped", "ft_6"), scene.work.run_dir), Job(status("running"), scene.work.run_dir)]
+    assert scene.seen().state is Is.RUNNING
+
+
+@pytest.mark.parametrize("mistake", [True, False])
+def test_what_could_not_be_started_says_why(scene: Scene, mistake: bool) -> None:
+    scene.note(error="no such file", mistake=mistake)
+    assert scene.seen() == Seen(Is.ENDED, outcome=Outcome.FAILED, why="no such file", by_pool=not mistake)
+
+
+def test_one_that_nobody_has_begun_to_start_is_absent(scene: Scene) -> None:
+    (scene.work.folder / "started-1.json").unlink()
+    assert scene.seen() == Seen(Is.ABSENT)
