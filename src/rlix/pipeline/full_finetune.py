@@ -23,6 +23,7 @@ from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
 from rlix.pipeline.models import describe_model, prepare_model, teacher_of
 from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
+from rlix.pipeline.rollout.none import NoRollouts
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling
 from rlix.pipeline.sample_texts import SampleTexts
@@ -33,6 +34,7 @@ from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Surroundings
 from rlix.pipeline.sources.choice import build_source
 from rlix.pipeline.spec.executor import build_arguments
+from rlix.pipeline.spec.source import SourceSpec
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.training.metrics import mean_metrics
@@ -73,7 +75,9 @@ class FullFinetunePipeline(Pipeline):
             SpecError: tokens of older weights are to be weighed, and sampling forbids it.
         """
         batch, needs = self.algorithm.begin(samples, self.pad_id)
-        if problem := self.spec.rollout.not_as_the_policy_says:
+        if not self.source.generates:
+            del batch["sampled_log_probs"]
+        elif problem := self.spec.rollout.not_as_the_policy_says:
             del batch["sampled_log_probs"]
             if samples.off_policy:
                 raise SpecError(
@@ -107,7 +111,7 @@ class FullFinetunePipeline(Pipeline):
                         )
                     )
             seconds = time.time() - start
-            self.publish(self.weights(step + 1))
+            self.publish(step + 1)
         return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
 
     def train_critic(self, step: int, batch: PolicyBatch) -> dict[str, float]:
@@ -159,9 +163,10 @@ class FullFinetunePipeline(Pipeline):
         """What the replicas need of the policy as it is now."""
         return self.actor.publish(version)
 
-    def publish(self, weights: Published) -> None:
-        """Rollouts generate with `weights` as soon as the schedule lets them."""
-        self.schedule.publish(weights)
+    def publish(self, version: int) -> None:
+        """Rollouts, if there are any, generate with the policy as it is now as soon as the schedule lets them."""
+        if self.spec.generates:
+            self.schedule.publish(self.weights(version))
 
     def minibatches(self, batch: PolicyBatch, step: int, epoch: int) -> list[PolicyBatch]:
         """Equal parts of the batch in an order drawn from the job's seed; without those that teach nothing."""
@@ -175,7 +180,7 @@ class FullFinetunePipeline(Pipeline):
             return
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             for step in range(warmup.steps):
-                batch = collate(self.source.supervised(step, warmup.batch_size), self.pad_id)
+                batch = collate(self.taught.supervised(step, warmup.batch_size), self.pad_id)
                 tokens, norm = float(batch["mask"].sum()), self.spec.optimizer.max_grad_norm
                 self.actor.supervised_step(over_ranks(batch), tokens, warmup.learning_rate, norm)
             self.actor.finish_warmup()
@@ -222,7 +227,12 @@ class FullFinetunePipeline(Pipeline):
             steps=spec.steps,
             resample_rounds=spec.algorithm.rounds,
         )
-        self.source = build_source(spec.source, around)
+        self.source = self.taught = build_source(spec.source, around)
+        if spec.warmup is not None and spec.warmup.conversations is not None:
+            alone = replace(around, group_size=1)
+            self.taught = build_source(
+                SourceSpec(conversations=spec.warmup.conversations, chat=spec.source.chat), alone
+            )
         self.algorithm = build_algorithm(spec.algorithm, self.source.longest)
         self.needs = self.algorithm.needs(self.algorithm.options)
         self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
@@ -234,7 +244,7 @@ class FullFinetunePipeline(Pipeline):
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             if self.needs.starting_policy:
                 self.actor.save(self.reference_path)
-            self.publish(self.weights(0))
+            self.publish(0)
         self._build_others()
 
     def save(self, path: Path) -> list[SaveHandle]:
@@ -254,7 +264,7 @@ class FullFinetunePipeline(Pipeline):
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             self.actor.load_state(path / "state")
             self.actor.adjust_optimizer(self.spec.optimizer, self.spec.updates)
-            self.publish(self.weights(step))
+            self.publish(step)
         self._build_others()
         self._load_critic(path)
 
@@ -288,6 +298,9 @@ class FullFinetunePipeline(Pipeline):
     # ---- engines ---------------------------------------------------------------------------------------------
 
     def _start_engines(self) -> None:
+        if not self.spec.generates:
+            self.actor, self.rollouts = self._policy_engine(ClusterName.ACTOR_TRAIN, self.model_path), NoRollouts()
+            return
         with ThreadPoolExecutor(1) as background:  # replica processes start while the train engine is built
             replicas = background.submit(self._start_replicas)
             try:

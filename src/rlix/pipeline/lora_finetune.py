@@ -65,10 +65,12 @@ class LoraFinetunePipeline(FullFinetunePipeline):
         self.actor.add_adapter(self.adapter, config, spec.optimizer, spec.updates, spec.seed)
         if folder is not None:
             self.actor.load_adapter(self.adapter, folder, spec.optimizer, spec.updates, goes_on=step is not None)
-        self.publish(self.weights(step or 0))
+        self.publish(step or 0)
 
     def serve_base(self) -> None:
         """Publish what all adapters are on, once."""
+        if not self.spec.generates:
+            return
         self.served.serve(self.actor.publish(0))
 
     @property
@@ -90,6 +92,8 @@ class LoraFinetunePipeline(FullFinetunePipeline):
 
     def _start_engines(self) -> None:
         super()._start_engines()
+        if not self.spec.generates:
+            return
         self.served = Served(self.rollouts)
         self.rollouts = AdapterRollouts(self.served, self.adapter)
 

@@ -11,6 +11,7 @@ from rlix.pipeline.algorithms.advantages import (
     whiten,
 )
 from rlix.pipeline.algorithms.base import Algorithm, Estimate, Setting
+from rlix.pipeline.algorithms.given import Dpo, Sft
 from rlix.pipeline.algorithms.groups import Cispo, ClipCov, Dapo, DrGrpo, Grpo, Gspo, Rloo
 from rlix.pipeline.algorithms.kl import kl_estimate
 from rlix.pipeline.algorithms.losses import (
@@ -32,6 +33,7 @@ __all__ = [
     "ClipCov",
     "Dapo",
     "Distill",
+    "Dpo",
     "DrGrpo",
     "Estimate",
     "Grpo",
@@ -43,6 +45,7 @@ __all__ = [
     "Rloo",
     "Scores",
     "Setting",
+    "Sft",
     "aggregate",
     "capped_ratio_loss",
     "clipped_policy_loss",

@@ -1,6 +1,7 @@
 """What an algorithm is: what it needs to know of a batch, its advantages and its loss."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,11 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """How much better each sample [samples] or token [samples, length - 1] is than expected, and for a critic what its
-    values should have been [samples, length - 1]."""
+    values should have been [samples, length - 1]; `metrics` of its own."""
 
     advantages: Tensor
     returns: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Algorithm(ABC):
@@ -155,8 +157,8 @@ class Algorithm(ABC):
         if estimate.returns is not None:
             batch["returns"] = estimate.returns
         if "old_log_probs" not in batch or "sampled_log_probs" not in batch:
-            return {}  # the only update compares with what was sampled, if anything does
-        return self.weigh(samples, batch, batch.pop("sampled_log_probs"))
+            return dict(estimate.metrics)  # the only update compares with what was sampled, if anything does
+        return {**estimate.metrics, **self.weigh(samples, batch, batch.pop("sampled_log_probs"))}
 
     def weigh(self, samples: Samples, batch: PolicyBatch, sampled: Tensor) -> dict[str, float]:
         """Compare with what whoever generated the tokens saw, and weight them for it where that is asked for."""

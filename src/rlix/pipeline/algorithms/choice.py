@@ -1,6 +1,7 @@
 """From the algorithm that a job names to the object."""
 
 from rlix.pipeline.algorithms.base import Algorithm, Setting
+from rlix.pipeline.algorithms.given import Dpo, Sft
 from rlix.pipeline.algorithms.groups import Cispo, ClipCov, Dapo, DrGrpo, Grpo, Gspo, Rloo
 from rlix.pipeline.algorithms.returns import Distill, Ppo, ReinforcePlusPlus
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
@@ -16,6 +17,8 @@ CLASSES: dict[str, type[Algorithm]] = {
     "cispo": Cispo,
     "clip_cov": ClipCov,
     "distill": Distill,
+    "sft": Sft,
+    "dpo": Dpo,
     "reinforce_pp": ReinforcePlusPlus,
     "ppo": Ppo,
 }

@@ -72,8 +72,10 @@ def _of_job(spec: "JobSpec", model: ModelShape, memory: int | None, trained: int
     if wanted.critic is not None:
         how = replace(_training(spec, clusters[ClusterName.CRITIC], model), stored=_WIDE)
         needs.append(estimate.training(model, how, "critic", has_logits=False))
-    needs.append(estimate.sync(model, train))
     replica = _generation(spec, model)
+    if not spec.generates:
+        return JobMemory(tuple(needs), replica.longest, replica.sequences, None)
+    needs.append(estimate.sync(model, train))
     infer = clusters[ClusterName.ACTOR_INFER]
     needs.append(estimate.generation(model, replica, infer.count or infer.unit))
     fits = None if memory is None else estimate.sequences_that_fit(model, replica, usable(memory))

@@ -116,6 +116,8 @@ class Source(ABC):
         failure_reward: of a sample that failed; None: it does not count.
     """
 
+    generates = True
+    """Whether the policy makes them."""
     what = "sample"
     """Who makes them, as messages name it."""
     stuck_hint = ""

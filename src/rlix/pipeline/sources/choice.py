@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from rlix.pipeline.sources.base import Source, Surroundings
+from rlix.pipeline.sources.conversations import ConversationSource
 from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.episodes import EpisodeSource
 from rlix.pipeline.sources.prompts import PromptSource
@@ -30,6 +31,8 @@ def build_source(spec: SourceSpec, around: Surroundings) -> Source:
             spec.data, rows, spec.rewards, around.tokenizer, longest, around.stop, spec.chat, most, around.group_size
         )
         return PromptSource(task, around)
+    if spec.conversations is not None:
+        return ConversationSource(spec.conversations, around, spec.chat)
     if spec.name is None:
         raise SpecError("source: is missing: where samples come from; add e.g. 'source: {task: sort_digits}'")
     found: Any = import_object(spec.name)

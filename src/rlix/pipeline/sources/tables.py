@@ -166,15 +166,21 @@ def load_tables(data: DataSpec) -> list[Any]:
 
 
 def _load(where: str, table: TableSpec) -> Any:
+    loaded = read_table(where, table)
+    columns = loaded.column_names
+    if columns is not None and (problems := list(missing_columns(where, table, columns))):
+        raise SpecError("\n".join(f"{p.field}: {p.message}" for p in problems))
+    return loaded
+
+
+def read_table(where: str, table: TableSpec) -> Any:
+    """As `datasets` has it. Raises SpecError when it cannot be read or has no rows."""
     try:
         loaded = _read(table)
     except StopIteration as error:
         raise SpecError(f"{where}.path: {table.path} cannot be read as a table: a file of it is empty") from error
     except _reading_errors() as error:
         raise _unreadable(table.path, error, f"{where}.path: ") from error
-    columns = loaded.column_names
-    if columns is not None and (problems := list(missing_columns(where, table, columns))):
-        raise SpecError("\n".join(f"{p.field}: {p.message}" for p in problems))
     if not table.streaming and len(loaded) == 0:
         raise SpecError(f"{where}.path: {table.path} holds no rows")
     return loaded

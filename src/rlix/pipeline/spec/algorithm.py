@@ -49,7 +49,9 @@ class PolicyOptions(Section):
     compares_groups: ClassVar[bool] = True
     """Whether the samples of a prompt are compared with each other."""
     compares_before: ClassVar[bool] = False
-    """Whether `estimate` always reads the log-probs before the step."""
+    """Whether `estimate` always reads the log-probs before the step,"""
+    compares_reference: ClassVar[bool] = False
+    """and those under the reference."""
 
     kl_coefficient: NonNegative = 0.0
     """Weight of the KL to the policy as reinforcement learning found it; above 0 the job has a reference model."""
@@ -113,6 +115,28 @@ class DistillOptions(ClippedOptions):
     kl_coefficient: Annotated[float, Field(ge=0, le=0)] = 0.0
     """No choice: the teacher is in the place of the reference."""
     aggregation: Aggregation = "token"
+
+
+class SftOptions(PolicyOptions):
+    """Supervised fine-tuning: what is given is made likelier."""
+
+    compares_groups: ClassVar[bool] = False
+
+    kl_estimator: LossKl = "k3"
+    aggregation: Aggregation = "token"
+
+
+class DpoOptions(PolicyOptions):
+    """Direct preference optimisation: what was chosen is made likelier than what was rejected, both against the policy
+    at the start."""
+
+    compares_before: ClassVar[bool] = True
+    compares_reference: ClassVar[bool] = True
+
+    beta: Positive = 0.1
+    """How near to the policy at the start it stays."""
+    kl_coefficient: Annotated[float, Field(ge=0, le=0)] = 0.0
+    """No choice: `beta` says it."""
 
 
 class RewardKlOptions(ClippedOptions):
@@ -200,7 +224,8 @@ def needs_of(options: Any, *, kl_in_reward: bool) -> Needs:
     """What options say that are named as those that ship: a `kl_coefficient` above 0 needs a reference, a `critic`
     and a `teacher` one; who is paid less for the KL, or has a critic, compares with the policy before the step."""
     critic, teacher = getattr(options, "critic", None), getattr(options, "teacher", None)
-    reference = getattr(options, "kl_coefficient", 0.0) > 0 or teacher is not None
+    always = getattr(options, "compares_reference", False)
+    reference = always or getattr(options, "kl_coefficient", 0.0) > 0 or teacher is not None
     before = getattr(options, "compares_before", False) or (kl_in_reward and reference) or critic is not None
     return Needs(before, reference, critic, teacher)
 
@@ -214,6 +239,8 @@ ALGORITHMS: dict[str, type[PolicyOptions]] = {
     "cispo": CispoOptions,
     "clip_cov": ClipCovOptions,
     "distill": DistillOptions,
+    "sft": SftOptions,
+    "dpo": DpoOptions,
     "reinforce_pp": ReinforceOptions,
     "ppo": PpoOptions,
 }
@@ -225,8 +252,8 @@ class AlgorithmSpec(Named):
     """What is learnt from the samples. `options` are the algorithm's own; the other keys work with any of them."""
 
     name: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `rloo`, `gspo`, `cispo`, `clip_cov`, `reinforce_pp`, `ppo`, `distill`, or your own:
-    `file.py:Class`."""
+    """`grpo`, `dr_grpo`, `dapo`, `rloo`, `gspo`, `cispo`, `clip_cov`, `reinforce_pp`, `ppo`, `distill`, `sft`, `dpo`,
+    or your own: `file.py:Class`."""
     epochs: Count = 1
     """Passes over each step's samples."""
     minibatches: Count = 1

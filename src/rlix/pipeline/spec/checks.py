@@ -28,7 +28,7 @@ from rlix.pipeline.spec.source import (
 from rlix.protocol.spec_file import Problem
 
 _SMALLEST_VLLM_HEAD = _MOST_DIGITS = 32
-_KINDS = ("task", "data", "environment", "openai", "name")
+_KINDS = ("task", "data", "environment", "openai", "conversations", "name")
 
 
 def inconsistencies(spec: Sections) -> Iterator[Problem]:
@@ -119,6 +119,8 @@ def _plan(spec: Sections) -> Iterator[Problem]:
         return
     if spec.pipeline is not None:
         yield Problem("plan", "is for jobs that train one policy with RLix's own pipeline; write 'clusters' instead")
+    if not spec.generates:
+        yield Problem("plan", "is for jobs with rollouts; write 'clusters: {actor_train: {gpus: 8}}' instead")
     if spec.declared_speed is None:
         return
     if plan.prompt_tokens is None and spec.source.longest_prompt is None:
@@ -138,7 +140,8 @@ def _source(spec: Sections) -> Iterator[Problem]:
         owner = next((kind for kind in given if kind != "data"), None)
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
     yield from _options(source)
-    if source.openai and spec.warmup:
+    yield from _conversations(spec)
+    if source.openai and spec.warmup and spec.warmup.conversations is None:
         yield Problem("warmup", "learns from right answers, of which agents have none; remove it")
     yield from _rewards(source, given)
     yield from _tables(source)
@@ -153,6 +156,23 @@ def _source(spec: Sections) -> Iterator[Problem]:
             yield Problem(
                 f"{without[0]}.answer", "a warm-up learns from answers; name the column that holds them, or drop warmup"
             )
+
+
+def _conversations(spec: Sections) -> Iterator[Problem]:
+    """What learns from given samples, and what from the policy's own; a pair is a group."""
+    given, name = spec.source.conversations is not None, spec.algorithm.name
+    offline = {"sft": 1, "dpo": 2}
+    if (name in offline) != given and name in ALGORITHMS:
+        fix = "name a table under 'source: {conversations: ...}'" if name in offline else "use sft or dpo"
+        yield Problem("algorithm.name", f"{name} does not learn from samples of this source; {fix}")
+    elif given and name in offline and spec.rollout.samples_per_prompt != offline[name]:
+        each = "pairs" if name == "dpo" else "one conversation in a row"
+        yield Problem("rollout.samples_per_prompt", f"{name} learns from {each}; set it to {offline[name]}")
+    if name == "dpo" and spec.algorithm.epochs * spec.algorithm.minibatches > 1:
+        yield Problem(
+            "algorithm.minibatches" if spec.algorithm.minibatches > 1 else "algorithm.epochs",
+            "dpo takes one update per step, which the log-probs before it belong to; lower prompts_per_step instead",
+        )
 
 
 def _options(source: SourceSpec) -> Iterator[Problem]:
@@ -380,6 +400,10 @@ def _evaluation(spec: Sections) -> Iterator[Problem]:
         return
     if own.source is not None and not own.source.model_fields_set:
         yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+    elif own.source is not None and own.source.conversations is not None:
+        yield Problem("evaluation.source.conversations", "has no rewards; name prompts, e.g. 'data' with 'rewards'")
+    elif own.source is None and spec.source.conversations is not None:
+        yield Problem("evaluation.source", "is missing: conversations have no rewards; name prompts")
     elif own.source is None and spec.source.data is not None:
         yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
     elif own.source is None and spec.source.name is not None:

@@ -40,7 +40,10 @@ class JobSpec(Sections):
             ClusterName.CRITIC: needs.critic is not None,
         }
         left_out = {name.value: self.clusters.actor_train for name, is_needed in wanted.items() if is_needed}
-        return left_out | dict(self.clusters.items())
+        given = dict(self.clusters.items())
+        if not self.generates:
+            del given[ClusterName.ACTOR_INFER]
+        return left_out | given
 
     def to_yaml(self) -> str:
         """A file that `load_job` reads back as an equal spec."""
@@ -255,6 +258,10 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
     chat: Any = source.get("chat") if isinstance(source, dict) else None
     if isinstance(source, dict) and isinstance(chat, dict) and isinstance(template := chat.get("template"), str):
         data["source"] = {**source, "chat": {**chat, "template": str(_absolute(base, template))}}
+    for section in ("source", "warmup"):
+        given = data.get(section)
+        if isinstance(given, dict) and isinstance(rows := given.get("conversations"), dict):
+            data[section] = {**given, "conversations": _with_path(rows, base)}
     evaluation = data.get("evaluation")
     if isinstance(evaluation, dict) and "source" in evaluation:
         data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}

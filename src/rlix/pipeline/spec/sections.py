@@ -115,6 +115,11 @@ class Sections(Section):
         return self.pipeline is not None and self.pipeline.name == MULTI_LORA
 
     @property
+    def generates(self) -> bool:
+        """Whether there are rollouts: not to learn from what is given, unless that is evaluated."""
+        return self.source.conversations is None or self.evaluation is not None or bool(self.runs)
+
+    @property
     def is_unplanned(self) -> bool:
         """Whether its clusters are left to a plan that is still to be made."""
         return self.plan is not None and self.plan.open

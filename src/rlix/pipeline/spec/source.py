@@ -170,8 +170,29 @@ class AgentSpec(Named):
         return AGENTS.get(self.name, self.name)
 
 
+class ConversationsSpec(Section):
+    """A table of what is right, to learn from as it is: for `algorithm: sft` one conversation in a row, for `dpo`
+    two."""
+
+    path: str
+    """As of `source.data`: a file, a folder, or a name on the Hugging Face hub."""
+    config: str | None = None
+    split: str = "train"
+    messages: str = "messages"
+    """Column with a list of chat messages; all that have the role `assistant` are learnt."""
+    prompt: str = "prompt"
+    """Column with what comes before an answer: text, or messages."""
+    answer: str | None = None
+    """Column with the answer to the prompt, in place of `messages`."""
+    chosen: str = "chosen"
+    """Column with the better answer to the prompt, for `dpo`: text, or messages (then there need be no prompt);"""
+    rejected: str = "rejected"
+    """and with the worse one."""
+
+
 class SourceSpec(Section):
-    """Where samples come from: `task`, `data` with `rewards`, `environment`, `openai`, or the `name` of your own."""
+    """Where samples come from: `task`, `data` with `rewards`, `environment`, `openai`, `conversations`, or the `name`
+    of your own."""
 
     task: TaskSpec | None = None
     data: DataSpec | None = None
@@ -180,6 +201,7 @@ class SourceSpec(Section):
     environment: EnvironmentSpec | None = None
     chat: ChatSpec = ChatSpec()
     openai: AgentSpec | None = None
+    conversations: ConversationsSpec | None = None
     name: str | None = None
     """Your own source: `file.py:Class`, a `rlix.pipeline.sources.Source`."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlix.pipeline.spec.section import Beta, Count, Index, NonNegative, Positive, Seconds, Section
+from rlix.pipeline.spec.source import ConversationsSpec
 
 
 class GroupSpec(Section):
@@ -70,6 +71,8 @@ class WarmupSpec(Section):
     steps: Count
     batch_size: Count = 64
     learning_rate: Positive = 1e-3
+    conversations: ConversationsSpec | None = None
+    """What it learns from in place of the source's right answers: supervised fine-tuning as a beginning."""
 
 
 class CheckpointSpec(Section):
