@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import getattr_static, isfunction, signature
@@ -192,8 +193,7 @@ class TrainEngine(StateCalls):
         finally:
             placement.occupy(self, self.devices)
         with self._busy():
-            for save in list(self._saves):
-                save.settle(self._timeout_s)
+            self._settle_saves()
             self._replace(chosen, layout, lease or self._lease)
 
     def _arranged(self, asked: Layout) -> Layout:
@@ -266,20 +266,38 @@ class TrainEngine(StateCalls):
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
-    def acquire(self, lease: Fence | int) -> MoveReport:
+    def acquire(self, lease: Fence | int, devices: Sequence[Device] | None = None) -> MoveReport:
         """Bring the bytes on the devices under a lease, given by its fence or its epoch; later calls run under it.
+
+        Args:
+            devices: the lease's, in the order of the ranks; default: those it is on. If they are others, it goes on
+                there with what it has, as after `resize`; on as many it learns the same to the bit. Workers that it
+                leaves wait there, without bytes, so that it comes back to the last `SPARE_GROUPS` places sooner, and
+                what they have published can still be pulled.
 
         Raises:
             StaleEpochError: the lease has ended for this engine, or a device has been used under a later one.
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
+            WorkerError, WaitTimeoutError: a worker on other devices failed. After this, and a busy one of them, the
+                engine is as it was, in host memory.
         """
+        if devices is not None and tuple(devices) != self.devices:
+            return self._move_to(tuple(devices), lease)
         report = self._move("acquire", Residency.DEVICE, lease)
         self._hold(lease)
         return report
 
+    def _move_to(self, devices: tuple[Device, ...], lease: Fence | int) -> MoveReport:
+        self._check_readable()
+        begun = time.perf_counter()
+        with self._busy():
+            self._replace(devices, as_wide(self._layout, len(devices)), lease, back=True)
+        return MoveReport(sum(status.device_bytes for status in self.status()), time.perf_counter() - begun)
+
     def release(self, epoch: int) -> MoveReport:
         """Free the devices' memory (bytes go to the host) and end the epoch."""
         report = self._move("release", Residency.HOST, epoch)
+        self._ended = max(self._ended, epoch)
         self._hold(None)
         return report
 

@@ -28,9 +28,10 @@ class TrainExecutor(Parts, ABC):
     """One rank's part of a backend.
 
     The worker around it takes the device's lock, guards epochs, moves the bytes, publishes and saves. It calls
-    `connect` and `materialize` once, then `run`, each time followed by `settle`, and whenever they are needed what
-    says where the tensors are: `resident`, and of `Parts` `part`, `named` and `exports`. All ranks call `connect`,
-    `materialize`, `run` and the tensors of `exports` together, so these may communicate; the others must not.
+    `connect` once and `materialize` whenever the engine comes to these devices, then `run`, each time followed by
+    `settle`, and whenever they are needed what says where the tensors are: `resident`, and of `Parts` `part`, `named`
+    and `exports`. All ranks call `connect`, `materialize`, `run` and the tensors of `exports` together, so these may
+    communicate; the others must not.
     """
 
     computes_stretches: ClassVar[bool] = False

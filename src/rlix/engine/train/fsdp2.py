@@ -1,6 +1,7 @@
 """The backend "fsdp2": PyTorch's fully sharded data parallelism, with copies of the shards if wanted (HSDP)."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class Fsdp2Executor(TrainExecutor):
     def materialize(self, spec: ModuleSpec, groups: ProcessGroups) -> BaseTrainModule:
         if groups.world is None:
             return build_module(spec, self.device)
-        mesh, width = self._mesh(), self.layout.shard
+        mesh, width = self._mesh, self.layout.shard
 
         def held(shape: tuple[int, ...]) -> Sequence[Piece]:
             """What `fully_shard` leaves here: rows, in chunks of equal size, the last shorter."""
@@ -61,6 +62,7 @@ class Fsdp2Executor(TrainExecutor):
         for part in fsdp_modules(module):
             part.reshard()
 
+    @cached_property
     def _mesh(self) -> DeviceMesh:
         """(replicate, shard) over all ranks."""
         width, ranks = self.layout.shard, self.layout.world

@@ -30,6 +30,8 @@ SETTLE_TIMEOUT_S = 15.0
 """How long ranks that wait for one that failed may take to come back before they are held to hang."""
 HAND_OVER_TIMEOUT_S = 60.0
 """How long ranks that hang may take to tell what they hold before the engine is given up."""
+SPARE_GROUPS = 3
+"""Places that an engine has left and may come back to: its workers stay there, with nothing on their devices."""
 _REBUILD = "build() the engine and load a state"
 
 
@@ -56,6 +58,9 @@ class TrainWorkers(Engine):
         self._layout = Layout()
         self._lease: Fence | int | None = None
         self._epoch: int | None = None
+        self._ended = 0  # the newest epoch that was released
+        self._spares: dict[tuple[Device, ...], tuple[WorkerGroup, Layout]] = {}  # who was left first comes first
+        self._publisher: WorkerGroup | None = None  # who has what was published last
         self._built = 0  # how often workers were started
         self._calls = 0  # of these workers
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
@@ -85,6 +90,14 @@ class TrainWorkers(Engine):
         self, devices: tuple[Device, ...], layout: Layout, spec: ModuleSpec, lease: Fence | int | None
     ) -> WorkerGroup:
         """Workers on these devices that have built their module; none are left where one failed."""
+        spare, spread = self._spares.pop(devices, (None, layout))
+        if spare is not None and spread != layout:
+            spare.close()
+        elif spare is not None:
+            try:
+                return self._set_up(spare, layout, spec, lease)
+            except (WorkerError, WaitTimeoutError) as error:
+                logger.warning("%s: the workers that it comes back to are replaced: %s", self.name, error)
         how = self._started_as
         self._built += 1
         group = WorkerGroup(
@@ -96,9 +109,13 @@ class TrainWorkers(Engine):
             max_concurrency=1,
             start_timeout_s=how.build_timeout_s,
         )
+        return self._set_up(group, layout, spec, lease)
+
+    def _set_up(self, group: WorkerGroup, layout: Layout, spec: ModuleSpec, lease: Fence | int | None) -> WorkerGroup:
+        how = self._started_as
         try:
             self._name_holders(group)
-            settings = (how.executor, layout, spec, how.collective_timeout_s, lease)
+            settings = (how.executor, layout, spec, how.collective_timeout_s, lease, self._ended)
             group.run("setup", *settings, timeout_s=how.build_timeout_s)
         except WorkerError as error:
             group.close(graceful=False)
@@ -142,9 +159,11 @@ class TrainWorkers(Engine):
             placement.occupy(self, self.devices)
             raise
 
-    def _replace(self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None) -> None:
-        """Go on with other workers; these are in step."""
-        old = self._workers()
+    def _replace(
+        self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None, *, back: bool = False
+    ) -> None:
+        """Go on with other workers; these are in step. `back`: they stay, for the engine may come back to them."""
+        old, before = self._workers(), (self.devices, self._layout)
         with self._dispatch:
             parts = old.call("hand_over", undo=False)
         old.results("hand_over", parts, timeout_s=self._timeout_s)
@@ -155,10 +174,36 @@ class TrainWorkers(Engine):
         except BaseException:  # re-raised; these go on
             self._name_holders(old)
             raise
-        old.close()
+        if back:
+            self._leave(old, *before)
+        else:
+            old.close()
+            self._close_spares()
+
+    def _leave(self, group: WorkerGroup, devices: tuple[Device, ...], layout: Layout) -> None:
+        """Its workers keep nothing but what they have published. Too many of them are too much memory."""
+        try:
+            group.run("park", timeout_s=self._timeout_s)
+        except (WorkerError, WaitTimeoutError) as error:
+            logger.warning("%s: the workers that it leaves are ended: %s", self.name, error)
+            group.close(graceful=False)
+            return
+        self._spares[devices] = group, layout
+        unneeded = [there for there, (spare, _) in self._spares.items() if spare is not self._publisher]
+        for there in unneeded[: max(0, len(self._spares) - SPARE_GROUPS)]:
+            self._settle_saves()
+            self._spares.pop(there)[0].close()
+
+    def _close_spares(self) -> None:
+        while self._spares:
+            self._spares.popitem()[1][0].close()
+
+    def _settle_saves(self) -> None:
+        """Wait until what is being written in the background is: workers that end take it with them."""
 
     def _end(self, *, graceful: bool) -> None:
         self._hold(None)
+        self._close_spares()
         super()._end(graceful=graceful)
 
     # ---- calls -------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class StateCalls(TrainWorkers):
         self._check_readable()
         version = self.version + 1 if version is None else version
         published = self._trainer().publish(version, bucket_bytes, self._epoch)
-        self.version = version
+        self.version, self._publisher = version, self._workers()
         return replace(published, known=self._known_answer())
 
     def _known_answer(self) -> KnownAnswer | None:
@@ -131,6 +131,10 @@ class StateCalls(TrainWorkers):
         if self._channels is None or self._channels[0] is not group:
             self._channels = group, Channels(self._trainer())
         return self._channels[1]
+
+    def _settle_saves(self) -> None:
+        for save in list(self._saves):
+            save.settle(self._timeout_s)
 
     def _end(self, *, graceful: bool) -> None:
         channels, self._channels = self._channels, None

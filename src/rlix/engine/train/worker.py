@@ -35,7 +35,7 @@ from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.layout import Layout as WeightLayout
 from rlix.engine.weights.shards import Share, held, layout_of, sliced
 from rlix.flow.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
-from rlix.nn import TrainContext
+from rlix.nn import ProcessGroups, TrainContext
 from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
 
@@ -81,6 +81,7 @@ class TrainWorker(Worker):
     def __init__(self) -> None:
         self._saver: BackgroundSaver | None = None
         self._calls = 0
+        self._groups: ProcessGroups | None = None  # once it has joined them
 
     def setup(
         self,
@@ -89,23 +90,27 @@ class TrainWorker(Worker):
         spec: ModuleSpec,
         collective_timeout_s: float,
         lease: Fence | int | None = None,
+        ended: int = 0,
     ) -> TrainStatus:
         """Join the process group, build the module, fill and cut it, under `lease` if there is one.
 
-        A rank waits in a collective for at most `collective_timeout_s`.
+        After `park` it is all done again but for the first. A rank waits in a collective for at most
+        `collective_timeout_s`. Leases up to the epoch `ended` are over for the engine.
         """
         self._lease = None if lease is None else self.ctx.fence(lease)
+        life = Life(ended=ended).enter(self._epoch() or 0)
         self._locks = self.ctx.device_locks()
         self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(device)
-        self._executor = executor(self.ctx, layout, device)
-        groups = self._executor.connect(spec, collective_timeout_s)
-        module = self._executor.materialize(spec, groups)
+        if self._groups is None:
+            if cuda:
+                torch.cuda.set_device(device)
+            self._executor = executor(self.ctx, layout, device)
+            self._groups = self._executor.connect(spec, collective_timeout_s)
+        module, self._calls = self._executor.materialize(spec, self._groups), 0
         world = self.ctx.world_size
-        module.context = TrainContext(self.ctx.rank, world, *self._executor.data_part(), device, groups)
+        module.context = TrainContext(self.ctx.rank, world, *self._executor.data_part(), device, self._groups)
         torch.manual_seed(spec.seed + self.ctx.rank)
         self._module, self._last = module, LastCall(module)
         self._weights_path, self._seed = spec.weights_path, spec.seed
@@ -117,9 +122,14 @@ class TrainWorker(Worker):
             device,
             mover=self._executor.mover() or mover_for(device),
         )
-        self._resident.life = replace(self._resident.life, epoch=self._epoch() or 0)
+        self._resident.life = replace(self._resident.life, epoch=life.epoch, ended=life.ended)
         module.on_weights_materialized()
         return self.status()
+
+    def park(self) -> None:
+        """Drop the module. The process stays, in its groups and with what it has published, to be set up again."""
+        self.to_meta()
+        del self._module, self._last, self._resident
 
     def do(self, number: int, method: str, *args: Any) -> Any:
         """Run a method of this class as the `number`th call of the engine, which all ranks must get alike."""
