@@ -57,9 +57,9 @@ def test_a_gang_waits_at_home_or_runs_on_less_whichever_ends_it_sooner() -> None
 
 
 def test_what_a_state_takes_to_other_devices_counts_against_them() -> None:
-    """Share 1: it waits at home for 39, or moves and runs alone for 20 and what it takes to get there."""
-    assert granted(20.0, 7, gang_at_home=True, move_s=6.0) == ALONE  # waiting costs 7.5 + 24 = 31.5; 26 < 26.8
-    assert granted(20.0, 7, gang_at_home=True, move_s=7.0) is None
+    """Share 1: at home it waits and runs for 7.5 + 24 = 31.5; alone for 20 and the move, its own and its GPU's."""
+    assert granted(20.0, 7, gang_at_home=True, move_s=3.0) == ALONE  # 26 < 0.85 * 31.5 = 26.8
+    assert granted(20.0, 7, gang_at_home=True, move_s=4.0) is None
     assert granted(20.0, 7, move_s=1e9) == HOME
 
 

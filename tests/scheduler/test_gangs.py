@@ -1,11 +1,21 @@
 """Hand-made cases for the gang part of the planner."""
 
+from dataclasses import replace
+
 import pytest
 
-from rlix.protocol.events import DevicesDiscovered, GangRequested, LeaseReleased
-from rlix.protocol.messages import LeaseState, ReleaseReason
+from rlix.protocol.events import (
+    DevicesDiscovered,
+    GangRequested,
+    LeaseReleased,
+    PipelineAdmitted,
+    PipelineRegistered,
+)
+from rlix.protocol.messages import Cluster, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
+from rlix.scheduler.image import image
 from rlix.scheduler.plan import Expand, GangGrant, Plan, Shrink
+from rlix.scheduler.state import State
 from tests.scheduler.world import INFER, TRAIN, World, devices
 
 
@@ -255,3 +265,24 @@ def test_who_holds_something_meanwhile_is_not_put_behind_who_waits_for_it() -> N
     nested = world.state.next_request_id
     world.apply(GangRequested(nested, "c", TRAIN, Phase.VALUE_COMPUTE, holding=(held,), first=(2,), exact=True))
     assert [grant.request_id for grant in world.cycle().grants] == [nested]
+
+
+def test_a_gang_that_waits_uses_devices_that_come() -> None:
+    """Its home is taken; on another node it can begin at once. A later control plane knows the same."""
+    world = World(2)
+    for name in ("a", "b"):
+        registration = Registration(name, "ns", (Cluster(TRAIN, 1, (0, 1), anywhere=name == "b"),))
+        world.apply(PipelineRegistered(registration))
+        world.apply(PipelineAdmitted(name))
+    world.request("a")
+    world.cycle()
+    waits = world.request("b")
+    assert not world.cycle()
+    world.apply(DevicesDiscovered((*devices(2), *(replace(d, node_id="new") for d in devices(4)[2:]))))
+    assert world.state.requests[waits].choices == ((0, 1), (2, 3))
+    again = State()
+    for event in image(world.state):
+        again.apply(event, world.now)
+    assert (again.requests, again.registrations) == (world.state.requests, world.state.registrations)
+    assert world.cycle() == Plan(grants=(GangGrant(waits, (2, 3)),))
+    assert world.state.registrations["a"].cluster(TRAIN).choices == ((0, 1),)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Cluster, Device, DeviceKind, Registration
-from rlix.scheduler.placement import MAX_ALTERNATIVES, Wish, place
+from rlix.scheduler.placement import MAX_ALTERNATIVES, Arrivals, Wish, place
 
 
 def pool(*nodes: int, first: int = 0, step: int = 1) -> tuple[Device, ...]:
@@ -229,3 +229,37 @@ def test_a_pipelines_own_gangs_nest(sizes: list[int], taken: int) -> None:
     widest = max((set(cluster.devices) for cluster in placed[:-1]), key=len)
     assert all(widest >= set(cluster.devices) for cluster in placed[:-1])
     assert widest <= set(placed[-1].devices)
+
+
+class TestArrivals:
+    """Devices that come to a pool in which jobs run."""
+
+    def test_are_offered_to_who_may_run_anywhere(self) -> None:
+        before, after = pool(4), pool(4, 4)
+        moves, stays = place([gang(2)], before)[0], place([gang(2, moves=False)], before)[0]
+        assert moves.choices == ((0, 1), (2, 3))
+        offered = Arrivals(after, {4, 5, 6, 7}).offered(moves)
+        assert offered.devices == (0, 1)
+        assert set(offered.alternatives) == {(2, 3), (4, 5), (6, 7)}
+        assert Arrivals(after, {4, 5, 6, 7}).offered(offered) == offered, "it has them"
+        frozen = Cluster("train", 1, (0, 1), ((2, 3),))
+        assert not (stays.anywhere or frozen.anywhere) and moves.anywhere
+
+    def test_take_the_places_of_what_left_and_of_some_others(self) -> None:
+        cluster = place([gang(1, least=1)], pool(20))[0]
+        assert len(cluster.alternatives) == MAX_ALTERNATIVES
+        grown = pool(20, 4)
+        offered = Arrivals(grown, {20, 21, 22, 23}).offered(cluster)
+        assert {(20,), (21,), (22,), (23,)} < set(offered.alternatives)
+        assert len(offered.alternatives) == MAX_ALTERNATIVES
+        replaced = [device for device in grown if device.id >= 20 or device.id == cluster.devices[0]]
+        assert set(Arrivals(replaced, {20, 21, 22, 23}).offered(cluster).alternatives) == {(20,), (21,), (22,), (23,)}
+
+    def test_are_offered_to_each_cluster_in_another_order(self) -> None:
+        arrivals, cluster = Arrivals(pool(2, 8), set(range(2, 10))), place([gang(2)], pool(2))[0]
+        assert len({arrivals.offered(cluster).alternatives[0] for _ in range(4)}) == 4
+
+    def test_leave_narrower_blocks_behind_wide_ones(self) -> None:
+        cluster = place([gang(2, least=1)], pool(2))[0]
+        assert cluster.alternatives == ((0,), (1,))
+        assert Arrivals(pool(2, 2), {2, 3}).offered(cluster).alternatives == ((2, 3), (0,), (1,))

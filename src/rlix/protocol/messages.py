@@ -100,7 +100,7 @@ class Cluster:
 
     An `elastic` one runs rollouts: it reports demand, and its bundles come and go. Any other asks for gangs.
     `alternatives`: further sets of devices, on any of which the cluster's gang can run just as well; on fewer devices
-    it takes longer in proportion.
+    it takes longer in proportion. `anywhere`: those were chosen for it, and devices that come to the pool join them.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Cluster:
     devices: tuple[int, ...]
     alternatives: tuple[tuple[int, ...], ...] = ()
     elastic: bool = False
+    anywhere: bool = False
 
     @property
     def bundles(self) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,7 @@ All are priced in GPU-seconds. A second that the gang's job loses costs what the
 the pool: `share * (wait + move + work / width)`. Rollouts that are stopped cost their bundles' loads, `_PER_LOAD`
 times. So a gang is wide while the pool is wide, or while nobody is stopped for it; where jobs are as many as GPUs it
 runs on few. On any choice but the first, which is where the gang last was, its state has to move: for as long as its
-client says, and such a choice must be cheaper by `_WORTH_IT`, too.
+client says, in which its devices do nothing. Such a choice must be cheaper by `_WORTH_IT`, too.
 How long a phase takes is not known at its first time. It then runs where nobody is at work, as wide as it is.
 """
 
@@ -79,8 +79,8 @@ class GangChoice:
         return [lease for lease in leases.values() if (lease.pipeline_id, lease.cluster) in self._load_s]
 
     def _busy(self, request: GangRequest, devices: tuple[int, ...], move_s: float) -> float:
-        """GPU-seconds that the gang's job loses while it runs there."""
-        return self._share * (move_s + request.work_gpu_s / len(devices))
+        """GPU-seconds that the gang's job loses while it runs there, and that its devices lose while they wait."""
+        return self._share * (move_s + request.work_gpu_s / len(devices)) + move_s * len(devices)
 
     def _price(self, request: GangRequest, devices: tuple[int, ...], move_s: float = 0.0) -> float:
         """GPU-seconds that it costs to run there at once."""

@@ -1,6 +1,7 @@
 """What the control plane knows: how it is kept, and read."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import replace
 from types import MappingProxyType
 
 from rlix.protocol.errors import PipelineGoneError, RlixError
@@ -8,6 +9,7 @@ from rlix.protocol.events import GangRequested
 from rlix.protocol.messages import Cluster, Demand, Device, LeaseStatus, Process, Registration
 from rlix.protocol.types import Phase
 from rlix.scheduler.account import Account, Given
+from rlix.scheduler.placement import Arrivals
 from rlix.scheduler.snapshot import Bundles, GangRequest, Snapshot
 
 ClusterKey = tuple[str, str]  # (pipeline_id, cluster)
@@ -202,9 +204,7 @@ class Known:
 
         Where it can, it avoids what its own caller holds until it is granted.
         """
-        kept = {d for epoch in asked.holding if epoch in self._leases for d in self._leases[epoch].lease.devices}
-        apart = [c for c in cluster.choices if kept.isdisjoint(c) and all(map(self.is_lent, c))] if kept else []
-        choices = [asked.first] if asked.exact else apart or cluster.choices
+        choices = (asked.first,) if asked.exact else self._choices(asked.holding, cluster)
         first = asked.first or self._expected_on(asked.pipeline_id, cluster)
         first = first if first in choices else choices[0]
         others = tuple(devices for devices in choices if devices != first)
@@ -225,6 +225,25 @@ class Known:
             self._now,
             asked.move_s if asked.first == first else 0.0,  # else it moves in any case
         )
+
+    def _choices(self, holding: Iterable[int], cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+        """Where a gang may be granted that is asked for while these epochs are kept."""
+        kept = {d for epoch in holding if epoch in self._leases for d in self._leases[epoch].lease.devices}
+        apart = (c for c in cluster.choices if kept.isdisjoint(c) and all(map(self.is_lent, c))) if kept else ()
+        return tuple(apart) or cluster.choices
+
+    def _offer(self, came: Set[int]) -> None:
+        """Devices that came may be granted to gangs that run anywhere, also to those that wait."""
+        arrivals = Arrivals(self._devices.values(), came)
+        for pipeline_id, known in self._registrations.items():
+            clusters = tuple(arrivals.offered(cluster) if cluster.anywhere else cluster for cluster in known.clusters)
+            if clusters != known.clusters:
+                self._registrations[pipeline_id] = replace(known, clusters=clusters)
+        for request in self._requests.values():
+            cluster = self._cluster(request.pipeline_id, request.cluster)
+            if cluster.anywhere and not request.exact:
+                others = (c for c in self._choices(request.holding, cluster) if c != request.devices)
+                self._requests[request.id] = replace(request, alternatives=tuple(others))
 
     def _account(self, pipeline_id: str) -> Given:
         """A newcomer's begins at the least of the others', so that it neither pays for nor gains by being late."""

@@ -9,8 +9,8 @@ Devices are ordered by node and by their number in it; ids need not be dense.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
 from itertools import chain, zip_longest
@@ -67,6 +67,33 @@ def place(
         if wish.elastic and not wish.devices:
             placed[wish.name] = _rollout(wish, own_devices, pool)
     return tuple(placed[wish.name] for wish in wishes)
+
+
+class Arrivals:
+    """Devices that came to a pool, `devices` with them, for clusters that may run anywhere in it."""
+
+    def __init__(self, devices: Iterable[Device], came: Set[int]) -> None:
+        self._devices = {device.id: device for device in devices}
+        self._pool, self._came = _Pool(self._devices.values(), ()), came
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
+        self._turn = 0
+
+    def offered(self, cluster: Cluster) -> Cluster:
+        """The cluster with blocks of them among its alternatives, before others of that width, of which some go if
+        there are too many. Each cluster is offered others first, so that they do not all go to the same."""
+        shape = len(cluster.devices), cluster.tensor_parallel_size
+        if shape not in self._blocks:
+            self._blocks[shape] = [block for block in self._pool.blocks(*shape) if not self._came.isdisjoint(block)]
+        known = set(map(frozenset, cluster.choices))
+        new = [block for block in self._blocks[shape] if frozenset(block) not in known]
+        if not new:
+            return cluster
+        self._turn += 1
+        at = self._turn % len(new)
+        there = [block for block in cluster.alternatives if self._devices.keys() >= set(block)]
+        offered = (new[at:] + new[:at])[: max(MAX_ALTERNATIVES // 2, MAX_ALTERNATIVES - len(there))]
+        kept = there[: MAX_ALTERNATIVES - len(offered)]
+        return replace(cluster, alternatives=tuple(sorted([*offered, *kept], key=lambda block: -len(block))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +183,7 @@ def _gang(wish: Wish, own: Sequence[Block], pool: _Pool) -> Cluster:
     candidates = [*pool.inside(own, size, bundle), *blocks]
     chosen = min(candidates, key=lambda block: (-sum(own_on[device] for device in block), *pool.crowding(block)))
     alternatives = _alternatives(wish, chosen, frozenset(own_on), pool) if wish.moves else ()
-    return Cluster(wish.name, bundle, chosen, alternatives)
+    return Cluster(wish.name, bundle, chosen, alternatives, anywhere=wish.moves)
 
 
 def _alternatives(wish: Wish, chosen: Block, own: frozenset[int], pool: _Pool) -> tuple[Block, ...]:

@@ -68,8 +68,11 @@ class State(Known):
         devices = {device.id: device for device in event.devices}
         if len(devices) != len(event.devices):
             raise StateError("the discovered devices contain an id twice; number them 0..N-1 over all nodes")
+        came = devices.keys() - self._devices.keys()
         self._devices, self._draining = devices, frozenset(event.draining)
         self._last_device = max(self._last_device, *devices, -1)
+        if came and self._registrations:
+            self._offer(came)
         return ()
 
     @_apply.register
