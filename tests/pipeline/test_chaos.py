@@ -1,6 +1,7 @@
 """Sharing, preemption, dying replicas and restarts change nothing that a job learns, and cost no trajectory."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_
     assert sum(m["env_timeouts"] for m in episodes) >= 5, "environments must have hung"
     assert 1 <= sum(m["env_failed"] for m in episodes) <= 16, "some episodes must have been given up"
     evaluated_as_well(tmp_path / EVALUATED.name, tmp_path / "exported")
+
+
+@pytest.mark.ray
+def test_a_job_whose_gang_moves_at_every_phase_learns_the_same_to_the_bit(jobs: Jobs, tmp_path: Path) -> None:
+    """Two ranks, to and fro between two places; beside it the same job, which stays."""
+    sizes = {"actor_train": {"gpus": 2}, "actor_infer": {"gpus": 2}}
+    moves = small(
+        name="moves",
+        pipeline={"name": "tests.pipeline.moving_pipeline:MovingPipeline"},
+        clusters={**sizes, "actor_train": {"gpus": 2, "moves": True}},
+    )
+    jobs.finish(*jobs.start(moves, small(name="stays", clusters=sizes), runs=tmp_path))
+    assert learnt(tmp_path / "moves") == learnt(tmp_path / "stays")
+    events = rows(tmp_path / "moves" / "events.jsonl")
+    granted = [tuple(e["devices"]) for e in events if e.get("event") == "granted" and e["cluster"] == "actor_train"]
+    assert len(granted) > small().steps and len(set(granted)) == 2
+    assert all(one != other for one, other in pairwise(granted))
+    assert leases_left() == ()
 
 
 def evaluated_as_well(folder: Path, exported: Path) -> None:

@@ -71,14 +71,17 @@ class JobClient:
         *,
         longest_s: float | None = None,
         stop: threading.Event | None = None,
+        devices: Sequence[int] = (),
         home: Sequence[int] = (),
         move_s: float = 0.0,
     ) -> Iterator[Lease]:
-        """Holds the cluster's devices for the duration of the block.
+        """Holds the cluster's devices for the duration of the block; it is asked for as by `acquire`.
 
         Raises what `acquire` raises, and StaleEpochError at its end when the lease was taken back meanwhile.
         """
-        lease = self.acquire(cluster, phase, timeout_s, longest_s=longest_s, stop=stop, home=home, move_s=move_s)
+        lease = self.acquire(
+            cluster, phase, timeout_s, longest_s=longest_s, stop=stop, devices=devices, home=home, move_s=move_s
+        )
         mine = self._held_here()
         mine.append(lease.epoch)
         try:

@@ -20,7 +20,7 @@ class DeclaredSpeed:
         kv_us: added to a step by each sequence. prefill_us: by each token of context that is computed.
         trained_token_ms, scored_token_ms: of one GPU, for each token of a training step, and of log-probs or values.
         expand_s, sync_s, shrink_s: weights into an empty replica, new ones into one that stayed, and its leaving.
-        move_s: a training state to its GPUs, or away from them.
+        move_s: a training state to its GPUs, or away from them. relocate_s: to others than it was on, besides.
     """
 
     token_ms: float = 0.0
@@ -33,6 +33,7 @@ class DeclaredSpeed:
     sync_s: float = 0.0
     shrink_s: float = 0.0
     move_s: float = 0.0
+    relocate_s: float = 0.0
 
     def decode_s(self, sequences: int, context_tokens: int) -> float:
         """One decoding step of so many sequences, in which the context of new ones is computed too."""

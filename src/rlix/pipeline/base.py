@@ -12,7 +12,6 @@ from typing import Any
 
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
-from rlix.engine.declared import Deadlines
 from rlix.node import output
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
@@ -22,6 +21,7 @@ from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
+from rlix.pipeline.places import Places
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.samples import mean_or_none
 from rlix.pipeline.spec.job import JobSpec
@@ -71,7 +71,7 @@ class Pipeline(ABC):
         self._exacts: list[float] = []
         self._lease_records = 0
         self._usage = Usage(time.time())
-        self._moves = Deadlines()
+        self.places = Places(self.spec.name, self.registration, self.spec.speed)
         self.holdings = Holdings(self.spec.training.timeout_s)
         self._plan = PlanWatch(self.spec, time.time(), may_switch=config.switches)
         self.goes_on: JobSpec | None = None  # by another plan: then `run` returns, and somebody starts it again
@@ -160,31 +160,38 @@ class Pipeline(ABC):
         name, step, stop = phase.name.lower(), self._status.step, self.stop_requested if stoppable else None
         self.checkpoints.look()
         self._update(phase=f"waiting for {name}")
-        with self.client.phase(cluster, phase, stop=stop) as lease, self.holdings.hold(f"{cluster} for {name}", engine):
-            self.note_entered(phase)
-            marks = [time.time()]
-            try:
-                if engine is not None:
-                    with self._moves.lasting(self.spec.speed.move_s):
-                        engine.acquire(self.client.fence(lease))
-                marks.append(time.time())
-                yield lease
-            except BaseException:  # raised again
-                marks.append(time.time())
-                if engine is not None:
-                    self._release_after_error(engine, lease)
-                raise
-            else:
-                marks.append(time.time())
-                if engine is not None:
-                    with self._moves.lasting(self.spec.speed.move_s):
-                        engine.release(lease.epoch)
-            finally:
-                marks.append(time.time())
-                self._plan.phase(cluster, marks[-1] - marks[0])
-                kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
-                spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
-                self.folder.spans([span for span in spans if span.end > span.start])
+        brought = False
+        while not brought:  # or once more, where the engine is, if it could not move to where its lease is
+            asking = self.places.asking(cluster, engine)
+            with (
+                self.client.phase(cluster, phase, stop=stop, **asking) as lease,
+                self.holdings.hold(f"{cluster} for {name}", engine),
+            ):
+                self.note_entered(phase)
+                marks = [time.time()]
+                try:
+                    brought = engine is None or self._brought(cluster, engine, lease)
+                    marks.append(time.time())
+                    if brought:
+                        yield lease
+                except BaseException:  # raised again
+                    marks.append(time.time())
+                    if engine is not None:
+                        self._release_after_error(engine, lease)
+                    raise
+                else:
+                    marks.append(time.time())
+                    if engine is not None and brought:
+                        self.places.leave(engine, lease.epoch)
+                finally:
+                    marks.append(time.time())
+                    self._plan.phase(cluster, marks[-1] - marks[0])
+                    kinds = zip(("load", "busy", "offload"), marks, marks[1:], strict=False)
+                    spans = [Span(lease.devices, cluster, name, kind, start, end, step) for kind, start, end in kinds]
+                    self.folder.spans([span for span in spans if span.end > span.start])
+
+    def _brought(self, cluster: str, engine: Resident, lease: Lease) -> bool:
+        return self.places.bring(cluster, engine, self.client.fence(lease), self.devices_of(lease.devices))
 
     def _release_after_error(self, engine: Resident, lease: Lease) -> None:
         """What went wrong first says more than that its engine cannot let go; who keeps a device locked is ended."""
@@ -195,7 +202,10 @@ class Pipeline(ABC):
 
     def devices_of(self, ids: Iterable[int]) -> tuple[Device, ...]:
         """The devices with these ids, in their order."""
-        return tuple(self.devices[id] for id in ids)
+        wanted = tuple(ids)
+        if not self.devices.keys() >= set(wanted):  # of a node that came since
+            self.devices = self.client.devices()
+        return tuple(self.devices[id] for id in wanted)
 
     def note_entered(self, phase: Phase) -> None:
         """Show `phase` as what the job is doing. Once it trains, checkpoints would not hold the last whole step."""

@@ -29,7 +29,7 @@ def home(registration: Registration, devices: Mapping[int, Device]) -> str | Non
 
 def nodes_of(registration: Registration, devices: Mapping[int, Device]) -> set[str]:
     """Those with a device that one of the job's clusters may use."""
-    ids = {device for cluster in registration.clusters for device in cluster.devices}
+    ids = {device for cluster in registration.clusters for choice in cluster.choices for device in choice}
     return {devices[device].node_id for device in ids if device in devices}
 
 

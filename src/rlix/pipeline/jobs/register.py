@@ -18,8 +18,7 @@ def register(spec: JobSpec, orchestrator: Any) -> str:
         WaitTimeoutError: it did not answer.
     """
     clusters = spec.clusters_in_use
-    # The engines of pipelines stay where they are built, unless a pipeline says by a range that its own can move.
-    stay = [name for name, c in clusters.items() if isinstance(c.gpus, int) and name != ClusterName.ACTOR_INFER]
+    stay = [name for name, cluster in clusters.items() if name != ClusterName.ACTOR_INFER and not cluster.goes]
     prefix = "lora" if spec.multi_lora else "ft"
     pipeline_id = str(_asked(orchestrator.allocate_pipeline_id.remote(prefix), spec))
     registered = orchestrator.register_pipeline.remote(

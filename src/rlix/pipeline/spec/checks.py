@@ -48,7 +48,7 @@ def inconsistencies(spec: Sections) -> Iterator[Problem]:
     yield from _attention(spec)
     yield from _plan(spec)
     fixed = spec.pipeline is None or spec.multi_lora
-    yield from cluster_problems(spec.clusters, fixed=fixed, planned=spec.is_unplanned)
+    yield from cluster_problems(spec.clusters, fixed=fixed, runs=spec.multi_lora, planned=spec.is_unplanned)
 
 
 def _names(spec: Sections) -> Iterator[Problem]:

@@ -59,7 +59,8 @@ class ClusterSpec(Section):
     gpus: Annotated[Count | GpuRange | None, BeforeValidator(_gpus)] = None
     """A number; RLix chooses devices that other jobs' training uses least, and the same for all parts of this job. For
     `actor_infer` the most it may use. A range, `{min: 4, max: 8}` or `4-8`, is for pipelines of your own that run where
-    their lease says: those that ship with RLix build their engines on devices that are fixed when the job starts."""
+    their lease says: those that ship with RLix stay as wide as they are built, for on another number of ranks gradients
+    are summed in another order, and what is learnt is not the same to the bit."""
     devices: Annotated[tuple[Index, ...] | None, Field(strict=False)] = None
     """Ids of devices, where it matters which."""
 
@@ -116,6 +117,11 @@ class ClusterSpec(Section):
         return type(self)(**kept, gpus=gpus, devices=devices)
 
     @property
+    def goes(self) -> bool:
+        """Whether it may be granted other devices than those it was placed on; a range says so, too."""
+        return isinstance(self.gpus, GpuRange)
+
+    @property
     def mapping(self) -> list[int] | int | dict[str, int] | None:
         """What `register_pipeline` takes for it in `cluster_device_mappings`."""
         if self.devices is not None:
@@ -132,6 +138,17 @@ class TrainerSpec(ClusterSpec):
     """How many of the devices hold one copy of weights and optimizer state between them (FSDP); left out: all. With
     fewer there are several whole copies (replicas), which average their gradients. `tensor_parallel` is read as
     this."""
+    moves: bool = False
+    """With a number in `gpus`: at each phase the scheduler may grant as many other devices, if waiting for the
+    cluster's own would cost more than the move does. The weights and the optimizer's state are taken there first. What
+    is learnt is the same to the bit."""
+
+    @property
+    def goes(self) -> bool:
+        return self.moves or super().goes
+
+    def on(self, *, gpus: int | None = None, devices: tuple[int, ...] | None = None) -> Self:
+        return super().on(gpus=gpus, devices=devices).model_copy(update={"moves": self.moves and devices is None})
 
     @model_validator(mode="before")
     @classmethod
@@ -172,15 +189,20 @@ class ClustersSpec(Section):
         return [(name, getattr(self, name)) for name in type(self).model_fields if getattr(self, name) is not None]
 
 
-def cluster_problems(clusters: ClustersSpec, *, fixed: bool, planned: bool = False) -> Iterator[Problem]:
+def cluster_problems(
+    clusters: ClustersSpec, *, fixed: bool, runs: bool = False, planned: bool = False
+) -> Iterator[Problem]:
     """What is wrong with the clusters alone.
 
     Args:
-        fixed: whether the job's engines stay where they are built.
+        fixed: whether the job's engines are as wide as they are built.
+        runs: whether it is a job of several adapters.
         planned: whether a plan that is still to be made says how many devices they get.
     """
     for name, cluster in clusters.items():
         where = f"clusters.{name}"
+        if isinstance(cluster, TrainerSpec) and cluster.moves:
+            yield from _move_problems(f"{where}.moves", cluster, runs=runs)
         if planned and cluster.count is not None:
             yield Problem(
                 f"{where}.{cluster.field}",
@@ -203,6 +225,13 @@ def cluster_problems(clusters: ClustersSpec, *, fixed: bool, planned: bool = Fal
                 f"{cluster.unit} does not divide the {cluster.count} devices{listed}; use a divisor of "
                 f"{cluster.count}, or another number of devices",
             )
+
+
+def _move_problems(where: str, cluster: TrainerSpec, *, runs: bool) -> Iterator[Problem]:
+    if cluster.devices is not None:
+        yield Problem(where, f"names no others to go to; write 'gpus: {len(cluster.devices)}' in place of 'devices'")
+    elif runs:
+        yield Problem(where, "is not for 'runs', whose replicas would load the model anew at each move; remove it")
 
 
 def _range_problems(name: str, cluster: ClusterSpec, gpus: GpuRange, fixed: bool) -> Iterator[Problem]:

@@ -28,6 +28,8 @@ class DeclaredSpeedSpec(Section):
     """A replica releases its device's memory."""
     move_s: NonNegative = 5.0
     """The state of a training engine comes to its GPUs, or leaves them."""
+    relocate_s: NonNegative = 5.0
+    """Besides, if it comes to others than it was on (`moves` of a cluster)."""
 
     @property
     def speed(self) -> DeclaredSpeed:
