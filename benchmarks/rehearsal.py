@@ -8,11 +8,12 @@ waits until it has lasted as long as on those GPUs (docs/job-spec.md, `declared_
 - `reasoning`: digits to copy, whose number is lognormal (median 6, sigma 1.2, at most 32), so a step has stragglers;
 - `agentic`: chains of tool calls of 0.16 s at the median and 2.7 s at the 99th percentile.
 
-Modes: `shared`; `split`, where each job has an eighth of the pool to itself and trains there, too; `queued`, where as
-many jobs as their training gangs fit beside each other have equal parts, and the others wait; `alone`, one job on the
-whole pool. Steps are counted for a while from when every job has taken one, so start-up is left out everywhere. `late`
-is what work took longer than declared, as a share of the time that all jobs stepped: above a few percent, it is this
-machine that was measured. `--runs-dir` keeps the run folders and the report of each mode.
+Modes: `shared`; `moving`, the same with training gangs that go where there is room (`moves: true`); `split`, where
+each job has an eighth of the pool to itself and trains there, too; `queued`, where as many jobs as their training
+gangs fit beside each other have equal parts, and the others wait; `alone`, one job on the whole pool. Steps are
+counted for a while from when every job has taken one, so start-up is left out everywhere. `late` is what work took
+longer than declared, as a share of the time that all jobs stepped: above a few percent, it is this machine that was
+measured. `--runs-dir` keeps the run folders and the report of each mode.
 """
 
 import argparse
@@ -40,8 +41,8 @@ from rlix.sim.results import simulate_one
 from rlix.sim.workload import Workload
 
 GPUS, JOBS, GANG = 8, 6, 2
-MODES = ("shared", "split", "queued", "alone")
-POLICY = {"shared": "rlix", "split": "static", "queued": "static", "alone": "exclusive"}
+MODES = ("shared", "moving", "split", "queued", "alone")
+POLICY = {"shared": "rlix", "moving": "rlix", "split": "static", "queued": "static", "alone": "exclusive"}
 STEPS, SIMULATED_STEPS = 1000, 60  # more than anybody waits for
 START_S = 600.0
 
@@ -58,6 +59,7 @@ SPEED = DeclaredSpeedSpec(
     sync_s=0.1,
     shrink_s=0.2,
     move_s=0.2,
+    relocate_s=0.8,
 )
 PROMPTS, SAMPLES, SEQUENCES = 16, 4, 16
 LONGEST = 33.0  # tokens of a sample
@@ -93,13 +95,19 @@ def _declared(
     return JobSpec.model_validate_json(json.dumps(data))
 
 
+def going(spec: JobSpec, moves: bool) -> JobSpec:
+    trainer = spec.clusters.actor_train.model_copy(update={"moves": moves})
+    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update={"actor_train": trainer})})
+
+
 WORKLOADS = {"reasoning": reasoning, "agentic": agentic}
 
 
 def measured(mode: str, specs: Sequence[JobSpec], seconds: float, kept: Path | None) -> list[RunRecord]:
     """The steps that all jobs of a mode took in `seconds` from when each had taken one, by `rlix run` as a user would
     type it. `kept`: where its run folders and its report stay."""
-    jobs = specs[: {"queued": GPUS // GANG, "alone": 1}.get(mode, len(specs))]
+    count = {"queued": GPUS // GANG, "alone": 1}.get(mode, len(specs))
+    jobs = [going(spec, mode == "moving") for spec in specs[:count]]
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() if kept is None else nullcontext(str(kept)) as folder:
@@ -147,7 +155,9 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
     rows = [row for record in records for row in record.metrics]
     trajectories = specs[0].rollout.prompts_per_step * specs[0].rollout.samples_per_prompt
     trained_s = trajectories * fmean(row["context"] for row in rows) * SPEED.trained_token_ms / 1e3 / GANG
-    gpus = GPUS if mode == "shared" else GPUS // len(records) * len(records)  # what equal parts leave over is nobody's
+    gpus = (
+        GPUS if POLICY[mode] == "rlix" else GPUS // len(records) * len(records)
+    )  # what equal parts leave over is nobody's
     rollout = simulated_rollout(specs[0], rows) | {"trajectories": trajectories, "gpus": gpus}
     job: dict[str, Any] = {
         "name": "job",
@@ -162,10 +172,11 @@ def predicted(mode: str, specs: Sequence[JobSpec], records: Sequence[RunRecord])
         {
             "name": mode,
             "pool": {"gpus": gpus, "gpus_per_node": gpus},
-            "switching": {**switching, "move_s": 0.0, "heartbeat_s": 1.0},
+            "switching": {**switching, "move_s": SPEED.relocate_s, "heartbeat_s": 1.0},
             "jobs": [job],
         }
     )
+    workload = workload.moving() if mode == "moving" else workload
     return fmean(simulate_one(workload, POLICY[mode], seed).steps_per_hour_of_all for seed in range(5))
 
 
