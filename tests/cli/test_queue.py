@@ -1,6 +1,9 @@
 """The queue's commands as users type them: against a real service, and once against a real pool."""
 
+import contextlib
+import io
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.queue_service import Served
 from rlix.cli.main import app
+from rlix.cli.queue import logs
 from rlix.serve.api.client import connect
 from tests.cli.commands import END_TIMEOUT_S, JOB, Command
 
@@ -80,6 +84,31 @@ def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
     shell("cancel", "4")
     assert "priority 1 by bob" in shell("history", "4")
     assert shell("usage", "--csv", "--since", "1d").startswith("job,name,owner,team,phase,given_s")
+
+
+def test_who_follows_a_log_finds_the_service_that_was_started_again(served: Served, shell: Shell) -> None:
+    shell("submit", shell.job("one", 1), "--hold")
+    log = shell.folder / "home" / "runs" / "1" / "one" / "job.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("before\n")
+    again: list[Served] = []
+
+    def sleep(_: float) -> None:
+        """When there is nothing more to read: it dies; another one, at another port, has more and an ended job."""
+        if not again:
+            served.end(signal.SIGKILL)
+            again.append(Served(shell.folder / "home", "endless"))
+            log.write_text("before\nafter\n")
+            shell("cancel", "1")
+
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            logs(1, follow=True, sleep=sleep)
+        assert output.getvalue() == "before\nafter\n"
+    finally:
+        for service in again:
+            service.end()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`rlix submit`, `ps`, `logs`, `explain`, `cancel` and the like, which speak the queue's API and no Ray."""
 
+import contextlib
 import csv
 import json
 import re
@@ -106,7 +107,8 @@ def logs(id: int, *, follow: bool, sleep: Callable[[float], None] = time.sleep) 
         except UnreachableError:
             if not follow:
                 raise
-            sleep(POLL_S)  # the service is started again
+            sleep(POLL_S)
+            client = _anew(client)
             continue
         sys.stdout.write(part.text)
         sys.stdout.flush()
@@ -177,6 +179,7 @@ def _submitted(client: Client, submission: models.Submission) -> models.JobView:
             if not left:
                 raise
             time.sleep(_AGAIN_S)
+            client = _anew(client)
     raise RlixError("unreachable")
 
 
@@ -189,6 +192,13 @@ def _print_memory(specs: Sequence[str], client: Client) -> None:
 
 def _client() -> Client:
     return connect(Settings.from_env().home)
+
+
+def _anew(client: Client) -> Client:
+    """To the service that was started again, perhaps at another port; the same while there is none."""
+    with contextlib.suppress(SpecError):
+        return _client()
+    return client
 
 
 def _pool_text(client: Client) -> str:
