@@ -103,7 +103,10 @@ class InProcess(FullFinetunePipeline):
         self.setup()
         try:
             self.initialize()
-            return [{**self.step(step), **self._evaluated(step + 1)} for step in range(self.spec.steps)]
+            return [
+                {**self._baseline(step), **self.step(step), **self._evaluated(step + 1)}
+                for step in range(self.spec.steps)
+            ]
         finally:
             self.teardown()
 

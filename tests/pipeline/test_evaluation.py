@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import combinations, product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,8 +12,10 @@ import pytest
 
 from rlix.pipeline import base
 from rlix.pipeline.base import Pipeline
+from rlix.pipeline.evaluation import pass_at
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.sources.base import SourceFailedError
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.source import ChatSpec, SourceSpec
@@ -54,8 +58,45 @@ def test_the_same_prompts_every_time_greedily_and_with_the_newest_weights(schedu
     assert not {t.prompt_ids for t, _ in first} & trained
     for row in metrics[1::2]:
         assert row["eval/reward_best"] >= row["eval/reward"]
-        assert row["eval/exact_any"] >= row["eval/exact"]
+        assert row["eval/pass@2"] >= row["eval/pass@1"] == row["eval/exact"]
         assert row["eval/trajectories"] == 6
+
+
+def test_several_sets_have_names_and_what_is_said_beside_them_holds_for_all(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "77>", "answer": "77"}\n')
+    held_out = {"data": {"path": str(tmp_path / "held.jsonl")}, "rewards": ["exact_match"]}
+    sets = {"rows": {"source": held_out}, "digits": {"prompts": 2, "samples_per_prompt": 1}}
+    plain = InProcess(job("task", "one_version", "grpo", tmp_path, steps=3), tmp_path).run_steps()
+    asked = {**HELD_OUT, "baseline": True, "sets": sets}
+    spec = job("task", "one_version", "grpo", tmp_path, steps=3, evaluation=asked)
+    pipeline = InProcess(spec, tmp_path)
+    rows = pipeline.run_steps()
+    assert [learnt_of(row) for row in rows] == [learnt_of(row) for row in plain]
+    assert [row.get("eval/rows/trajectories") for row in rows] == [None, 2, 2]
+    assert [row.get("eval/digits/trajectories") for row in rows] == [None, 2, 2]
+    assert [row.get("baseline/rows/trajectories") for row in rows] == [2, None, None]
+    versions = {t.id.split("/")[1]: version for t, version in pipeline.rollouts.answered if t.purpose}
+    assert versions == {"0": 0, "2": 2, "3": 3}
+    assert spec.evaluation is not None
+    assert spec.evaluation.best == "eval/rows/reward"
+    assert JobSpec.model_validate(spec.model_dump()) == spec
+
+
+def test_pass_at_k_is_the_chance_that_one_of_k_is_right() -> None:
+    """By drawing every subset."""
+    for samples, right, k in product(range(1, 7), range(7), range(1, 7)):
+        if right <= samples and k <= samples:
+            drawn = list(combinations([i < right for i in range(samples)], k))
+            assert pass_at(k, samples, right) == pytest.approx(mean(map(any, drawn)))
+
+
+def test_what_fails_before_an_evaluation_is_the_jobs_failure(tmp_path: Path) -> None:
+    class Fails(InProcess):
+        def settle(self) -> None:
+            raise SourceFailedError("every reward of a step failed")
+
+    with pytest.raises(SourceFailedError, match="every reward"):
+        Fails(job("task", "one_version", "grpo", tmp_path, evaluation=HELD_OUT), tmp_path).run_steps()
 
 
 def test_held_out_data_have_a_source_of_their_own(tmp_path: Path) -> None:
@@ -94,6 +135,9 @@ def test_what_is_wrong_with_the_section_is_said_by_field(tmp_path: Path) -> None
     assert "evaluation.source: is missing: data that are trained on" in problem("data")
     same = {"data": {"path": str(tmp_path / "rows.jsonl")}, "rewards": ["exact_match"]}
     assert "evaluation.source.data.path: is what is trained on" in problem("data", source=same)
+    named = problem("data", sets={"a": {"source": same}, "b": {"source": {"task": "sort_digit"}}})
+    assert "evaluation.sets.a.source.data.path: is what is trained on" in named
+    assert "evaluation.sets.b.source.task.name: must be sort_digits" in named
     assert "evaluation.source: is empty" in problem("task", source={})
     assert "evaluation.source.task.name: must be sort_digits" in problem("task", source={"task": "sort_digit"})
     assert "evaluation.source.rewards" in problem("data", source={"data": {"path": "x.jsonl"}})

@@ -51,6 +51,7 @@ def test_what_the_steps_to_come_can_follow() -> None:
         "steps": (200, 300, False),
         "optimizer.learning_rate": (5e-4, 1e-4, False),
         "evaluation.every": (None, 5, False),
+        "evaluation.baseline": (None, False, False),
         "evaluation.prompts": (None, 64, False),
         "evaluation.samples_per_prompt": (None, 1, False),
         "evaluation.temperature": (None, 0.0, False),

@@ -167,4 +167,4 @@ def learnt(folder: Path) -> list[dict[str, Any]]:
 
 def learnt_of(row: dict[str, Any]) -> dict[str, Any]:
     """Without what was evaluated, too, which is not learnt."""
-    return {k: v for k, v in row.items() if not k.endswith(_TIMED) and not k.startswith("eval/")}
+    return {k: v for k, v in row.items() if not k.endswith(_TIMED) and not k.startswith(("eval/", "baseline/"))}

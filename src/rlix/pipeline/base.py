@@ -103,6 +103,9 @@ class Pipeline(ABC):
         """After `done` steps, when the spec's `evaluation` is due: metrics on held-out prompts, named `eval/...`."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Before an evaluation: end what is under way for the next steps. What this raises fails the job."""
+
     def teardown(self) -> None:
         """Stop what `setup` started."""
 
@@ -298,8 +301,9 @@ class Pipeline(ABC):
         return "stopped" if self._done < self.spec.steps else "finished"
 
     def _one_step(self, step: int) -> dict[str, float]:
+        before = self._baseline(step)
         start = time.time()
-        metrics = as_metrics(self.step(step), f"{type(self).__name__}.step")
+        metrics = before | as_metrics(self.step(step), f"{type(self).__name__}.step")
         end = time.time()
         metrics |= {"step_s": end - start, **self._evaluated(step + 1)}
         self.folder.metrics({"step": step, "time": end, **metrics})
@@ -315,11 +319,19 @@ class Pipeline(ABC):
             self.goes_on = self._plan.anew(self.folder.path, self.client.devices(), self.spec.steps - step - 1)
         return metrics
 
+    def _baseline(self, step: int) -> dict[str, float]:
+        """Before the first step, where that is asked for: metrics of an evaluation, by another name."""
+        wanted = self.spec.evaluation
+        if step or wanted is None or not wanted.baseline:
+            return {}
+        return {name.replace("eval/", "baseline/", 1): value for name, value in self._evaluated(0).items()}
+
     def _evaluated(self, done: int) -> dict[str, float]:
         """Metrics of the evaluation that is due after `done` steps. Whoever stops the job does not wait for it."""
         wanted = self.spec.evaluation
         if wanted is None or (done % wanted.every and done < self.spec.steps):
             return {}
+        self.settle()
         self._update(phase="evaluation")
         start = time.time()
         try:

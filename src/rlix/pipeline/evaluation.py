@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from math import comb
 
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.samples import Samples, mean
@@ -11,7 +12,7 @@ from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Generator, Surroundings
 from rlix.pipeline.sources.choice import build_source
 from rlix.pipeline.sources.place import EVALUATION
-from rlix.pipeline.spec.evaluation import EvaluationSpec
+from rlix.pipeline.spec.evaluation import EvaluationSetSpec
 from rlix.pipeline.spec.source import SourceSpec
 from rlix.protocol.messages import Demand
 
@@ -25,13 +26,14 @@ class Evaluation:
     Args:
         source: the job's own, for an evaluation that names none.
         around: what the job's own source knows.
+        name: of the set, where there are several.
 
     Raises:
         SpecError: as `build_source`.
     """
 
-    def __init__(self, spec: EvaluationSpec, source: SourceSpec, around: Surroundings) -> None:
-        self._generator = _Aside(around.generator)
+    def __init__(self, spec: EvaluationSetSpec, source: SourceSpec, around: Surroundings, name: str = "") -> None:
+        self._generator = _Aside(around.generator, name)
         sampling = replace(
             around.sampling,
             max_new_tokens=spec.max_new_tokens or around.sampling.max_new_tokens,
@@ -41,7 +43,7 @@ class Evaluation:
         )
         held_out = replace(
             around,
-            seed=stream_seed(around.seed, "evaluation"),
+            seed=stream_seed(around.seed, "evaluation", *filter(None, [name])),
             groups=spec.prompts,
             group_size=spec.samples_per_prompt,
             sampling=sampling,
@@ -67,24 +69,36 @@ class Evaluation:
         self._source.close()
 
 
-def evaluation_metrics(samples: Samples) -> dict[str, float]:
-    """The curves of the samples, and, of several per prompt, means over the prompts of the best one."""
+def evaluation_metrics(samples: Samples, name: str = "") -> dict[str, float]:
+    """The curves of the samples, and, of several per prompt, means over the prompts of the best one, and of pass@k:
+    the chance that one of `k` is right. `name`: of the set."""
     found = dict(samples.metrics())
     size = samples.group_size
     if size > 1:
         kept = [[s for s in samples.samples[i : i + size] if s.counts] for i in range(0, len(samples), size)]
         found["reward_best"] = mean([max(s.reward for s in group) for group in kept if group])
         if "exact" in found:
-            found["exact_any"] = mean([float(any(s.exact for s in group)) for group in kept if group])
-    return {f"eval/{name}": value for name, value in found.items()}
+            for k in sorted({size, *(2**i for i in range(size.bit_length()) if 2**i <= size)}):
+                right = [(len(group), sum(bool(s.exact) for s in group)) for group in kept if len(group) >= k]
+                found[f"pass@{k}"] = mean([pass_at(k, *counts) for counts in right])
+    prefix = f"eval/{name}/" if name else "eval/"
+    return {f"{prefix}{key}": value for key, value in found.items()}
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The chance that one of `k` drawn from these samples is right.
+
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
+    """
+    return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 
 class _Aside:
     """The job's generator, for a purpose of its own: the next step's trajectories may be in flight beside these, and
     nothing that becomes of these is to be felt there."""
 
-    def __init__(self, generator: Callable[[], Generator]) -> None:
-        self._generator = generator
+    def __init__(self, generator: Callable[[], Generator], name: str) -> None:
+        self._generator, self._name = generator, name
         self.step = 0
 
     def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
@@ -102,4 +116,5 @@ class _Aside:
 
     def _own(self, trajectory: Trajectory) -> Trajectory:
         """With the step in its id: of one that was given up a replica may still work on some."""
-        return replace(trajectory, id=f"{EVALUATION}/{self.step}/{trajectory.id}", purpose=EVALUATION)
+        ids = "/".join(filter(None, [EVALUATION, str(self.step), self._name, trajectory.id]))
+        return replace(trajectory, id=ids, purpose=EVALUATION)

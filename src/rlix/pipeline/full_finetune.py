@@ -236,8 +236,10 @@ class FullFinetunePipeline(Pipeline):
         self.algorithm = build_algorithm(spec.algorithm, self.source.longest)
         self.needs = self.algorithm.needs(self.algorithm.options)
         self.texts = SampleTexts(spec.logging, self.folder, tokenizer)
+        self.evaluations: dict[str, Evaluation] = {}
         if spec.evaluation is not None:
-            self.evaluation = Evaluation(spec.evaluation, spec.source, around)
+            for name, one in spec.evaluation.named.items():
+                self.evaluations[name] = Evaluation(one, spec.source, around, name)
 
     def initialize(self) -> None:
         self.warm_up()
@@ -274,16 +276,23 @@ class FullFinetunePipeline(Pipeline):
                 self.critic.load_state(path / "critic")
                 self.critic.adjust_optimizer(self._of_critic(self.spec.optimizer), self.spec.updates)
 
+    def settle(self) -> None:
+        self.schedule.settle()
+
     def evaluate(self, done: int) -> dict[str, float]:
         """Not counted into training; with the newest weights."""
-        self.schedule.settle()
-        samples = self.evaluation.run(done)
-        self.texts.note(done - 1, samples, evaluation=True)
+        metrics: dict[str, float] = {}
+        for name, evaluation in self.evaluations.items():
+            samples = evaluation.run(done)
+            self.texts.note(max(0, done - 1), samples, evaluation=True)
+            metrics |= evaluation_metrics(samples, name)
         self.rollouts.slot_use()  # the next step's begins anew
-        return evaluation_metrics(samples)
+        return metrics
 
     def teardown(self) -> None:
-        for part in ("source", "evaluation", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
+        for evaluation in getattr(self, "evaluations", {}).values():
+            evaluation.close()
+        for part in ("source", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
             if (found := getattr(self, part, None)) is not None:
                 found.close()
 

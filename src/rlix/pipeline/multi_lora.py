@@ -93,9 +93,10 @@ class AdapterRun(LoraFinetunePipeline):
 
     def teardown(self) -> None:
         """Leave nothing on the devices; what was learnt is in the run folder."""
-        for part in ("source", "evaluation"):
-            if (found := getattr(self, part, None)) is not None:
-                found.close()
+        for evaluation in getattr(self, "evaluations", {}).values():
+            evaluation.close()
+        if (source := getattr(self, "source", None)) is not None:
+            source.close()
         if (rollouts := getattr(self, "rollouts", None)) is not None:
             rollouts.leave()
             with (

@@ -36,8 +36,9 @@ def look_at_rows(spec: JobSpec) -> Iterator[str]:
         context = spec.rollout.longest(int(AutoConfig.from_pretrained(folder).max_position_embeddings))
     new = spec.rollout.max_new_tokens
     sources = [("", spec.source, new)]
-    if (own := spec.evaluation) is not None and own.source is not None:
-        sources.append(("evaluation.", own.source, own.max_new_tokens or new))
+    for at, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
+        if own.source is not None:
+            sources.append((f"{at}.", own.source, own.max_new_tokens or new))
     for where, source, most in sources:
         data = source.data
         if data is None or not all(Path(table.path).exists() for _, table in data_fields(data)):

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from rlix.pipeline.spec.algorithm import ALGORITHMS
 from rlix.pipeline.spec.clusters import ClusterSpec, GpuRange, cluster_problems
 from rlix.pipeline.spec.columns import data_fields
+from rlix.pipeline.spec.evaluation import EvaluationSetSpec
 from rlix.pipeline.spec.executor import executor_problems
 from rlix.pipeline.spec.lora import MULTI_LORA, unknown_targets
 from rlix.pipeline.spec.named import option_problems, parse_options, unknown_name
@@ -388,45 +389,43 @@ def _not_held_out(trained: SourceSpec, evaluated: SourceSpec) -> Iterator[Proble
     seen = {(table.path, table.config, table.split) for table in trained.data.tables}
     for where, table in data_fields(evaluated.data):
         if (table.path, table.config, table.split) in seen:
-            yield Problem(
-                f"evaluation.{where}.path", "is what is trained on, so not held out; name another, or a split"
-            )
+            yield Problem(f"{where}.path", "is what is trained on, so not held out; name another, or a split")
 
 
 def _evaluation(spec: Sections) -> Iterator[Problem]:
+    for where, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
+        for problem in _evaluated(spec, own):
+            yield problem if problem.field.startswith("model") else Problem(f"{where}.{problem.field}", problem.message)
+
+
+def _evaluated(spec: Sections, own: EvaluationSetSpec) -> Iterator[Problem]:
     """Checked as the job is that learns from what this one is evaluated on."""
-    own = spec.evaluation
-    if own is None:
-        return
     if own.source is not None and not own.source.model_fields_set:
-        yield Problem("evaluation.source", "is empty; add e.g. 'source: {task: sort_digits}'")
+        yield Problem("source", "is empty; add e.g. 'source: {task: sort_digits}'")
     elif own.source is not None and own.source.conversations is not None:
-        yield Problem("evaluation.source.conversations", "has no rewards; name prompts, e.g. 'data' with 'rewards'")
+        yield Problem("source.conversations", "has no rewards; name prompts, e.g. 'data' with 'rewards'")
     elif own.source is None and spec.source.conversations is not None:
-        yield Problem("evaluation.source", "is missing: conversations have no rewards; name prompts")
+        yield Problem("source", "is missing: conversations have no rewards; name prompts")
     elif own.source is None and spec.source.data is not None:
-        yield Problem("evaluation.source", "is missing: data that are trained on are not held out; name others")
+        yield Problem("source", "is missing: data that are trained on are not held out; name others")
     elif own.source is None and spec.source.name is not None:
-        yield Problem("evaluation.source", "is missing: only you know what your own source holds out; name one")
+        yield Problem("source", "is missing: only you know what your own source holds out; name one")
     else:
-        yield from _not_held_out(spec.source, own.source or spec.source)
+        source = own.held_out(spec.source)
+        yield from _not_held_out(spec.source, source)
+        if source.openai and spec.source.openai and source.openai.port not in (0, spec.source.openai.port):
+            yield Problem("source.openai.port", "is not used: a job has one endpoint, the source's own; leave it out")
         rollout = {"max_new_tokens": own.max_new_tokens or spec.rollout.max_new_tokens}
         held_out = spec.model_copy(
-            update={
-                "source": own.held_out(spec.source),
-                "rollout": spec.rollout.model_copy(update=rollout),
-                "warmup": None,
-            }
+            update={"source": source, "rollout": spec.rollout.model_copy(update=rollout), "warmup": None}
         )
         found = [*_names(held_out), *_source(held_out)] if own.source else []
         found += _lengths(held_out) if own.source or own.max_new_tokens else []
         for problem in found:
             section = problem.field.partition(".")[0]
-            if section == "source":
-                yield Problem(f"evaluation.{problem.field}", problem.message)
-            elif problem.field == "rollout.max_new_tokens":
-                yield Problem("evaluation.max_new_tokens", problem.message)
-            elif section == "model":
+            if problem.field == "rollout.max_new_tokens":
+                yield Problem("max_new_tokens", problem.message)
+            elif section in ("source", "model"):
                 yield problem
 
 

@@ -43,9 +43,9 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
     yield from _source_problems(spec.source)
     if spec.warmup is not None:
         yield from _warmup(spec.source)
-    if spec.evaluation and spec.evaluation.source:
-        for problem in _source_problems(spec.evaluation.source):
-            yield Problem(f"evaluation.{problem.field}", problem.message)
+    for where, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
+        for problem in _source_problems(own.source) if own.source else ():
+            yield Problem(f"{where}.{problem.field}", problem.message)
     if spec.model.kind == "pretrained":
         yield from _model_path(spec.model.path, reads=spec.pipeline is None or spec.multi_lora)
     for field, named in (("pipeline", spec.pipeline), ("algorithm", spec.algorithm), ("schedule", spec.schedule)):

@@ -263,8 +263,10 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
         if isinstance(given, dict) and isinstance(rows := given.get("conversations"), dict):
             data[section] = {**given, "conversations": _with_path(rows, base)}
     evaluation = data.get("evaluation")
-    if isinstance(evaluation, dict) and "source" in evaluation:
-        data["evaluation"] = {**evaluation, **_anchored({"source": evaluation["source"]}, base)}
+    if isinstance(evaluation, dict):
+        data["evaluation"] = _anchored(evaluation, base)
+    if isinstance(sets := data.get("sets"), dict):
+        data["sets"] = {name: _anchored(one, base) if isinstance(one, dict) else one for name, one in sets.items()}
     return data
 
 

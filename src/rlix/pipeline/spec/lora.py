@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.schedule import ScheduleSpec
 from rlix.pipeline.spec.section import Beta, Count, Positive, Section, Seed, one_or_many
 from rlix.pipeline.spec.source import SourceSpec
@@ -45,14 +46,15 @@ def unknown_targets(lora: LoraSpec | None, linear: Collection[str]) -> Iterator[
 
 
 class RunSpec(Section):
-    """One adapter of a `multi_lora` job. `source`, `schedule` and `algorithm` replace the job's, of the other sections
-    only the keys that are given; a `lora` with a `path` replaces the job's as well."""
+    """One adapter of a `multi_lora` job. `source`, `schedule`, `algorithm` and `evaluation` replace the job's, of the
+    other sections only the keys that are given; a `lora` with a `path` replaces the job's as well."""
 
     steps: Count | None = None
     seed: Seed | None = None
     source: SourceSpec | None = None
     schedule: ScheduleSpec | None = None
     algorithm: AlgorithmSpec | None = None
+    evaluation: EvaluationSpec | None = None
     lora: dict[str, Any] = Field(default_factory=dict)
     rollout: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any] = Field(default_factory=dict)

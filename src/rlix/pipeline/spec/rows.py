@@ -59,9 +59,9 @@ def row_problems(spec: Sections, most_bytes: int | None = None) -> Iterator[Prob
     alphabet = set(spec.model.alphabet) if spec.model.kind == "tiny" and spec.source.chat.template is None else None
     if spec.source.data is not None:
         yield from _of_tables("", spec.source.data, alphabet, most_bytes)
-    held_out = spec.evaluation and spec.evaluation.source
-    if held_out and held_out.data is not None:
-        yield from _of_tables("evaluation.", held_out.data, alphabet, most_bytes)
+    for where, own in (spec.evaluation.by_field if spec.evaluation else {}).items():
+        if own.source and own.source.data is not None:
+            yield from _of_tables(f"{where}.", own.source.data, alphabet, most_bytes)
     for name, run in spec.runs.items():
         if "source" in run.model_fields_set:
             for problem in row_problems(run_of(spec, name, run), most_bytes):
