@@ -12,12 +12,13 @@ NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 DEMO_SPECS := examples/sort_digits.yaml examples/copy_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format tinker bench clean
 
 help:
 	@echo "make demo   run two RL jobs side by side on one pool of devices"
 	@echo "make test   lint, type check and run every test"
 	@echo "make lint   ruff and mypy only"
+	@echo "make tinker have Tinker's own client ask a server that runs (rlix serve --tinker) for all it can"
 	@echo "make bench  print the tables of docs/benchmarks.md"
 	@echo "make clean  remove the environment, caches and run folders"
 
@@ -59,6 +60,15 @@ format: $(VENV)/.stamp-test
 # Two files of tests at a time, each with a Ray of its own; one where there are real GPUs, which they would share.
 test: lint
 	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile --no-loadscope-reorder)
+
+# Tinker's client has an environment of its own, as its users' has; TINKER_BASE_URL and TINKER_API_KEY name the server.
+$(VENV)/tinker/.stamp:
+	$(PYTHON) -m venv $(VENV)/tinker
+	$(VENV)/tinker/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) tinker==0.38.0
+	@touch $@
+
+tinker: $(VENV)/tinker/.stamp
+	$(VENV)/tinker/bin/python tests/serve/tinker_outside.py
 
 bench: $(VENV)/.stamp-test
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done
