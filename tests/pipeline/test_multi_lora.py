@@ -36,6 +36,7 @@ from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.pipeline.turns import Ticket, next_turn
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.messages import Device, DeviceKind, Registration
 from rlix.protocol.types import Phase
 from tests.pipeline.in_process import Engine, Generator, InProcess
 
@@ -116,10 +117,11 @@ class Client:
     def __init__(self) -> None:
         self.leases = 0
 
-    def registration(self) -> None: ...
+    def registration(self) -> Registration:
+        return Registration("ft_1", "test", ())
 
     def devices(self) -> dict[int, Any]:
-        return {}
+        return {0: Device(0, "n0", "127.0.0.1", 0, DeviceKind.CPU)}
 
     def fence(self, lease: object) -> None: ...
 
@@ -127,7 +129,7 @@ class Client:
         return ()
 
     @contextmanager
-    def phase(self, cluster: str, phase: Phase, *, stop: threading.Event) -> Iterator[Any]:
+    def phase(self, cluster: str, phase: Phase, *, stop: threading.Event, **_where: object) -> Iterator[Any]:
         if stop.is_set():
             raise InterruptedError("stopped")
         self.leases += 1
@@ -334,6 +336,26 @@ def test_what_joined_and_what_was_removed_is_so_after_a_restart(tmp_path: Path) 
     assert {run.name: run.state for run in again.status().runs} == {"kept": "finished", "joined": "finished"}
     with pytest.raises(SpecError, match="does not train"):
         again.pause("kept")
+
+
+def test_a_run_ends_when_the_job_is_stopped_before_it_tells_the_run(tmp_path: Path) -> None:
+    class Late(Many):
+        """Whose runs hear of its end from the gang that it does not wait for any more."""
+
+        def _all_runs(self) -> list[Any]:
+            told = not (self.stop_requested.is_set() and any(thread.is_alive() for thread in self._threads.values()))
+            return super()._all_runs() if told else []
+
+        @contextmanager
+        def _held(self, phase: Phase) -> Iterator[None]:
+            if self.stop_requested.is_set():
+                raise InterruptedError("stopped")
+            with super()._held(phase):
+                yield
+
+    late = Late(job({"kept": {"steps": 50, "lora": {"rank": 2, "targets": ["q_proj"]}}}), tmp_path / "job")
+    late.on_step["kept", 1] = late.stop_requested.set
+    assert late.run().state == "stopped"
 
 
 def test_a_job_with_one_adapter(tmp_path: Path) -> None:

@@ -54,15 +54,20 @@ class AdapterRun(LoraFinetunePipeline):
         """A turn on the job's gang."""
         self.note_phase(f"waiting for {phase.name.lower()}")
         asked = time.time()
-        with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
-            begin = time.time()
-            self._waited_s += begin - asked
-            self.note_entered(phase)
-            try:
-                yield None
-            finally:
-                self._had_s += time.time() - begin
-                self.job.look_after_base()
+        try:
+            with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
+                begin = time.time()
+                self._waited_s += begin - asked
+                self.note_entered(phase)
+                try:
+                    yield None
+                finally:
+                    self._had_s += time.time() - begin
+                    self.job.look_after_base()
+        except InterruptedError:
+            if self.job.stop_requested.is_set():  # its wait for the gang may end before it has told its runs
+                self.request_stop()
+            raise
 
     def step(self, step: int) -> dict[str, float]:
         self._waited_s = self._had_s = 0.0

@@ -40,8 +40,10 @@ class Places:
 
     def asking(self, cluster: str, engine: Resident | None) -> Asking:
         """How to ask for the devices of a cluster whose engine this is."""
+        if cluster not in self._moving:
+            return {}
         here = tuple(device.id for device in getattr(engine, "devices", ()))
-        if not here or cluster not in self._moving:
+        if not here:
             return {}
         if cluster in self._stays:
             return {"devices": here}
