@@ -1,5 +1,7 @@
 """How a program that attached itself ended, as its run folder tells it."""
 
+import multiprocessing
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlix.integrations import run_record
 from rlix.integrations.run_record import Kind, RunRecord
 from rlix.monitor.records import load_run
 from rlix.protocol.errors import SpecError
@@ -61,3 +64,19 @@ def test_a_program_whose_name_no_run_folder_can_have_is_told(tmp_path: Path, nam
     with pytest.raises(SpecError, match=r"run folder has its name, and .*choose"):
         RunRecord(program, Kind("a program", {}), tmp_path, "actor_train")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_that_is_terminated_says_nothing_of_the_program(tmp_path: Path) -> None:
+    """A pool of processes ends its own so, when the program has what it wanted of them."""
+    record = record_in(tmp_path)
+    before = signal.signal(signal.SIGTERM, run_record._on_sigterm)
+    try:
+        child = multiprocessing.get_context("fork").Process(target=lambda: signal.raise_signal(signal.SIGTERM))
+        child.start()
+        child.join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert child.exitcode == -signal.SIGTERM
+    assert "stopped" not in (tmp_path / "job" / "events.jsonl").read_text()
+    record.close()
+    assert load_run(tmp_path / "job").state == "finished"

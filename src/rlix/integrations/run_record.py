@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import signal
 import sys
 import threading
@@ -140,6 +141,7 @@ class RunRecord:
 
 
 _open: "weakref.WeakSet[RunRecord]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # a fork's end is not the program's
 
 
 @functools.cache
