@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from ray.exceptions import RayActorError
 
 from rlix.pipeline.jobs import job_coordinator
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
@@ -82,6 +83,47 @@ def test_what_the_control_plane_ended_is_said_with_what_failed(tmp_path: Path, m
     monkeypatch.setattr(job_coordinator, "ray", MagicMock())
     assert asyncio.run(said(of_others)) == ""
     assert asyncio.run(said(of_others, mine)) == f" (the control plane ended what held actor_train: {why})"
+
+
+DIED = "its program died: a process died: it was killed (by somebody, or by the kernel for want of memory), or crashed"
+
+
+@pytest.mark.parametrize(
+    ("why", "state", "error", "by_pool"),
+    [
+        ("", "failed", f"{DIED}; see job.log", False),
+        ("its program, process 7, died", "failed", f"{DIED}; see job.log", False),  # seen there before it was here
+        ("its program, process 7, was stopped (SIGSTOP)", "failed", "the control plane ended it: its program", True),
+        ("its host had 1.0 GB left", "failed", "the control plane ended it: its host had 1.0 GB left", True),
+        ("stopped by `rlix stop --now`", "stopped", "stopped by `rlix stop --now`; it has no checkpoint", False),
+    ],
+)
+def test_whoever_notices_first_a_death_is_its_own_and_a_stop_is_a_stop(
+    why: str, state: str, error: str, by_pool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def why_ended(_: str) -> str:
+        return why
+
+    async def final() -> JobStatus:
+        coordinator = JobCoordinator("ft_1", JobConfig(small(), tmp_path / "job"))
+        coordinator._unstarted.cancel()
+        status = await coordinator._died(RayActorError())
+        assert not await coordinator._why_again(status)
+        await coordinator._be_over(status)
+        return await coordinator.ended()
+
+    ray = MagicMock()
+    ray.get_actor = lambda *_: SimpleNamespace(why_ended=SimpleNamespace(remote=why_ended))
+    monkeypatch.setattr(job_coordinator, "ray", ray)
+    monkeypatch.setattr(job_coordinator, "REMEMBERED_S", 0.0)
+    monkeypatch.setattr(job_coordinator, "_staying", staying)
+    ended = asyncio.run(asyncio.wait_for(final(), 60))
+    assert (ended.state, ended.by_pool) == (state, by_pool)
+    assert (ended.error or "").startswith(error)
+
+
+async def staying() -> set[str]:
+    return set()
 
 
 def test_a_process_that_is_killed_before_its_first_step_gives_the_run_folder_back(

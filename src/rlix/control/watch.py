@@ -20,6 +20,13 @@ _ASK_AFTER_S = 3.0  # of silence; callers beat once a second
 _ANSWER_S = 60.0  # for a node to say what its processes do; then it is asked again
 _UNKNOWN_FOR_S = 10.0  # that a lease may be unknown to the process that asked for it: an answer may be on its way
 STOPPED = "was stopped (SIGSTOP) and did not go on"
+_DIED = "died"
+_PROGRAM = "its program, process"
+
+
+def died_by_itself(why: str) -> bool:
+    """Of why a pipeline ended: that its program died, which the control plane saw, and did not do."""
+    return why.startswith(_PROGRAM) and why.endswith(f" {_DIED}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ def fate(seen: Seen | None, settings: Settings) -> str:
     if seen is None or seen.state == "running":
         return ""
     if seen.state == "dead":
-        return "died"
+        return _DIED
     return STOPPED if seen.last - seen.since >= settings.stopped_s else ""
 
 
@@ -134,7 +141,7 @@ class Watch:
         for process, caller in list(job.callers.items()):
             what = fate(self._seen.get(process), settings)
             silent_s = now - caller.heard_at
-            if what == "died":
+            if what == _DIED:
                 del job.callers[process]
             if not what and silent_s > settings.silent_s:
                 what = f"has said nothing for {silent_s:.0f} s"
@@ -168,7 +175,7 @@ class Watch:
         programs = known.state.holders(pipeline_id, "").values()
         for process in programs:
             if what := fate(self._seen.get(process), known.settings):
-                return f"its program, process {process.pid}, {what}"
+                return f"{_PROGRAM} {process.pid}, {what}"
         if cluster := known.stranded(pipeline_id):
             return f"all devices of its {cluster} left the pool with their nodes"
         idle_s = now - job.heard_at

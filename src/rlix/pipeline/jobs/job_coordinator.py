@@ -12,9 +12,11 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
 from rlix.control.rpc import call, in_words, outlast, root_cause
+from rlix.control.watch import died_by_itself
 from rlix.flow.workers.futures import read_error
 from rlix.node import output
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
+from rlix.pipeline.jobs.handle import STOPPED_BY
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.run_folder import how_to_go_on, take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
@@ -195,8 +197,7 @@ class JobCoordinator(PipelineCoordinator):
             what = (said and said.error) or f"{type(cause).__name__}: {cause}"
             return self._failed(what + await self._why_taken())
         except (RayActorError, ActorUnschedulableError) as error:  # or its node left before it began
-            why, by_pool = await self._why_it_died(error)
-            return replace(self._failed(why), by_pool=by_pool)
+            return await self._died(error)
         except WaitTimeoutError as error:
             return self._failed(str(error))
         await self._refresh()
@@ -283,16 +284,20 @@ class JobCoordinator(PipelineCoordinator):
                 return f" (the control plane ended what held {ended[-1].cluster or 'it'}: {ended[-1].why})"
         return ""
 
-    async def _why_it_died(self, error: RayError) -> tuple[str, bool]:
-        """The control plane may have ended it, and then knows why. Says whether it has."""
+    async def _died(self, error: RayError) -> JobStatus:
+        """How it ended whose process is gone. The control plane may have ended it, for a reason or by a command."""
         if isinstance(error, RayActorError) and error.actor_init_failed:
-            return in_words(error), False
+            return self._failed(in_words(error))
+        why = ""
         with contextlib.suppress(RayError, ValueError, TimeoutError):
             orchestrator = await asyncio.to_thread(ray.get_actor, ORCHESTRATOR_ACTOR_NAME, NAMESPACE)
             why = await asyncio.wait_for(orchestrator.why_ended.remote(self._pipeline_id), _WHY_TIMEOUT_S)
-            if why:
-                return f"the control plane ended it: {why}", True
-        return f"its program died: {in_words(error)}; see job.log in its run folder", False
+        if why.startswith(STOPPED_BY):
+            self._stop_wanted, self._stopped_by = True, why
+            return replace(self._last, state="stopped", phase="stopped")
+        if not why or died_by_itself(why):
+            return self._failed(f"its program died: {in_words(error)}; see job.log in its run folder")
+        return replace(self._failed(f"the control plane ended it: {why}"), by_pool=True)
 
     async def _refresh(self, timeout_s: float = _CALL_TIMEOUT_S) -> JobStatus | None:
         """What the pipeline says of itself, if it does. That it failed is kept for the end: it may be started again."""
