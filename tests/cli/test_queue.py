@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from benchmarks.queue_service import Served
 from rlix.cli.main import app
-from rlix.cli.queue import logs
-from rlix.serve.api.client import connect
+from rlix.cli.queue import FOLLOW_TRIES, logs
+from rlix.serve.api.client import UnreachableError, connect
 from tests.cli.commands import END_TIMEOUT_S, JOB, Command
 
 OWN = """
@@ -109,6 +109,19 @@ def test_who_follows_a_log_finds_the_service_that_was_started_again(served: Serv
     finally:
         for service in again:
             service.end()
+
+
+def test_who_follows_a_log_is_told_once_that_nobody_answers_and_not_kept_for_ever(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shell.folder / "home").mkdir()
+    (shell.folder / "home" / "serve.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (shell.folder / "home" / "queue.token").write_text("token")
+    slept: list[float] = []
+    with pytest.raises(UnreachableError):
+        logs(1, follow=True, sleep=slept.append)
+    assert len(slept) == FOLLOW_TRIES
+    assert capsys.readouterr().err.count("no queue answers at http://127.0.0.1:9") == 1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from rlix.serve.queue.submission import check_size
 
 POLL_S = 1.0
 _TRIES, _AGAIN_S = 20, 0.5  # while a service is started again
+FOLLOW_TRIES = 600  # and so often by who follows a log
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
@@ -99,17 +100,21 @@ def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json
 
 
 def logs(id: int, *, follow: bool, sleep: Callable[[float], None] = time.sleep) -> None:
-    """A job's log so far; with `follow` until it has ended."""
-    client, offset = _client(), 0
+    """A job's log so far; with `follow` until it has ended, also while the service is started again."""
+    client, offset, tries = _client(), 0, 0
     while True:
         try:
             part = client.get(f"/v1/jobs/{id}/log", models.Log, offset=offset)
-        except UnreachableError:
-            if not follow:
+        except UnreachableError as error:
+            if not follow or tries >= FOLLOW_TRIES:
                 raise
+            if not tries:
+                typer.echo(f"{error}; asked again for {FOLLOW_TRIES * POLL_S / 60:.0f} minutes", err=True)
+            tries += 1
             sleep(POLL_S)
             client = _anew(client)
             continue
+        tries = 0
         sys.stdout.write(part.text)
         sys.stdout.flush()
         if part.next == offset and (not follow or part.ended):
