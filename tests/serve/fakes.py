@@ -31,7 +31,7 @@ class FakePool:
         return self.size
 
     def start(self, work: Work) -> None:
-        assert (work.folder / "job.yaml").is_file()
+        assert (work.files / "job.yaml").is_file()
         if (work.id, work.attempt) not in self.runs:
             self.started.append((work.id, work.attempt))
             self.runs[work.id, work.attempt] = Seen(Is.RUNNING, f"ft_{len(self.started)}", "rollout", 1, 5)

@@ -112,7 +112,9 @@ def test_logs_are_their_owners_and_come_in_parts(api: Api, tmp_path: Path) -> No
     assert part == {"text": "step 1 ", "next": 7, "ended": False}, "who follows it waits"
     log.write_text("step 1 × 2\n")
     assert api.ask("root", "GET", f"/v1/jobs/{job.id}/log?offset=7").json()["text"] == "× 2\n"
-    assert api.ask("ann", "GET", f"/v1/jobs/{job.id}/log?offset=-1").status_code == 422
+    for offset in ("-1", "nan", "1e300", "x"):
+        assert api.ask("ann", "GET", f"/v1/jobs/{job.id}/log?offset={offset}").status_code == 422
+        assert api.ask("ann", "GET", f"/v1/usage?since={offset}").status_code == 422
 
 
 def test_only_an_admin_adds_users_and_a_new_token_replaces_the_old_one(api: Api) -> None:
@@ -142,7 +144,23 @@ def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> N
         ({"spec": SPEC.replace("gpus: 4", "gpus: 7")}, "team a may have at most 6"),
         ({"spec": SPEC, "files": {"../x.py": ""}}, "not inside the folder"),
         ({"spec": SPEC, "files": {"/etc/x": ""}}, "not inside the folder"),
-        ({"spec": SPEC, "files": {"job.yaml": ""}}, "not inside the folder"),
+        *(
+            ({"spec": SPEC, "files": {path: ""}}, "not inside the folder")
+            for path in (
+                "job.yaml",
+                "./job.yaml",
+                "job.yaml/",
+                "a//b",
+                "a/./b",
+                "",
+                ".",
+                "a\0b",
+                "x" * 256,
+                "a/" * 40 + "b",
+            )
+        ),
+        ({"spec": SPEC, "files": {"job.yaml/a": ""}}, "job.yaml: is a file, and the folder of job.yaml/a"),
+        ({"spec": SPEC, "files": {"a": "", "a/b/c": ""}}, "a: is a file, and the folder of a/b/c"),
         ({"spec": SPEC, "limit_s": -1}, "limit_s"),
         ({"spec": SPEC, "priority": "urgent"}, "priority"),
         ({"hold": True}, "spec"),
@@ -152,6 +170,11 @@ def test_a_mistake_is_one_message_and_nothing_is_kept(api: Api, body: dict[str, 
     answer = api.ask("ann", "POST", "/v1/jobs", **body)
     assert answer.status_code == 422 and why in answer.json()["error"], answer.text
     assert api.ask("ann", "GET", "/v1/jobs").json()["jobs"] == []
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(api: Api) -> None:
+    answer = api.ask("ann", "POST", "/v1/jobs", spec="#" * (65 << 20))
+    assert answer.status_code == 422 and "more than 67,108,864 bytes" in answer.json()["error"]
 
 
 def test_the_same_key_is_the_same_job_for_its_user_only(api: Api) -> None:

@@ -11,7 +11,7 @@ from rlix.scheduler.queue.decide import STOP_S
 from rlix.scheduler.queue.jobs import Job, Outcome, QueueError, State
 from rlix.scheduler.queue.reasons import NoRoom, Reclaiming
 from rlix.serve.queue.config import QueueSpec, TeamSpec
-from rlix.serve.queue.keeper import FAILURES, Asked, Keeper
+from rlix.serve.queue.keeper import FAILURES, KEPT_DAYS, Asked, Keeper
 from rlix.serve.queue.store import FILE, Store
 from tests.serve.fakes import Clock, FakePool
 
@@ -70,7 +70,7 @@ def test_a_job_goes_through_its_states_and_its_files_are_where_it_starts(scene: 
     scene.turn()
     assert scene.state(id) is State.ADMITTED and scene.pool.started == [(id, 0)]
     work = scene.keeper.work(scene.job(id))
-    assert (work.folder / "rewards" / "mine.py").read_bytes() == FILES["rewards/mine.py"]
+    assert (work.files / "rewards" / "mine.py").read_bytes() == FILES["rewards/mine.py"]
     scene.turn()
     assert scene.state(id) is State.RUNNING and scene.job(id).pipeline_id == "ft_1"
     scene.pool.end(id)
@@ -200,6 +200,40 @@ def test_hold_release_cancel_requeue_and_what_is_refused(scene: Scene) -> None:
         scene.keeper.hold(scene.job(id), "ann")
 
 
+def test_what_its_owner_may_not_release_is_not_queued_again_either(scene: Scene) -> None:
+    id = scene.submit()
+    scene.keeper.hold(scene.job(id), "root")
+    with pytest.raises(QueueError, match="is held, by root"):
+        scene.keeper.requeue(scene.job(id), "ann")
+    assert scene.state(id) is State.HELD
+
+
+@pytest.mark.parametrize("verb", ["cancel", "requeue"])
+def test_who_is_to_stop_gets_no_more_time_by_asking_again(scene: Scene, verb: str) -> None:
+    id = scene.submit()
+    scene.turn()
+    scene.turn()
+    scene.keeper.cancel(scene.job(id), "root")
+    for _ in range(3):
+        scene.turn(STOP_S / 3)
+        getattr(scene.keeper, verb)(scene.job(id), "ann")
+    scene.turn(10.0)
+    assert scene.pool.stopped[-1] == (id, True)
+
+
+def test_one_that_cannot_be_begun_is_in_nobodys_way(scene: Scene) -> None:
+    first = scene.submit(2)
+    folder = scene.keeper.work(scene.job(first)).folder
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the place of its folder")
+    other = scene.submit(2)
+    scene.turn()
+    assert scene.pool.started == [(other, 0)]
+    folder.unlink()
+    scene.turn()
+    assert scene.pool.started == [(other, 0), (first, 0)]
+
+
 def test_one_that_is_cancelled_before_it_was_begun_is_not_begun(scene: Scene) -> None:
     id = scene.submit()
     scene.pool.start = lambda work: None  # type: ignore[method-assign]
@@ -208,6 +242,25 @@ def test_one_that_is_cancelled_before_it_was_begun_is_not_begun(scene: Scene) ->
     scene.keeper.cancel(scene.job(id), "ann")
     scene.turn()
     assert scene.job(id).outcome is Outcome.CANCELLED and not scene.pool.started
+
+
+def test_files_of_who_ended_long_ago_are_forgotten(scene: Scene) -> None:
+    old, runs = scene.submit(2), scene.submit(2)
+    scene.turn()
+    scene.pool.end(old)
+    scene.turn()
+    scene.clock.now += KEPT_DAYS * 86400.0
+    recent = scene.submit(2, held=True)
+    scene.keeper.cancel(scene.job(recent), "ann")
+    scene.keeper.forget_files()
+    assert all(scene.store.files(old)) and scene.keeper.work(scene.job(old)).folder.exists()
+    scene.clock.now += 1.0
+    scene.keeper.forget_files()
+    assert not scene.store.files(old) and not scene.keeper.work(scene.job(old)).folder.exists()
+    assert scene.store.files(recent) == scene.store.files(runs) == FILES
+    with pytest.raises(QueueError, match="kept 30 days"):
+        scene.keeper.requeue(scene.job(old), "ann")
+    scene.keeper.requeue(scene.job(recent), "ann")
 
 
 def test_while_the_pool_is_away_nothing_is_decided_and_nothing_lost(scene: Scene) -> None:

@@ -92,6 +92,19 @@ def test_what_could_not_be_started_says_why(scene: Scene, mistake: bool) -> None
     assert scene.seen() == Seen(Is.ENDED, outcome=Outcome.FAILED, why="no such file", by_pool=not mistake)
 
 
+@pytest.mark.parametrize("text", ["", "{", '{"x": 1}', "[1]"])
+def test_a_note_that_cannot_be_read_is_the_pools_failure(scene: Scene, text: str) -> None:
+    (scene.work.folder / "started-1.json").write_text(text)
+    found = scene.seen()
+    assert (found.state, found.by_pool) == (Is.ENDED, True) and "cannot be read" in found.why
+
+
+def test_one_whose_run_folder_holds_anything_has_not_ended_the_service(scene: Scene) -> None:
+    scene.ended("finished", 150.0)
+    (scene.work.run_dir / "spec.yaml").write_bytes(b"\xff\xfe\xff")
+    assert scene.seen().by_pool
+
+
 def test_one_that_nobody_has_begun_to_start_is_absent(scene: Scene) -> None:
     (scene.work.folder / "started-1.json").unlink()
     assert scene.seen() == Seen(Is.ABSENT)

@@ -14,7 +14,7 @@ import uvicorn
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import State
 from rlix.serve.api.app import Service, make_app
-from rlix.serve.queue.accounts import Accounts
+from rlix.serve.queue.accounts import Accounts, used_by
 from rlix.serve.queue.config import FILE as CONFIG_FILE
 from rlix.serve.queue.config import load_config
 from rlix.serve.queue.keeper import Keeper
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_FILE = "serve.json"
 """In RLIX_HOME: where the service answers. The command line on this machine finds it there."""
 PORT = 7459
-_ACCOUNT_S = 60.0
+_ACCOUNT_S, _FORGET_S = 60.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, optio
     scheme = "https" if options.certificate is not None else "http"
     _announce(options.home, f"{scheme}://{options.host}:{port}")
     others = [asyncio.create_task(keeper.run()), asyncio.create_task(_account(keeper, accounts))]
+    others.append(asyncio.create_task(_forget(keeper)))
     try:
         done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -103,11 +104,19 @@ async def _account(keeper: Keeper, accounts: Accounts) -> None:
         since = now
         for job in jobs:
             try:
-                accounts.look(job, keeper.work(job).run_dir, now)
+                accounts.take(job, await asyncio.to_thread(used_by, job, keeper.work(job).run_dir), now)
             except RlixError as error:
                 logger.warning("%s is not accounted for: %s", job.said, error)
-            await asyncio.sleep(0)  # others come in between
         await asyncio.sleep(_ACCOUNT_S)
+
+
+async def _forget(keeper: Keeper) -> None:
+    while True:
+        try:
+            keeper.forget_files()
+        except RlixError as error:
+            logger.warning("%s", error)
+        await asyncio.sleep(_FORGET_S)
 
 
 def _announce(home: Path, url: str) -> None:

@@ -1,6 +1,5 @@
 """The HTTP API: each door, who may use it, and what it answers. Who asks is said by the token alone."""
 
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,10 +21,12 @@ from rlix.serve.queue.accounts import Accounts
 from rlix.serve.queue.keeper import Asked, Keeper
 from rlix.serve.queue.runner import JOB_FILE
 from rlix.serve.queue.store import User
-from rlix.serve.queue.submission import check_files, read_submission
+from rlix.serve.queue.submission import MOST_BYTES, check_files, read_submission
 from rlix.serve.queue.users import Users
 
 _MOST_LOG = 256 << 10  # bytes of one answer
+_MOST_BODY = 2 * MOST_BYTES  # in base64, with the job file
+_MOST_NUMBER = 2.0**53
 _MOST_ENDED = 1000
 
 
@@ -122,7 +123,7 @@ class _Doors:
         self._keeper, self._users, self._accounts, self._now = service.keeper, service.users, service.accounts, now
 
     async def submit(self, request: Request, user: User) -> models.JobView:
-        body = models.Submission.model_validate_json(await request.body())
+        body = models.Submission.model_validate_json(await _body(request))
         keeper, files = self._keeper, dict(body.files)
         check_files(files)
         name, gpus = read_submission(body.spec, max(1, keeper.pool.devices))
@@ -177,7 +178,7 @@ class _Doors:
 
     async def priority(self, request: Request, user: User) -> models.JobView:
         job = self._own(request, user, "set the priority of")
-        body = models.PriorityChange.model_validate_json(await request.body())
+        body = models.PriorityChange.model_validate_json(await _body(request))
         return self._view(self._keeper.set_priority(job, PRIORITIES[body.priority], user.name))
 
     async def pool(self, _: Request, user: User) -> models.PoolView:
@@ -205,7 +206,7 @@ class _Doors:
     async def add_user(self, request: Request, user: User) -> models.Token:
         if not user.admin:
             raise RefusedError("only an admin may add users")
-        body = models.NewUser.model_validate_json(await request.body())
+        body = models.NewUser.model_validate_json(await _body(request))
         token = self._users.add(User(body.name, body.team, body.admin))
         return models.Token(name=body.name, team=body.team, admin=body.admin, token=token)
 
@@ -228,13 +229,23 @@ class _Doors:
         return job
 
 
+async def _body(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > _MOST_BODY:
+            raise SpecError(f"the body has more than {_MOST_BODY:,} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
 def _number(params: Mapping[str, str], name: str) -> float:
     try:
         value = float(params.get(name, "0"))
     except ValueError:
         value = -1.0
-    if not 0 <= value < math.inf:
-        raise SpecError(f"{name}: must be a number of at least 0")
+    if not 0 <= value <= _MOST_NUMBER:
+        raise SpecError(f"{name}: must be a number of at least 0, and at most 2^53")
     return value
 
 

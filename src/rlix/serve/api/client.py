@@ -101,7 +101,7 @@ def connect(home: Path) -> Client:
         with contextlib.suppress(OSError):
             token = (home / TOKEN_FILE).read_text().strip()
     if not token:
-        raise SpecError("no token: set RLIX_TOKEN to the one that an admin's `rlix user add` has printed for you")
+        raise SpecError("no token: set RLIX_TOKEN to the one that an admin's `rlix user NAME` has printed for you")
     return Client(url, token)
 
 

@@ -1,13 +1,12 @@
 """What jobs were given: read from their run folders, kept in the store, and counted for fair share."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
 from rlix.monitor.records import SWITCHING_KINDS, RunRecord, load_run
-from rlix.protocol.errors import SpecError
 from rlix.scheduler.queue.fair_share import Usage
 from rlix.scheduler.queue.jobs import Job
 from rlix.serve.queue.store import Store, Used
@@ -34,6 +33,17 @@ class Account:
     def idle_s(self) -> float:
         """Under a lease, with nothing to do."""
         return max(0.0, self.given_s - self.busy_s - self.switching_s)
+
+
+def used_by(job: Job, run_dir: Path) -> list[Used]:
+    """What the job was given, by its run folder; nothing where that cannot be read. Takes long for a long run."""
+    if not (run_dir / "events.jsonl").exists():
+        return []
+    try:
+        return used_in(job.id, load_run(run_dir))
+    except (ValueError, OSError) as error:  # a job may write there what it likes
+        logger.warning("%s is not accounted for: %s", job.said, error)
+        return []
 
 
 def used_in(job: int, record: RunRecord) -> list[Used]:
@@ -84,15 +94,8 @@ class Accounts:
                 usage.charge(job.team, job.owner, row.given_s, (row.hour + 0.5) * _HOUR_S)
                 self._charged[row.job] = self._charged.get(row.job, 0.0) + row.given_s
 
-    def look(self, job: Job, run_dir: Path, now: float) -> None:
-        """Reads the job's run folder again, whatever was read before. One that cannot be read changes nothing."""
-        if not (run_dir / "events.jsonl").exists():
-            return
-        try:
-            rows = used_in(job.id, load_run(run_dir))
-        except (SpecError, OSError) as error:
-            logger.warning("%s is not accounted for: %s", job.said, error)
-            return
+    def take(self, job: Job, rows: Sequence[Used], now: float) -> None:
+        """All that a job was given so far, whatever was taken before. No rows change nothing."""
         self._store.account(rows)
         given = sum(row.given_s for row in rows)
         self._usage.charge(job.team, job.owner, max(0.0, given - self._charged.get(job.id, 0.0)), now)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ FAILURES = 5
 _STEADY_S = 600.0  # who ran for so long has not failed in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 1800.0
 _ASK_AGAIN_S = 10.0  # for a stop
+KEPT_DAYS = 30
+"""After its end so long a job's files are kept, and it can be queued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class Keeper:
         why = f"cancelled by {by}"
         if not job.active:
             return self._put(replace(job.become(State.ENDED, self._now(), why), outcome=Outcome.CANCELLED), by, why)
-        return self._put(replace(job, stop=Stop(self._now(), why, Outcome.CANCELLED)), by, why)
+        return self._put(replace(job, stop=Stop(self._stops_since(job), why, Outcome.CANCELLED)), by, why)
 
     def hold(self, job: Job, by: str) -> Job:
         """It waits until it is released."""
@@ -170,17 +173,37 @@ class Keeper:
     def requeue(self, job: Job, by: str) -> Job:
         """One that has ended is queued again, and goes on from its checkpoint; one that runs is stopped for that."""
         why = f"queued again by {by}"
+        if job.state is State.HELD:
+            raise QueueError(f"job {job.id} ({job.name}) is held, by {job.why}: release it")
         if job.active:
-            return self._put(replace(job, stop=Stop(self._now(), why)), by, why)
+            return self._put(replace(job, stop=Stop(self._stops_since(job), why)), by, why)
+        if not self._store.files(job.id):
+            raise QueueError(
+                f"job {job.id} ({job.name}) ended long ago: its files were kept {KEPT_DAYS} days; submit it"
+            )
         return self._put(self._again(job.become(State.SUBMITTED, self._now(), why)), by, why)
+
+    def _stops_since(self, job: Job) -> float:
+        """Asked again, it has no more time for its checkpoint."""
+        return self._now() if job.stop is None else job.stop.at
 
     def set_priority(self, job: Job, priority: int, by: str) -> Job:
         return self._put(replace(job, priority=priority), by, f"priority {priority}")
 
     def work(self, job: Job) -> Work:
         """Where a job's files are, and its run folder: nobody else's, also of other jobs of that name."""
-        folder, runs = self._home / "queue" / str(job.id), self._runs_dir / str(job.id)
-        return Work(job.id, job.name, folder, runs, job.requeues, job.admitted_at)
+        runs = self._runs_dir / str(job.id)
+        return Work(job.id, job.name, self._folder(job.id), runs, job.requeues, job.admitted_at)
+
+    def forget_files(self) -> None:
+        """Of jobs that ended long ago."""
+        old = self._store.with_files(self._now() - KEPT_DAYS * 86400.0)
+        for id in old:
+            shutil.rmtree(self._folder(id), ignore_errors=True)
+        self._store.drop_files(old)
+
+    def _folder(self, id: int) -> Path:
+        return self._home / "queue" / str(id)
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
@@ -285,11 +308,15 @@ class Keeper:
             if job.state is State.ADMITTED and (seen is None or seen.state is Is.ABSENT):
                 work, files = self.work(job), self._store.files(job.id)
                 self._seen[job.id] = Seen(Is.STARTING)
-                await self._call(self._begin, work, files)
+                try:
+                    await self._call(self._begin, work, files)
+                except (RlixError, OSError) as error:  # its own trouble: the others have their turn
+                    logger.error("%s cannot be started now, and will be tried again: %s", job.said, error)
+                    self._seen.pop(job.id)
 
     def _begin(self, work: Work, files: Mapping[str, bytes]) -> None:
         for path, content in files.items():
-            target = work.folder / path
+            target = work.files / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
         self._runner.start(work)

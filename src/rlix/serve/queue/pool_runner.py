@@ -19,7 +19,7 @@ from rlix.control.rpc import get, in_words
 from rlix.control.settings import Settings
 from rlix.monitor.records import ENDINGS, load_run
 from rlix.pipeline.jobs.handle import FINAL_STATES, JobHandle, find_jobs
-from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.queue.runner import Is, Seen, Work
 from rlix.serve.queue.starter import is_starting, read_note
@@ -116,7 +116,7 @@ class PoolRunner:
 
     def _without_coordinator(self, work: Work) -> Seen:
         """How it ended, by its run folder: it did so long ago, or its pool is gone."""
-        with contextlib.suppress(SpecError, OSError):
+        with contextlib.suppress(ValueError, OSError):  # a job may write there what it likes
             record = load_run(work.run_dir)
             last = max(record.job_events, key=lambda event: event.time, default=None)
             if last is not None and last.event in ENDINGS and last.time > work.admitted_at:

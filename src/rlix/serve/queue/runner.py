@@ -11,8 +11,8 @@ from rlix.scheduler.queue.jobs import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A job that has been admitted. `folder` has its spec (`JOB_FILE`) and files; its run folder is in `runs_dir`,
-    which no other job has. `attempt`: how often it was queued again before."""
+    """A job that has been admitted. `folder` and `runs_dir`, in which its run folder is, are no other job's. `attempt`:
+    how often it was queued again before."""
 
     id: int
     name: str
@@ -20,6 +20,11 @@ class Work:
     runs_dir: Path
     attempt: int
     admitted_at: float
+
+    @property
+    def files(self) -> Path:
+        """Its spec (`JOB_FILE`) and files, apart from what is noted of its starts."""
+        return self.folder / FILES
 
     @property
     def run_dir(self) -> Path:
@@ -73,5 +78,5 @@ class Runner(Protocol):
         """Has it write a checkpoint and end, or, `now`, end without."""
 
 
-JOB_FILE = "job.yaml"
-"""In a work's folder: the job spec. Paths in it are relative to the folder."""
+FILES, JOB_FILE = "files", "job.yaml"
+"""The folder of a work's files, and among them the job spec. Paths in it are relative to that folder."""

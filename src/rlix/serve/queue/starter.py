@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError, SpecError
-from rlix.serve.queue.runner import JOB_FILE
+from rlix.serve.queue.runner import FILES, JOB_FILE
 
 _LOCK_WAIT_S = 300.0
 
@@ -30,10 +30,13 @@ class Note:
 
 def read_note(folder: Path, attempt: int) -> Note | None:
     """None: nobody has started this attempt so far."""
+    path = _note(folder, attempt)
     try:
-        return Note(**json.loads(_note(folder, attempt).read_text()))
+        return Note(**json.loads(path.read_text()))
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError):  # of a host that lost its power
+        return Note(error=f"what came of its start cannot be read in {path}")
 
 
 def is_starting(folder: Path) -> bool:
@@ -48,7 +51,7 @@ def is_starting(folder: Path) -> bool:
 
 
 def start(folder: Path, runs_dir: Path, attempt: int) -> None:
-    """Launches the job in the pool that runs here, unless somebody has."""
+    """Launches the job whose work is in `folder` in the pool that runs here, unless somebody has."""
     with closing(lock_file(folder / _LOCK, _LOCK_WAIT_S)):
         if read_note(folder, attempt) is not None:
             return
@@ -66,14 +69,19 @@ def _launched(folder: Path, runs_dir: Path, attempt: int) -> str:
     from rlix.control.settings import Settings
     from rlix.pipeline.jobs.handle import FINAL_STATES, find_jobs
     from rlix.pipeline.jobs.launch import launch
+    from rlix.pipeline.jobs.run_folder import check_free
     from rlix.pipeline.spec.job import load_job
 
-    spec = load_job(folder / JOB_FILE)
+    spec = load_job(folder / FILES / JOB_FILE)
     orchestrator = init(create_if_missing=False, settings=Settings.from_env(), log_level="WARNING")
     for job in find_jobs(orchestrator):  # whoever launched it may have been killed before it could say so
         if job.run_dir == runs_dir / spec.name and job.status().state not in FINAL_STATES:
             job.start()
             return job.pipeline_id
+    try:
+        check_free(runs_dir / spec.name)
+    except SpecError as error:  # one that was launched before and does not answer now: no mistake of the job's
+        raise RlixError(str(error)) from error
     (handle,) = launch([spec], runs_dir, resume=attempt > 0)
     return handle.pipeline_id
 

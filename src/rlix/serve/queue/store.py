@@ -155,6 +155,17 @@ class Store:
         with self._in_words("read"):
             return dict(self._db.execute("SELECT path, content FROM files WHERE job = ?", (id,)))
 
+    def with_files(self, before: float) -> list[int]:
+        """The jobs that ended before this unix time and whose files are here."""
+        with self._in_words("read"):
+            sql = "SELECT body FROM jobs WHERE state = ? AND id IN (SELECT job FROM files)"
+            jobs = [_job(body) for (body,) in self._db.execute(sql, (State.ENDED,))]
+        return [job.id for job in jobs if job.since < before]
+
+    def drop_files(self, ids: Sequence[int]) -> None:
+        with self._change():
+            self._db.executemany("DELETE FROM files WHERE job = ?", [(id,) for id in ids])
+
     def changes(self, id: int) -> list[Change]:
         with self._in_words("read"):
             rows = self._db.execute("SELECT time, job, by, what FROM changes WHERE job = ? ORDER BY sequence", (id,))

@@ -14,6 +14,7 @@ from rlix.protocol.spec_file import problems_of, read_yaml
 from rlix.protocol.types import LONGEST_NAME, NAME, ClusterName, folder_problem
 from rlix.serve.queue.runner import JOB_FILE
 
+_LONGEST_PART, _DEEPEST = 255, 32  # bytes of a file's name; folders
 MOST_BYTES = 32 << 20
 """Of the files that go with a job: larger ones belong on a disk that the pool's hosts share."""
 
@@ -63,9 +64,12 @@ def _gpus(clusters: ClustersSpec, plan: Any, devices: int) -> int:
 
 
 def check_files(files: Mapping[str, bytes]) -> None:
-    """Raises SpecError: a path leads out of the job's folder, or there is too much."""
+    """Raises SpecError: a path leads out of the job's folder or is none, or there is too much."""
     if bad := [path for path in files if not _inside(path)]:
-        raise SpecError(f"{bad[0]}: is not inside the folder of the job file; name it by an absolute path")
+        raise SpecError(f"{bad[0]!r}: is not inside the folder of the job file; name it by an absolute path")
+    folders = {str(folder): path for path in files for folder in PurePosixPath(path).parents}
+    if both := sorted(folders.keys() & {*files, JOB_FILE}):
+        raise SpecError(f"{both[0]}: is a file, and the folder of {folders[both[0]]}")
     check_size(len(content) for content in files.values())
 
 
@@ -79,5 +83,8 @@ def check_size(sizes: Iterable[int]) -> None:
 
 
 def _inside(path: str) -> bool:
+    """Whether it is the one way to write a file's path below the folder, and the disk takes it."""
     parts = PurePosixPath(path).parts
-    return bool(parts) and not path.startswith("/") and ".." not in parts and parts[0] != "." and path != JOB_FILE
+    plain = path.isprintable() and "/".join(parts) == path and ".." not in parts
+    fits = len(parts) <= _DEEPEST and all(len(part.encode()) <= _LONGEST_PART for part in parts)
+    return plain and fits and path not in ("", JOB_FILE)
