@@ -7,6 +7,7 @@ import pytest
 from rlix.protocol.events import (
     DevicesDiscovered,
     GangRequested,
+    GrantRevoked,
     LeaseReleased,
     PipelineAdmitted,
     PipelineRegistered,
@@ -286,3 +287,46 @@ def test_a_gang_that_waits_uses_devices_that_come() -> None:
     assert (again.requests, again.registrations) == (world.state.requests, world.state.registrations)
     assert world.cycle() == Plan(grants=(GangGrant(waits, (2, 3)),))
     assert world.state.registrations["a"].cluster(TRAIN).choices == ((0, 1),)
+
+
+def grown(world: World, count: int) -> None:
+    """One more node, and with it so many devices in all."""
+    before = world.state.devices
+    came = devices(count)[len(before) :]
+    world.apply(DevicesDiscovered((*before, *(replace(device, node_id=f"node{count}") for device in came))))
+
+
+def moving(world: World, *names: str) -> None:
+    for name in names:
+        cluster = Cluster(TRAIN, 1, (0, 1), anywhere=True)
+        world.apply(PipelineRegistered(Registration(name, "ns", (cluster,))))
+        world.apply(PipelineAdmitted(name))
+
+
+def test_where_a_gangs_state_lies_is_one_of_its_choices_however_many_devices_come() -> None:
+    world = World(2)
+    moving(world, "a")
+    grown(world, 4)
+    world.apply(GangRequested(world.state.next_request_id, "a", TRAIN, Phase.ACTOR_TRAINING, first=(2, 3)))
+    world.cycle()
+    assert [status.lease.devices for status in world.state.leases.values()] == [(2, 3)]
+    world.release_gangs()
+    for count in range(8, 60, 4):
+        grown(world, count)
+    assert (2, 3) in world.state.registrations["a"].cluster(TRAIN).alternatives
+    assert (0, 1) == world.state.registrations["a"].cluster(TRAIN).devices
+
+
+def test_a_gang_whose_grant_is_taken_back_may_use_devices_that_came_meanwhile() -> None:
+    world = World(2)
+    world.register("roll", [0, 1])
+    world.demand("roll", 2)
+    world.cycle()
+    moving(world, "a")
+    waits = world.request("a")
+    world.cycle()
+    pending = max(world.state.leases)
+    assert world.state.leases[pending].state is LeaseState.PENDING
+    grown(world, 4)
+    world.apply(GrantRevoked(pending))
+    assert world.state.requests[waits].choices == ((0, 1), (2, 3))

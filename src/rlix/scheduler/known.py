@@ -236,14 +236,20 @@ class Known:
         """Devices that came may be granted to gangs that run anywhere, also to those that wait."""
         arrivals = Arrivals(self._devices.values(), came)
         for pipeline_id, known in self._registrations.items():
-            clusters = tuple(arrivals.offered(cluster) if cluster.anywhere else cluster for cluster in known.clusters)
+            clusters = tuple(
+                arrivals.offered(cluster, self._last_on.get((pipeline_id, cluster.name)))
+                if cluster.anywhere
+                else cluster
+                for cluster in known.clusters
+            )
             if clusters != known.clusters:
                 self._registrations[pipeline_id] = replace(known, clusters=clusters)
-        for request in self._requests.values():
-            cluster = self._cluster(request.pipeline_id, request.cluster)
-            if cluster.anywhere and not request.exact:
-                others = (c for c in self._choices(request.holding, cluster) if c != request.devices)
-                self._requests[request.id] = replace(request, alternatives=tuple(others))
+        for requests in (self._requests, self._answered):  # who was answered may have to wait again
+            for key, request in requests.items():
+                cluster = self._cluster(request.pipeline_id, request.cluster)
+                if cluster.anywhere and not request.exact:
+                    others = (c for c in self._choices(request.holding, cluster) if c != request.devices)
+                    requests[key] = replace(request, alternatives=tuple(others))
 
     def _account(self, pipeline_id: str) -> Given:
         """A newcomer's begins at the least of the others', so that it neither pays for nor gains by being late."""

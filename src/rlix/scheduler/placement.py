@@ -78,9 +78,10 @@ class Arrivals:
         self._blocks: dict[tuple[int, int], list[Block]] = {}
         self._turn = 0
 
-    def offered(self, cluster: Cluster) -> Cluster:
+    def offered(self, cluster: Cluster, last: Block | None = None) -> Cluster:
         """The cluster with blocks of them among its alternatives, before others of that width, of which some go if
-        there are too many. Each cluster is offered others first, so that they do not all go to the same."""
+        there are too many, but not `last`, where its gang last was. Each cluster is offered others first, so that they
+        do not all go to the same."""
         shape = len(cluster.devices), cluster.tensor_parallel_size
         if shape not in self._blocks:
             self._blocks[shape] = [block for block in self._pool.blocks(*shape) if not self._came.isdisjoint(block)]
@@ -91,6 +92,7 @@ class Arrivals:
         self._turn += 1
         at = self._turn % len(new)
         there = [block for block in cluster.alternatives if self._devices.keys() >= set(block)]
+        there.sort(key=lambda block: block != last)
         offered = (new[at:] + new[:at])[: max(MAX_ALTERNATIVES // 2, MAX_ALTERNATIVES - len(there))]
         kept = there[: MAX_ALTERNATIVES - len(offered)]
         return replace(cluster, alternatives=tuple(sorted([*offered, *kept], key=lambda block: -len(block))))
