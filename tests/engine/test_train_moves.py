@@ -14,7 +14,7 @@ from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import publication
 from rlix.flow.workers.group import WorkerGroup
-from rlix.node.device_lock import holder
+from rlix.node.device_lock import DeviceLocks, holder
 from rlix.protocol.errors import StaleEpochError, WorkerError
 from rlix.protocol.messages import Device, Fence
 from tests.engine.training_models import Swapping, batch, policy
@@ -84,6 +84,7 @@ def test_it_learns_to_the_bit_what_it_learns_in_one_place(
 
 
 def test_leases_that_have_ended_are_refused_there_too(engine: TrainEngine, places: Places, lease: Lease) -> None:
+    published = engine.publish()
     engine.acquire(lease(5), places[1])
     engine.release(5)
     for place in (places[2], places[0]):  # where it never was, and where nobody has used the device since
@@ -91,6 +92,40 @@ def test_leases_that_have_ended_are_refused_there_too(engine: TrainEngine, place
             engine.acquire(lease(4), place)
     assert (engine.devices, engine.residency) == (places[1], Residency.HOST)
     assert not any(map(locked, places))
+    later = DeviceLocks([places[0][1].key])
+    later.acquire(lease(9), 1.0)
+    later.release()
+    with pytest.raises(StaleEpochError):  # for one rank only; the other one has its device by then
+        engine.acquire(lease(6), places[0])
+    assert not any(map(locked, places))
+    assert list(publication.stream(published)), "of the workers that were refused"
+
+
+def test_who_dies_while_it_takes_the_state_takes_nothing_else_with_it(
+    places: Places, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TrainEngine(policy(), Swapping).build(devices=places[0][:1], seed=11, lease=lease(1)) as engine:
+        published = engine.publish()
+        engine.release(1)
+        engine.acquire(lease(2), places[1][:1])
+        loss = train(engine, 0)
+        engine.release(2)
+        call = WorkerGroup.call
+
+        def dies(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> Any:
+            if "take_over" in args[1:2]:
+                ray.kill(group.handles[0])
+            return call(group, method, *args, **kwargs)
+
+        monkeypatch.setattr(WorkerGroup, "call", dies)
+        with pytest.raises(WorkerError, match="died") as failed:
+            engine.acquire(lease(3), places[2][:1])
+        monkeypatch.undo()
+        assert "lost" not in str(failed.value)
+        assert (engine.devices, engine.residency) == (places[1][:1], Residency.HOST)
+        assert list(publication.stream(published)), "of workers that had nothing to do with it"
+        engine.acquire(lease(4), places[1][:1])
+        assert train(engine, 1) != loss
 
 
 def test_whoever_dies_on_the_way_the_state_is_where_it_was(

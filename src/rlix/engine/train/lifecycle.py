@@ -19,7 +19,7 @@ from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
-from rlix.protocol.errors import RlixError, WaitTimeoutError, WorkerError
+from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence, Process
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class TrainWorkers(Engine):
         self._spares: dict[tuple[Device, ...], tuple[WorkerGroup, Layout]] = {}  # who was left first comes first
         self._publisher: WorkerGroup | None = None  # who has what was published last
         self._built = 0  # how often workers were started
+        self._taking_over = False  # workers that are given up if they fail, for the others still have the state
         self._calls = 0  # of these workers
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
         self._under_way, self._last_ended = 0, time.monotonic()  # calls
@@ -90,14 +91,8 @@ class TrainWorkers(Engine):
         self, devices: tuple[Device, ...], layout: Layout, spec: ModuleSpec, lease: Fence | int | None
     ) -> WorkerGroup:
         """Workers on these devices that have built their module; none are left where one failed."""
-        spare, spread = self._spares.pop(devices, (None, layout))
-        if spare is not None and spread != layout:
-            spare.close()
-        elif spare is not None:
-            try:
-                return self._set_up(spare, layout, spec, lease)
-            except (WorkerError, WaitTimeoutError) as error:
-                logger.warning("%s: the workers that it comes back to are replaced: %s", self.name, error)
+        if (group := self._come_back(devices, layout, spec, lease)) is not None:
+            return group
         how = self._started_as
         self._built += 1
         group = WorkerGroup(
@@ -109,21 +104,57 @@ class TrainWorkers(Engine):
             max_concurrency=1,
             start_timeout_s=how.build_timeout_s,
         )
-        return self._set_up(group, layout, spec, lease)
-
-    def _set_up(self, group: WorkerGroup, layout: Layout, spec: ModuleSpec, lease: Fence | int | None) -> WorkerGroup:
-        how = self._started_as
         try:
-            self._name_holders(group)
-            settings = (how.executor, layout, spec, how.collective_timeout_s, lease, self._ended)
-            group.run("setup", *settings, timeout_s=how.build_timeout_s)
-        except WorkerError as error:
-            group.close(graceful=False)
-            raise plainly(error) from error.__cause__
+            self._set_up(group, layout, spec, lease)
         except BaseException:  # re-raised; whatever it is, Ctrl-C too, no worker is left behind
             group.close(graceful=False)
             raise
         return group
+
+    def _come_back(
+        self, devices: tuple[Device, ...], layout: Layout, spec: ModuleSpec, lease: Fence | int | None
+    ) -> WorkerGroup | None:
+        """The workers that it has left on these devices, set up anew; None where there are none that can be.
+
+        Those that are refused a device wait on there: replicas may still need what they have published.
+        """
+        group, spread = self._spares.pop(devices, (None, layout))
+        if group is None:
+            return None
+        if spread != layout:
+            group.close()
+            return None
+        try:
+            self._set_up(group, layout, spec, lease)
+        except (StaleEpochError, DeviceBusyError):
+            self._keep_out(group, devices, layout)
+            raise
+        except (WorkerError, WaitTimeoutError) as error:
+            logger.warning("%s: the workers that it comes back to are replaced: %s", self.name, error)
+            group.close(graceful=False)
+            return None
+        except BaseException:  # re-raised, as in `_start`
+            group.close(graceful=False)
+            raise
+        return group
+
+    def _keep_out(self, group: WorkerGroup, devices: tuple[Device, ...], layout: Layout) -> None:
+        """Another rank was refused its device."""
+        try:
+            group.run("leave", timeout_s=self._timeout_s)
+            self._spares[devices] = group, layout
+        except (WorkerError, WaitTimeoutError) as error:
+            logger.warning("%s: workers that were refused a device are ended: %s", self.name, error)
+            group.close(graceful=False)
+
+    def _set_up(self, group: WorkerGroup, layout: Layout, spec: ModuleSpec, lease: Fence | int | None) -> None:
+        how = self._started_as
+        try:
+            self._name_holders(group)
+            group.run("enter", lease, self._ended, timeout_s=how.build_timeout_s)
+            group.run("setup", how.executor, layout, spec, how.collective_timeout_s, timeout_s=how.build_timeout_s)
+        except WorkerError as error:
+            raise plainly(error) from error.__cause__
 
     def _name_holders(self, group: WorkerGroup) -> None:
         if self._started_as.name_holders is not None:
@@ -146,6 +177,7 @@ class TrainWorkers(Engine):
         before, residency = (self._group, self.devices, self._layout, self._calls, self._lease), self.residency
         self._adopt(group, devices, layout, lease)
         configured, self._configured = self._configured, []
+        self._taking_over = True
         try:
             for name, args, kwargs in configured:
                 getattr(self, name)(*args, **kwargs)
@@ -158,6 +190,8 @@ class TrainWorkers(Engine):
             self._configured = configured
             placement.occupy(self, self.devices)
             raise
+        finally:
+            self._taking_over = False
 
     def _replace(
         self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None, *, back: bool = False
@@ -265,6 +299,8 @@ class TrainWorkers(Engine):
         Returns what is lost, if anything, and what who holds the engine can do then, which is a note of the error: who
         runs a job has other ways. `dead`: a rank has ended; `late`: one has not ended the call in time.
         """
+        if self._taking_over:
+            return "", ""
         if dead and group is self._group and group.world_size == 1:
             self._end(graceful=False)
             return "its only worker has ended, and its state is lost", _REBUILD

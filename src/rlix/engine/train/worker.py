@@ -83,24 +83,32 @@ class TrainWorker(Worker):
         self._calls = 0
         self._groups: ProcessGroups | None = None  # once it has joined them
 
+    def enter(self, lease: Fence | int | None = None, ended: int = 0) -> None:
+        """Take the device's lock, under `lease` if there is one. Those up to the epoch `ended` are over for the engine.
+
+        Raises what `DeviceLocks.acquire` raises.
+        """
+        self._lease = None if lease is None else self.ctx.fence(lease)
+        self._entered = Life(ended=ended).enter(self._epoch() or 0)
+        self._locks = self.ctx.device_locks()
+        self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
+
+    def leave(self) -> None:
+        """After `enter`, and nothing since: let go of the lock, if it was had."""
+        self._locks.release()
+
     def setup(
         self,
         executor: type[TrainExecutor],
         layout: Layout,
         spec: ModuleSpec,
         collective_timeout_s: float,
-        lease: Fence | int | None = None,
-        ended: int = 0,
     ) -> TrainStatus:
-        """Join the process group, build the module, fill and cut it, under `lease` if there is one.
+        """After `enter`: join the process group, build the module, fill and cut it.
 
         After `park` it is all done again but for the first. A rank waits in a collective for at most
-        `collective_timeout_s`. Leases up to the epoch `ended` are over for the engine.
+        `collective_timeout_s`.
         """
-        self._lease = None if lease is None else self.ctx.fence(lease)
-        life = Life(ended=ended).enter(self._epoch() or 0)
-        self._locks = self.ctx.device_locks()
-        self._locks.acquire(self.ctx.fence(lease), LOCK_TIMEOUT_S)
         cuda = self.ctx.kind is DeviceKind.CUDA
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if self._groups is None:
@@ -122,7 +130,7 @@ class TrainWorker(Worker):
             device,
             mover=self._executor.mover() or mover_for(device),
         )
-        self._resident.life = replace(self._resident.life, epoch=life.epoch, ended=life.ended)
+        self._resident.life = replace(self._resident.life, epoch=self._entered.epoch, ended=self._entered.ended)
         module.on_weights_materialized()
         return self.status()
 
