@@ -12,7 +12,7 @@ from rlix.control.journal import JournalError, encode
 from rlix.control.planning import Decide
 from rlix.control.status import status_of
 from rlix.protocol.errors import SpecError, WaitTimeoutError
-from rlix.protocol.events import DrainStarted, Event
+from rlix.protocol.events import DrainStarted, Event, LeaseReleased
 from rlix.protocol.messages import Demand, Lease, LeaseState, Occupant, Process, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.commit import decide
@@ -572,3 +572,18 @@ def test_who_waits_is_told_who_is_ahead_by_the_order_in_which_gangs_are_served()
     world.release(world.held("ft_1")[0])
     assert isinstance(late.outcome, Lease)
     assert urgent.outcome is None
+
+
+def test_who_keeps_its_lock_over_the_end_of_its_host_is_ended_after_the_next_lease() -> None:
+    """Nobody has seen it, so the job that is granted its device meets the lock, and no other does."""
+    world, survivor = World(), process(7)
+    lease = world.gang("ft_1")
+    world.machine.lock(lease, survivor)
+    world.core.record(DrainStarted(lease.epoch), LeaseReleased(lease.epoch, ReleaseReason.NODE_LOST))
+    world.run(100.0)
+    assert world.machine.killed == []
+    second = world.gang("ft_2")
+    world.release(second)  # after its `DeviceBusyError`
+    world.run(5.0)
+    assert world.machine.killed == [survivor]
+    assert world.machine.locks == {} and not world.core.state.leases
