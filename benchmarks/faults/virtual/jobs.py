@@ -38,7 +38,8 @@ class Judge(Protocol):
 class Plan:
     """What a job is. `gang`, `roll`: its clusters, as they are registered, None: it has none. `alone`: the program
     keeps the bytes itself. `parts`: it gives a part of its gang back early. `lingers`: its locks go a
-    moment after its word. `longest_s`, `timeout_s`: of its gangs."""
+    moment after its word. `longest_s`, `timeout_s`: of its gangs. `move_s`: seconds that its gang's state
+    takes elsewhere; 0: it has none."""
 
     home: int
     gang: Any = None
@@ -50,6 +51,7 @@ class Plan:
     lingers: bool = False
     longest_s: float | None = None
     timeout_s: float | None = None
+    move_s: float = 0.0
 
 
 class GoneError(Exception):
@@ -73,6 +75,7 @@ class Job:
         self.draining: set[int] = set()
         self.giving: set[int] = set()
         self.locking: set[int] = set()
+        self.home_on: tuple[int, ...] = ()  # where its gang's state lies
         self.slow_s = 0.0
         self.mute = self.hangs = False
         self.done = self.over = False
@@ -263,6 +266,8 @@ class Job:
             await asyncio.sleep(0.5)
             await self._awake()
         stands = self._alive(lease)
+        if self.plan.move_s:
+            self.home_on = lease.devices
         return await self._release(lease) and stands
 
     async def _acquire(self, step: int) -> Lease | None:
@@ -271,7 +276,9 @@ class Job:
         deadline = None if self.plan.timeout_s is None else began + self.plan.timeout_s
         while True:
             left = None if deadline is None else max(0.001, deadline - self.loop.time())
-            asked = Asked(key, self.program.id, (), left, self.plan.longest_s)
+            asked = Asked(
+                key, self.program.id, (), left, self.plan.longest_s, home=self.home_on, move_s=self.plan.move_s
+            )
             try:
                 answer: GangAnswer = await self._ask("poll_gang", "train", phase, asked, 5.0)
             except WaitTimeoutError:

@@ -40,6 +40,8 @@ PLANS = (
     Plan(0, gang=2, roll=4, timeout_s=20.0),
     Plan(1, gang={"min": 1, "max": 2}, rounds=3, longest_s=20.0),
     Plan(3, gang=[0, 1, 2, 3, 4, 5, 6, 7], rounds=1, parts=True),
+    Plan(2, gang=2, rounds=5, move_s=1.0),
+    Plan(0, gang=1, roll=3, rounds=4, move_s=30.0),
 )
 
 
