@@ -314,7 +314,7 @@ def test_where_a_gangs_state_lies_is_one_of_its_choices_however_many_devices_com
     for count in range(8, 60, 4):
         grown(world, count)
     assert (2, 3) in world.state.registrations["a"].cluster(TRAIN).alternatives
-    assert (0, 1) == world.state.registrations["a"].cluster(TRAIN).devices
+    assert world.state.registrations["a"].cluster(TRAIN).devices == (0, 1)
 
 
 def test_a_gang_whose_grant_is_taken_back_may_use_devices_that_came_meanwhile() -> None:

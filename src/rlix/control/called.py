@@ -8,6 +8,7 @@ from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Process
 
 _END_S = 60.0  # for every node to end a pipeline's processes and look at its devices
+_PART_S = 60.0  # for a node to look at a part of a lease
 
 
 async def called(watchers: list[Callable[[], None]], wait_s: float) -> bool:
@@ -45,3 +46,10 @@ async def ended(core: Core, pipeline_id: str, reason: str, spare: Process | None
                 f"does not answer{f'; it still has the leases {epochs}' if epochs else ''}; it goes on ending"
             )
         await called(core.known.watchers(pipeline_id), left_s)
+
+
+async def parts_seen(core: Core, epoch: int) -> None:
+    """Answers when the parts of a lease that were given back are free, or it is over; or after a while."""
+    by = core.clock.time() + _PART_S
+    while core.known.hold(epoch).parts and core.clock.time() < by:
+        await called(core.known.watchers(epoch), by - core.clock.time())

@@ -20,6 +20,13 @@ LEAST, MOST = 1e-9, 1e12  # of numbers that are not counted: seconds, trajectori
 LARGEST_COUNT = 1 << 53  # what every number of a JSON file can be
 MOST_MEMBERS = 100_000
 LONGEST_TEXT = 10_000
+LONGEST_KIND = 64
+
+
+def kind(value: object) -> None:
+    """Raises SpecError unless an id, which is part of an actor's name, may begin so."""
+    if not isinstance(value, str) or not value.isidentifier() or len(value) > LONGEST_KIND:
+        raise SpecError(f"allocate_pipeline_id: kind must be a word such as 'ft' or 'lora', got {value!r}")
 
 
 def registration(core: Core, pipeline_id: str) -> Registration:

@@ -1,7 +1,9 @@
 """RLIX_HOME as a folder that a control plane can live in."""
 
+import logging
 import tempfile
 from contextlib import AbstractContextManager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from rlix.node.device_lock import check_directory
@@ -25,3 +27,12 @@ def check_folders(home: Path) -> None:
 def in_home(home: Path) -> AbstractContextManager[None]:
     """Around what reads or writes there. Raises SpecError for an OSError in the block."""
     return in_folder("RLIX_HOME", home, "a folder of yours, on a local disk")
+
+
+def log_to(home: Path, name: str) -> None:
+    """Besides, what is logged goes to a file of this name there."""
+    path = home / "logs" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("rlix").addHandler(handler)

@@ -3,15 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
 
 import ray
 
 from rlix.control import checks
-from rlix.control.called import called, ended
+from rlix.control.called import called, ended, parts_seen
 from rlix.control.core import Core
-from rlix.control.gang_queue import Asked, Ticket
+from rlix.control.gang_queue import Asked
+from rlix.control.home import log_to
 from rlix.control.journal import open_journal
 from rlix.control.live_nodes import LiveNodes
 from rlix.control.registration import (
@@ -45,9 +44,7 @@ from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_KIND = 64
 _CLOSE_TIMEOUT_S = 10.0
-_PART_S = 60.0  # for a node to look at a part of a lease
 
 
 class Scheduler:
@@ -72,19 +69,17 @@ class Scheduler:
 
     async def _core(self) -> Core:
         """Opens the journal at the first call, and goes on from there."""
-        if self._started is not None:
-            return self._started
         async with self._starting:
             if self._closed:
                 raise RlixError("the control plane is shutting down")
             if self._started is None:
                 self._started = await self._start()
-        return self._started
+            return self._started
 
     async def _start(self) -> Core:
         journal = open_journal(self._settings.home, self._pool)  # used by this thread only, so opened by it
         try:
-            _log_to(self._settings.home / "logs" / f"{journal.path.stem}.log")
+            log_to(self._settings.home, journal.path.stem)
             loop = asyncio.get_running_loop()
             self._nodes = LiveNodes(ray.get_runtime_context().get_node_id(), self._pool)
             core = Core(self._settings, journal, clock=loop, nodes=self._nodes, pool=self._pool)
@@ -152,8 +147,7 @@ class Scheduler:
         Raises:
             SpecError: `kind` cannot be part of an actor's name.
         """
-        if not isinstance(kind, str) or not kind.isidentifier() or len(kind) > _LONGEST_KIND:
-            raise SpecError(f"allocate_pipeline_id: kind must be a word such as 'ft' or 'lora', got {kind!r}")
+        checks.kind(kind)
         return (await self._core()).allocate(kind)
 
     async def register_pipeline(
@@ -261,7 +255,8 @@ class Scheduler:
         if ticket is None:
             if gone is not None:
                 raise gone
-            ticket = self._ask(core, pipeline_id, cluster, phase, asked)
+            found = check_gang_request(core.state.registrations[pipeline_id], cluster, phase, asked.devices)
+            ticket = core.request(pipeline_id, found, Phase(phase), asked)
         # When it has its place: by the queue's rules nobody comes in between. Asked again, what a scheduler that was
         # ended in between has not come to.
         core.given_back(*given)
@@ -277,11 +272,6 @@ class Scheduler:
         if ticket.outcome is None:
             core.not_asked(ticket)
         return GangAnswer(ticket.request_id, ticket.outcome)
-
-    def _ask(self, core: Core, pipeline_id: str, cluster: str, phase: Phase, asked: Asked) -> Ticket:
-        registration = core.state.registrations[pipeline_id]
-        found = check_gang_request(registration, cluster, phase, asked.devices)
-        return core.request(pipeline_id, found, Phase(phase), asked)
 
     async def withdraw_gang(self, pipeline_id: str, key: str) -> None:
         """Nobody wants what was asked for under this key any more; fine when there is nothing."""
@@ -318,9 +308,7 @@ class Scheduler:
         lease, where = checks.active(core, pipeline_id, epoch), checks.name(core, pipeline_id)
         checks.part(where, lease, devices)
         core.part_given_back(lease, devices)
-        by = core.clock.time() + _PART_S
-        while core.known.hold(epoch).parts and core.clock.time() < by:
-            await called(core.known.watchers(epoch), by - core.clock.time())
+        await parts_seen(core, epoch)
         left = checks.active(core, pipeline_id, epoch)
         checks.part(where, left, devices)  # others of them may have been given back meanwhile
         return left
@@ -374,10 +362,9 @@ class Scheduler:
         Raises:
             SpecError: it is not quarantined.
         """
-        leases = (await self._core()).loop.give_up(device_id)
-        if not leases:
-            raise SpecError(f"device {device_id} is not quarantined, so there is nothing to give up")
-        return leases
+        if leases := (await self._core()).loop.give_up(device_id):
+            return leases
+        raise SpecError(f"device {device_id} is not quarantined, so there is nothing to give up")
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -409,10 +396,3 @@ class Scheduler:
     async def status(self) -> tuple[bytes, bytes]:
         """See `Orchestrator.status`; packed."""
         return self._packer.pack(status_of(await self._core()))
-
-
-def _log_to(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger("rlix").addHandler(handler)
