@@ -48,7 +48,7 @@ class EndlessRunner:
     def look(self, works: Sequence[Work]) -> Mapping[int, Seen]:
         return {work.id: Seen(Is.RUNNING, f"ft_{work.id}", "rollout", 3, 200) for work in works}
 
-    def stop(self, work: Work, *, now: bool) -> None: ...
+    def stop(self, work: Work, why: str, *, now: bool) -> None: ...
 
 
 class InstantRunner:
@@ -71,7 +71,7 @@ class InstantRunner:
             work.id: ended if (work.folder / f"note-{work.attempt}").exists() else Seen(Is.ABSENT) for work in works
         }
 
-    def stop(self, work: Work, *, now: bool) -> None:
+    def stop(self, work: Work, why: str, *, now: bool) -> None:
         raise AssertionError("nothing runs long enough")
 
 

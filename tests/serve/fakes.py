@@ -40,7 +40,8 @@ class FakePool:
         self.devices()
         return {work.id: self.runs.get((work.id, work.attempt), Seen(Is.ABSENT)) for work in works}
 
-    def stop(self, work: Work, *, now: bool) -> None:
+    def stop(self, work: Work, why: str, *, now: bool) -> None:
+        assert why
         self.stopped.append((work.id, now))
 
     def end(self, id: int, outcome: Outcome = Outcome.FINISHED, why: str = "", *, by_pool: bool = False) -> None:

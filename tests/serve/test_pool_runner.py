@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlix.control.settings import Settings
+from rlix.pipeline.jobs.handle import with_next
 from rlix.pipeline.jobs.status import JobStatus
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.queue import pool_runner
@@ -18,8 +19,15 @@ class Job:
     def __init__(self, status: JobStatus, run_dir: Path | None) -> None:
         self.known, self.run_dir, self.pipeline_id = status, run_dir, status.pipeline_id
 
+        self.told: list[str] = []
+
     def status(self) -> JobStatus:
         return self.known
+
+    def stop(self, why: str = "") -> None:
+        self.told.append(why)
+
+    close = stop
 
 
 def status(state: str, pipeline_id: str = "ft_7", **rest: Any) -> JobStatus:
@@ -62,6 +70,16 @@ def test_one_that_runs_and_then_ends(scene: Scene) -> None:
     assert scene.seen() == Seen(Is.RUNNING, "ft_7", "running", 2, 5)
     job.known = status("failed", error="no memory", by_pool=True)
     assert scene.seen() == Seen(Is.ENDED, "ft_7", "", 2, 5, Outcome.FAILED, "no memory", by_pool=True)
+
+
+def test_who_follows_a_job_that_it_stops_is_told_why(scene: Scene) -> None:
+    job = Job(status("running"), scene.work.run_dir)
+    scene.jobs = [job]
+    scene.seen()
+    for now in (False, True):
+        scene.runner.stop(scene.work, "preempted for other (2)", now=now)
+    assert job.told == ["stopped by the queue: preempted for other (2)"] * 2
+    assert with_next(job.told[0], scene.work.run_dir) == job.told[0]  # the queue starts it again
 
 
 def test_one_whose_coordinator_is_slow_has_not_ended(scene: Scene) -> None:

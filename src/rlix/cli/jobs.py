@@ -154,7 +154,7 @@ def _leave_cluster(settings: Settings, console: Console) -> int:
         # Who followed a job removes its coordinator once it has reported.
         _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
         for job in find_jobs(pool.orchestrator):
-            job.close()
+            job.close(f"{STOPPED_BY}{_DOWN}")
         shutdown()
         _say(console, f"ended {pool.said}; its Ray goes on")
     return 0

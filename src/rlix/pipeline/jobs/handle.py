@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 STOPPED_BY = "stopped by "
 """So begins why a job ended that a person's command ended."""
+BY_QUEUE = f"{STOPPED_BY}the queue: "
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
 STATUS_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 60.0
@@ -103,7 +104,7 @@ class JobHandle:
             raise WaitTimeoutError(f"job {self.name!r} was still in {self._last.phase!r} after {timeout_s:g} s")
         return self.status()
 
-    def close(self, why: str = "closed") -> None:
+    def close(self, why: str = f"{STOPPED_BY}whoever started it") -> None:
         """Free everything the job holds, ended or not. Who follows it is told `why` (STOPPED_BY...)."""
         self.status()
         with contextlib.suppress(RayError):
@@ -149,8 +150,12 @@ class JobHandle:
         state = "stopped" if why.startswith(STOPPED_BY) else "failed"
         if not why.startswith((STOPPED_BY, COORDINATOR)):  # what else is said of it followed from that
             why = in_words(error, COORDINATOR)
-        on = "" if self.run_dir is None else f"; {how_to_go_on(self.run_dir)}"
-        return replace(self._last, state=state, phase=state, error=f"{why}{on}")
+        return replace(self._last, state=state, phase=state, error=with_next(why, self.run_dir))
+
+
+def with_next(why: str, run_dir: Path | None) -> str:
+    """Why a job was ended, and what its user does next; one that the queue stopped the queue goes on with."""
+    return why if run_dir is None or why.startswith(BY_QUEUE) else f"{why}; {how_to_go_on(run_dir)}"
 
 
 def find_jobs(orchestrator: Any) -> list[JobHandle]:

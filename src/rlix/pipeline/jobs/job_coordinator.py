@@ -16,9 +16,9 @@ from rlix.control.watch import died_by_itself
 from rlix.flow.workers.futures import read_error
 from rlix.node import output
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
-from rlix.pipeline.jobs.handle import STOPPED_BY
+from rlix.pipeline.jobs.handle import STOPPED_BY, with_next
 from rlix.pipeline.jobs.register import register
-from rlix.pipeline.jobs.run_folder import how_to_go_on, take_back
+from rlix.pipeline.jobs.run_folder import take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
@@ -167,7 +167,7 @@ class JobCoordinator(PipelineCoordinator):
 
     async def _be_over(self, final: JobStatus) -> None:
         if final.state == "stopped" and self._stopped_by:
-            final = replace(final, error=f"{self._stopped_by}; {how_to_go_on(self._config.run_dir)}")
+            final = replace(final, error=with_next(self._stopped_by, self._config.run_dir))
         self._final = _with_output(final, output.early_file(self._config.run_dir))
         self._ended.set()
         if self._pipeline is not None:

@@ -332,7 +332,7 @@ class Keeper:
             self._asked_to_stop[job.id] = now
             late = now >= job.stop.at + STOP_S
             try:
-                await self._call(partial(self._runner.stop, self.work(job), now=late))
+                await self._call(partial(self._runner.stop, self.work(job), job.stop.why, now=late))
             except RlixError as error:
                 logger.warning("%s: %s", job.said, error)
 

@@ -18,7 +18,7 @@ from rlix.control.init import detach, init
 from rlix.control.rpc import get, in_words
 from rlix.control.settings import Settings
 from rlix.monitor.records import ENDINGS, load_run
-from rlix.pipeline.jobs.handle import FINAL_STATES, JobHandle, find_jobs
+from rlix.pipeline.jobs.handle import BY_QUEUE, FINAL_STATES, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.queue.runner import Is, Seen, Work
@@ -74,13 +74,13 @@ class PoolRunner:
                         self._handles.setdefault(job.run_dir, job)
             return {work.id: self._seen(work, silent) for work in works}
 
-    def stop(self, work: Work, *, now: bool) -> None:
+    def stop(self, work: Work, why: str, *, now: bool) -> None:
         handle = self._handles.get(work.run_dir)
         with self._in_words():
             if handle is not None and now:
-                handle.close()
+                handle.close(f"{BY_QUEUE}{why}")
             elif handle is not None:
-                handle.stop()
+                handle.stop(f"{BY_QUEUE}{why}")
 
     def _seen(self, work: Work, silent: Collection[str]) -> Seen:
         starter = self._starters.get(work.id)

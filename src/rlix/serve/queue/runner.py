@@ -74,8 +74,8 @@ class Runner(Protocol):
             RlixError: the pool does not say.
         """
 
-    def stop(self, work: Work, *, now: bool) -> None:
-        """Has it write a checkpoint and end, or, `now`, end without."""
+    def stop(self, work: Work, why: str, *, now: bool) -> None:
+        """Has it write a checkpoint and end, or, `now`, end without. Who follows it is told `why`."""
 
 
 FILES, JOB_FILE = "files", "job.yaml"
