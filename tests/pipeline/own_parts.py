@@ -12,6 +12,11 @@ from rlix.pipeline.sources import Seat, Source
 from rlix.pipeline.sources.tasks import Prompt, Task
 
 
+def plays(call: Any, more: int) -> float:
+    """An agent."""
+    return float(more)
+
+
 class Count(Task):
     def __init__(self, tokenizer: Any, *, up_to: int = 3) -> None:
         self._tokenizer, self._up_to = tokenizer, up_to

@@ -22,6 +22,7 @@ from tests.pipeline import own_parts
 from tests.pipeline.in_process import InProcess
 
 PARTS = Path(own_parts.__file__)
+AT = r" \(.*parts\.py:\d+\)$"
 
 
 class Model(BaseModel):
@@ -151,7 +152,7 @@ def test_a_users_pipeline_with_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": "parts.py:Best"}, r"job\.yaml:1: algorithm\.options\.sharpness: is missing"),
+        ({"algorithm": "parts.py:Best"}, r"job\.yaml:1: algorithm\.options\.sharpness: is missing.*" + AT),
         ({"algorithm": "parts.py:Bestt"}, r"algorithm\.name: .* has no 'Bestt'; did you mean 'Best'\?"),
         ({"source": {"task": {"name": "parts.py:Count", "options": {"upto": 2}}}}, r"did you mean 'up_to'\?"),
         ({"pipeline": {"name": "parts.py:Noted", "options": {"note": "x"}}}, r"pipeline\.options\.note: must be a val"),
@@ -159,12 +160,15 @@ def test_a_users_pipeline_with_options(tmp_path: Path) -> None:
             {"schedule": {"name": "parts.py:Twice", "options": {"n": 2}}},
             r"schedule\.options: .* has no class 'Options'",
         ),
-        ({"pipeline": "parts.py:Count"}, r"pipeline\.name: .* not a subclass of rlix\.pipeline\.Pipeline$"),
-        ({"algorithm": "parts.py:measured"}, r"algorithm\.name: .* not a subclass of rlix\.pipeline\.algorithms\.Alg"),
-        ({"schedule": "parts.py:Best"}, r"schedule\.name: .* not a subclass of rlix\.pipeline\.schedules\.Schedule$"),
-        ({"source": "parts.py:Best"}, r"source\.name: .* not a subclass of rlix\.pipeline\.sources\.Source$"),
+        ({"pipeline": "parts.py:Count"}, r"pipeline\.name: .* not a subclass of rlix\.pipeline\.Pipeline" + AT),
+        ({"algorithm": "parts.py:plays"}, r"algorithm\.name: .* not a subclass of rlix\.pipeline\.algorithms\.Alg"),
+        (
+            {"schedule": "parts.py:Best"},
+            r"schedule\.name: .* not a subclass of rlix\.pipeline\.schedules\.Schedule" + AT,
+        ),
+        ({"source": "parts.py:Best"}, r"source\.name: .* not a subclass of rlix\.pipeline\.sources\.Source" + AT),
         ({"algorithm": "parts.py:Algorithm"}, r"algorithm\.name: .* has no estimate; write it$"),
-        ({"source": {"openai": "parts.py:measured"}}, r"source\.openai\.options\.more: is missing"),
+        ({"source": {"openai": "parts.py:plays"}}, r"source\.openai\.options\.more: is missing.*" + AT),
         ({"source": {"task": "parts.py:Best"}}, r"source\.task\.name: .* not a subclass of rlix\.pipeline\.sources\.t"),
         (
             {"source": {"environment": "parts.py:Answer"}},

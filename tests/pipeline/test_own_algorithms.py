@@ -10,10 +10,12 @@ import torch
 from torch.testing import assert_close
 
 from rlix.pipeline.algorithms import Needs, Scores
+from rlix.pipeline.algorithms.base import Setting
 from rlix.pipeline.algorithms.choice import build_algorithm
+from rlix.pipeline.algorithms.groups import Grpo
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.samples import Answer, Samples, Turn
-from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.spec.algorithm import AlgorithmSpec, GrpoOptions
 from rlix.pipeline.spec.model import TinyModel
 from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess
@@ -111,3 +113,18 @@ def test_a_teacher_with_other_tokens_is_refused(files: Path, tmp_path: Path) -> 
         run("teacher", files, tmp_path, {"teacher": str(teacher)})
     with pytest.raises(SpecError, match=r"options.teacher: 'no/where' is neither a local folder"):
         run("teacher", files, tmp_path, {"teacher": "no/where"})
+
+
+class Listed(Grpo):
+    def estimate(self, samples: Samples, batch: Any) -> Any:
+        return [0.0] * len(samples)
+
+
+def test_what_an_estimate_must_be_is_said_with_its_place() -> None:
+    samples = samples_of([0.0, 1.0], 2)
+    mine = Listed(GrpoOptions(), Setting(2))
+    line = Listed.estimate.__code__.co_firstlineno
+    with pytest.raises(
+        TypeError, match=rf"Listed\.estimate returned list; .* 2 samples \(.*{Path(__file__).name}:{line}\)$"
+    ):
+        mine.prepare(samples, batch_of(samples))

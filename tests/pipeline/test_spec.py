@@ -266,12 +266,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"algorithm": {"minibatches": 3}},
         "rollout.prompts_per_step",
-        "use a multiple of 3 prompts, or another",
+        "use a multiple of 3 prompts (3 × 8 samples are 4 for each), or another",
     ),
     (
         {"clusters": {"actor_train": {"gpus": 20}}},
         "rollout.prompts_per_step",
-        "do not divide among 20 training devices; use a multiple of 5 prompts, or 16 training devices",
+        "20 training devices (clusters.actor_train.gpus); use a multiple of 5 prompts (5 × 8 samples are 2 for each), ",
     ),
     ({"rollout": {"max_new_tokens": 4}}, "rollout.max_new_tokens", "set it to 5 or more"),
     (

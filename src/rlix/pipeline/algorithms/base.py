@@ -15,6 +15,7 @@ from rlix.pipeline.algorithms.tensors import Aggregation, Scores, Terms, aggrega
 from rlix.pipeline.batch import PolicyBatch, policy_batch, stale_tokens, token_rewards
 from rlix.pipeline.samples import End, Sample, Samples
 from rlix.pipeline.spec.algorithm import AlgorithmSpec, GrpoOptions, Needs, needs_of
+from rlix.pipeline.spec.named import where_defined
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,6 @@ def _checked(found: Any, algorithm: Algorithm, samples: int) -> Estimate:
         what = type(found).__name__ if shape is None else f"{type(found).__name__} of shape {list(shape)}"
         raise TypeError(
             f"{type(algorithm).__name__}.estimate returned {what}; it must be an Estimate with an advantage, or "
-            f"a row of them, for each of {samples} samples"
+            f"a row of them, for each of {samples} samples{where_defined(type(algorithm).estimate)}"
         )
     return found

@@ -352,22 +352,25 @@ def _groups(spec: Sections) -> Iterator[Problem]:
 def _batches(spec: Sections) -> Iterator[Problem]:
     """Every rank gets the same share of a batch, so that a step's result does not depend on how it was split."""
     total, minibatches = spec.trajectories_per_step, spec.algorithm.minibatches
-    ranks = _ranks(spec.clusters.actor_train)
+    ranks, named = _ranks(spec.clusters.actor_train), f"clusters.actor_train.{spec.clusters.actor_train.field}"
     parts = ranks * minibatches
     if total % parts:
-        step = parts // gcd(parts, spec.rollout.samples_per_prompt)
+        samples = spec.rollout.samples_per_prompt
+        step = parts // gcd(parts, samples)
         fitting = next((d for d in range(ranks - 1, 0, -1) if total % (d * minibatches) == 0), None)
         fewer = f", or {fitting} training devices" if fitting else ", or another number of minibatches"
-        among = f"{minibatches} minibatches × {ranks}" if minibatches > 1 else str(ranks)
+        times = f"{minibatches} minibatches × " if minibatches > 1 else ""
         yield Problem(
             "rollout.prompts_per_step",
-            f"{spec.rollout.prompts_per_step} prompts × {spec.rollout.samples_per_prompt} samples are {total} and do "
-            f"not divide among {among} training devices; use a multiple of {step} prompts{fewer}",
+            f"{spec.rollout.prompts_per_step} prompts × {samples} samples are {total} and do not divide among {times}"
+            f"{ranks} training devices ({named}); use a multiple of {step} prompts ({step} × "
+            f"{samples} samples are {step * samples // parts} for each){fewer}",
         )
     if spec.warmup and spec.warmup.batch_size % ranks:
         yield Problem(
             "warmup.batch_size",
-            f"{spec.warmup.batch_size} does not divide over {ranks} training devices; use a multiple of {ranks}",
+            f"{spec.warmup.batch_size} does not divide over {ranks} training devices "
+            f"({named}); use a multiple of {ranks}",
         )
     critic, reference = spec.clusters.critic, spec.clusters.reference
     if critic and total % (_ranks(critic) * minibatches):

@@ -9,7 +9,7 @@ from typing import Any
 from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.model import quantized
-from rlix.pipeline.spec.named import import_object, is_own, option_problems
+from rlix.pipeline.spec.named import import_object, is_own, option_problems, where_defined
 from rlix.pipeline.spec.runs import run_of
 from rlix.pipeline.spec.sections import Sections
 from rlix.pipeline.spec.source import (
@@ -130,7 +130,7 @@ def _agent(agent: AgentSpec) -> Iterator[Problem]:
         return
     found = import_object(agent.name)
     given = 0 if isinstance(found, type) else AGENT_GIVEN
-    yield from option_problems("source.openai.options", found, agent.options, given)
+    yield from _own_options("source.openai.options", found, agent.options, given)
 
 
 def _adapter(folder: Path) -> Iterator[Problem]:
@@ -178,19 +178,33 @@ def _own(
         yield Problem(f"{field}.name", str(error))
         return
     base: Any = import_object(_BASES[field]) if field in _BASES and is_own(name) else None
+    at = where_defined(found)
     if not callable(found):
         yield Problem(f"{field}.name", f"{name} is a {type(found).__name__}, not something that can be called")
     elif base is not None and not _derives(found, base, or_makes=given > 0):
-        yield Problem(f"{field}.name", f"{name} is not a subclass of {_BASES[field].replace(':', '.')}")
+        yield Problem(f"{field}.name", f"{name} is not a subclass of {_BASES[field].replace(':', '.')}{at}")
     elif inspect.isabstract(found):
         lacks = " and no ".join(sorted(getattr(found, "__abstractmethods__", ())))
-        yield Problem(f"{field}.name", f"{name} has no {lacks}; write it")
+        yield Problem(f"{field}.name", f"{name} has no {lacks}; write it{at}")
     elif name not in REWARDS.values() and not _takes(found, given):  # of ours token_match is given tokens
-        yield Problem(f"{field}.name", f"{name} is called with {_GIVEN[given]}, and does not take as many arguments")
+        yield Problem(
+            f"{field}.name", f"{name} is called with {_GIVEN[given]}, and does not take as many arguments{at}"
+        )
     elif getattr(found, "Options", None) is not None or given:
-        yield from option_problems(f"{field}.options", found, options, given, partly=partly)
+        yield from _own_options(f"{field}.options", found, options, given, partly=partly)
     elif options:
-        yield Problem(f"{field}.options", f"{name} has no class 'Options' (a dataclass, say) that says what it takes")
+        yield Problem(
+            f"{field}.options", f"{name} has no class 'Options' (a dataclass, say) that says what it takes{at}"
+        )
+
+
+def _own_options(
+    field: str, found: object, options: Mapping[str, Any], given: int, *, partly: bool = False
+) -> Iterator[Problem]:
+    """With where it is said what they should be."""
+    at = where_defined(getattr(found, "Options", None)) or where_defined(found)
+    for problem in option_problems(field, found, options, given, partly=partly):
+        yield Problem(problem.field, f"{problem.message}{at}")
 
 
 def _derives(found: Any, base: type, *, or_makes: bool) -> bool:
@@ -215,7 +229,10 @@ def _methods(field: str, name: str) -> Iterator[Problem]:
     except SpecError:
         return
     if isinstance(found, type) and (lacks := [m for m in ("reset", "step", "close") if not hasattr(found, m)]):
-        yield Problem(field, f"{name} has no {' and no '.join(lacks)}; an environment has reset, step and close")
+        yield Problem(
+            field,
+            f"{name} has no {' and no '.join(lacks)}; an environment has reset, step and close{where_defined(found)}",
+        )
 
 
 def _reward_columns(field: str, reward: RewardSpec, source: SourceSpec) -> Iterator[Problem]:

@@ -118,6 +118,15 @@ def where_raised(error: BaseException) -> str:
     return f"{text} ({own[-1].filename}:{own[-1].lineno})"
 
 
+def where_defined(found: object) -> str:
+    """ " (file:line)", of a class or function that a user wrote; "" of any other, and where it cannot be known."""
+    try:
+        file, line = inspect.getsourcefile(cast(Any, found)), inspect.getsourcelines(cast(Any, found))[1]
+    except (TypeError, OSError):
+        return ""
+    return "" if file is None or file.startswith(_NOT_OWN) else f" ({file}:{line})"
+
+
 def where_now(thread: int) -> str:
     """The line of the user's code at which a thread is, or that called what it is in; of any code, without such."""
     if (frame := sys._current_frames().get(thread)) is None:
