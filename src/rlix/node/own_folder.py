@@ -10,11 +10,12 @@ from rlix.protocol.errors import SpecError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
+_OF_NO_FOLDER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextmanager
 def in_folder(variable: str, folder: Path, fitting: str) -> Iterator[None]:
-    """Around what reads or writes there. Raises SpecError for an OSError in the block.
+    """Around what reads or writes there. Raises SpecError for an OSError, where another folder would help.
 
     Args:
         fitting: what folder the variable should name, as in "a folder of yours".
@@ -22,6 +23,8 @@ def in_folder(variable: str, folder: Path, fitting: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _OF_NO_FOLDER:
+            raise
         raise SpecError(_sentence(variable, folder, fitting, error)) from error
 
 
