@@ -122,6 +122,16 @@ def test_whoever_notices_first_a_death_is_its_own_and_a_stop_is_a_stop(
     assert (ended.error or "").startswith(error)
 
 
+@pytest.mark.parametrize(("printed", "said"), [("rlix: process 7 is ended: why\n", False), ("mine\n", True)])
+def test_what_its_code_printed_is_named_where_a_start_failed(printed: str, said: bool, tmp_path: Path) -> None:
+    early = tmp_path / "job.output.log"
+    early.write_text(printed)
+    failed = JobStatus("job", "ft_1", "failed", 0, 4, "failed", error="it died")
+    found = job_coordinator._with_output(failed, early)
+    assert str(found.error) == (f"it died\nwhat its code printed is in {early}" if said else "it died")
+    assert early.exists() is said
+
+
 async def staying() -> set[str]:
     return set()
 

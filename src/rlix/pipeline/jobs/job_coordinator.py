@@ -314,7 +314,7 @@ class JobCoordinator(PipelineCoordinator):
 
 def _with_output(final: JobStatus, early: Path) -> JobStatus:
     """Of a job that never had its run folder: where what its code printed is, if it did."""
-    if early.is_file() and early.stat().st_size and final.state == "failed":
+    if final.state == "failed" and output.has_more(early):
         return replace(final, error=f"{final.error}\nwhat its code printed is in {early}")
     early.unlink(missing_ok=True)
     return final
