@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RaySystemError
 
 from benchmarks.faults.virtual.clock import VirtualLoop
 from benchmarks.faults.virtual.machines import Machine
@@ -44,6 +45,23 @@ def test_what_was_on_a_node_is_dead_when_ray_says_so_devices_or_none(table: dict
         return [*found, await states(nodes), await states(nodes)]
 
     assert asyncio.run(ask()) == [{}, {}, {THERE: "dead"}]
+
+
+def test_a_node_table_that_cannot_be_read_loses_nobodys_answer(
+    table: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away() -> list[dict[str, Any]]:
+        raise RaySystemError("the head does not answer")
+
+    monkeypatch.setattr(ray, "nodes", away)
+
+    async def killed() -> tuple[Process, ...]:
+        answer = asyncio.get_running_loop().create_future()
+        LiveNodes("node", "pool").kill([THERE], "", answer.set_result)
+        survivors: tuple[Process, ...] = await asyncio.wait_for(answer, 10.0)
+        return survivors
+
+    assert asyncio.run(killed()) == (THERE,)
 
 
 def test_a_drained_node_keeps_what_is_leased_and_what_runs_on_it_lives(table: dict[str, bool]) -> None:

@@ -24,7 +24,7 @@ OnNode = TypeVar("OnNode", Device, Process)
 Answer = TypeVar("Answer")
 
 KILL_TIMEOUT_S = 5.0
-ANSWER_S = KILL_TIMEOUT_S + 5.0  # for a node: all that it takes to ask it
+ANSWER_S = KILL_TIMEOUT_S + 5.0  # for a node: all that it takes to ask it; and for Ray, which are dead
 
 
 class NodeAgent:
@@ -187,8 +187,16 @@ class LiveNodes:
         except (ValueError, RayError, TimeoutError) as error:
             self._agents.pop(node_id, None)
             logger.warning("node %s does not answer: %s", node_id, error or f"nothing within {ANSWER_S:g} s")
-            await self.count_dead()
+            await self._try_to_count_dead()
             return None
+
+    async def _try_to_count_dead(self) -> None:
+        """Whoever waits for what other nodes say must have that, too, while Ray's node table cannot be read."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self.count_dead()
+        except (RayError, TimeoutError) as error:
+            logger.warning("Ray does not say which nodes are dead: %s", error or f"nothing within {ANSWER_S:g} s")
 
     async def _answer(self, node_id: str, method: str, *args: object) -> Any:
         if node_id not in self._agents:
