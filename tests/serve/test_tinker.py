@@ -1,5 +1,6 @@
 """The Tinker server: the protocol as the client speaks it, and that nothing is lost, done twice or told to others."""
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -11,12 +12,17 @@ import numpy as np
 import peft
 import pytest
 import torch
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
+from rlix.protocol.errors import WorkerError
+from rlix.serve.tinker import training
+from rlix.serve.tinker.journal import Operation
 from rlix.serve.tinker.wire import read_pass
 from tests.serve.tinker_world import WAIT_S, Client, Server, datum, log_probs_of, loss_of, samples_of, tokens_of
 
 DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
+SAMPLE = b'{"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 4]}]}, "sampling_params": {"max_tokens": 1}}'
 OTHER = [datum([1, 10, 11, 12, 2])]
 # What tinker 0.38.0 sent for forward_backward of one datum with loss "ppo" and {"clip_low_threshold": 0.7}.
 RECORDED = (
@@ -500,7 +506,7 @@ def test_a_session_ends_with_its_client(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lora", "said"),
-    [({"rank": 65}, "from 1 to 64"), ({"rank": 0}, ":full"), ({"train_mlp": False, "train_attn": False}, "head")],
+    [({"rank": 65}, "from 1 to 64"), ({"rank": 0}, "refused"), ({"train_mlp": False, "train_attn": False}, "head")],
 )
 def test_a_model_that_cannot_be_is_refused(server: Server, lora: dict[str, Any], said: str) -> None:
     client = server.client()
@@ -525,6 +531,182 @@ def test_limits_hold(tmp_path: Path) -> None:
             assert server.http.post("/api/v1/create_model", headers=headers, content=body).status_code == 400
         assert server.http.post("/api/v1/forward_backward", headers=headers, content=b"\xff\xff").status_code == 400
         assert server.http.get("/api/v1/nothing", headers=headers).status_code == 404
+
+
+@pytest.mark.parametrize("wrong", [None, "x", -1, 10**30, 10**400, 1e308, float("nan"), [1], {"a": 1}])
+def test_no_body_costs_the_others_their_engine_or_is_asked_for_ever(
+    server: Server, client: Client, wrong: object
+) -> None:
+    """A mistake is answered as one: a client asks again after 5xx, and failed workers are started anew for all."""
+    client.result(client.run_pass(DATA))
+    path = client.operation("save_weights", path="right")["path"]
+    sampler, rebuilt = client.sampler(base_model="tiny"), server.pipeline.rebuilt
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 4]}]}
+    bodies: dict[str, dict[str, Any]] = {
+        "create_model": {"session_id": client.session, "model_seq_id": 9, "base_model": "tiny"},
+        "optim_step": {"model_id": client.model, "seq_id": 0, "adam_params": {"learning_rate": 0.0}},
+        "save_weights": {"model_id": client.model, "seq_id": 0, "path": "wrong"},
+        "load_weights": {"model_id": client.model, "seq_id": 0, "path": path},
+        "asample": {
+            "sampling_session_id": sampler,
+            "seq_id": 0,
+            "prompt": prompt,
+            "sampling_params": {"max_tokens": 1},
+        },
+        "copy_weights": {"source_path": path},
+        "weights_info": {"tinker_path": path},
+    }
+    optional = {
+        "create_model": ("lora_config", "optimizer_config"),
+        "save_weights": ("ttl_seconds",),
+        "copy_weights": ("ttl_seconds",),
+    }
+    http = TestClient(server.http.app, raise_server_exceptions=False)
+    futures = []
+    for kind, body in bodies.items():
+        for name in (*body, *optional.get(kind, ())):
+            sent = {**body, **({"seq_id": client.seq + 1} if "seq_id" in body else {}), name: wrong}
+            headers = {"X-API-Key": "tml-alice-0123"}
+            answer = http.post(f"/api/v1/{kind}", headers=headers, content=json.dumps(sent))
+            assert answer.status_code < 500, f"{kind} {name}"
+            if answer.status_code == 200 and "model_id" in body and name != "seq_id":
+                client.number()
+                futures.append(answer.json())
+        assert http.post(f"/api/v1/{kind}", headers=headers, content=json.dumps(wrong)).status_code in (200, 400, 404)
+    assert [found for each in futures if (found := client.result(each)).get("category") == "server"] == []
+    assert server.pipeline.rebuilt == rebuilt
+
+
+def test_a_batch_that_no_host_holds_is_refused(client: Client) -> None:
+    targets = np.full((1, 60_000), 4)
+    answer = client.result(client.run_pass([datum([1] * 60), *[datum([1], targets)] * 20]))
+    assert "are taken: send fewer at once" in answer["error"] and answer["category"] == "user"
+
+
+def test_what_waits_of_a_model_that_is_unloaded_is_answered(client: Client) -> None:
+    stuck = client.step(seq=9)  # nothing before it will come
+    client.post("unload_model", model_id=client.model)
+    assert "unloaded" in client.result(stuck)["error"]
+
+
+def test_weights_that_were_saved_when_the_server_ended_are_there_and_no_mistake(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+        finish = server.journal.finish
+
+        def killed(*_: Any) -> None:
+            raise OSError("killed before it was noted")
+
+        server.journal.finish = killed  # type: ignore[method-assign, assignment]
+        future = client.post("save_weights", model_id=client.model, seq_id=client.number(), path="a")
+        path = f"tinker://{client.model}/weights/a"
+        while server.journal.checkpoint(path) is None:
+            assert server.base._thread.is_alive()
+        server.journal.finish = finish  # type: ignore[method-assign]
+        assert client.result(future)["path"] == path
+        assert "there already" in client.operation("save_weights", path="a")["error"]
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    with Server(tmp_path / "whole") as server:
+        undisturbed = server.client()
+        undisturbed.create()
+        wanted = undisturbed.train(DATA, 4)
+    with Server(tmp_path / "parts", state_every=2) as server:
+        client, saves = server.client(), server.pipeline.save_training
+        client.create()
+
+        def full(name: str, folder: Path) -> None:
+            server.pipeline.save_training = saves  # type: ignore[method-assign]
+            raise OSError(28, "No space left on device")
+
+        server.pipeline.save_training = full  # type: ignore[method-assign]
+        assert client.train(DATA, 4) == wanted
+
+
+def test_weights_that_are_deleted_while_they_are_sampled_are_one_clients_trouble(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+        path = client.operation("save_weights_for_sampler", path="b")["path"]
+        sampler, generate = client.sampler(model_path=path), server.pipeline.generate
+
+        def deleted(trajectories: Any) -> Any:
+            client.ask("DELETE", f"training_runs/{client.model}/checkpoints/sampler_weights/b", status=204)
+            return generate(trajectories)
+
+        server.pipeline.generate = deleted  # type: ignore[method-assign]
+        answer = client.sample(sampler, [1, 4], sampling_params={"max_tokens": 1}, prompt_logprobs=True)
+        assert answer["category"] == "user"
+        assert client.train(DATA, 1)
+
+
+def test_workers_that_cannot_be_started_for_a_while_are_nobodys_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_AGAIN_S", 0.01)
+    died: list[str] = []
+    with Server(tmp_path, dies=lambda name: name == "requested_pass" and not died and not died.append(name)) as server:
+        client, rebuild, tries = server.client(), server.pipeline.rebuild, iter(range(2 * training.ATTEMPTS))
+        client.create()
+
+        def no_room() -> None:
+            if next(tries, None) is not None:
+                raise WorkerError("there is no room")
+            rebuild()
+
+        server.pipeline.rebuild = no_room  # type: ignore[method-assign]
+        assert client.train(DATA, 1)
+
+
+def test_who_never_steps_gives_devices_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LEASE_S", 0.0)
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+        for future in [client.run_pass(DATA) for _ in range(4)]:
+            client.result(future)
+        assert server.pipeline.leases >= 4
+
+
+def test_a_sample_that_is_asked_for_twice_is_generated_once(server: Server, client: Client) -> None:
+    sampler = client.sampler(base_model="tiny")
+    server.pipeline.asked.clear()
+    operation = Operation(f"{sampler}:0", sampler, 0, "sample", SAMPLE)
+    server.journal.ask(operation)
+    while not server.base.ready:
+        pass
+    server.base.sample(operation)
+    server.base.sample(operation)
+    client.result({"request_id": operation.id})
+    assert len(server.pipeline.asked) == 1
+
+
+def test_a_sampler_that_is_made_again_has_its_copies(client: Client) -> None:
+    sampler = client.sampler(base_model="tiny")
+    assert client.post("join_sampling_session", sampling_session_id=sampler)["client_counter"] == 1
+    client.samplers -= 1
+    assert client.sampler(base_model="tiny") == sampler
+    assert client.post("join_sampling_session", sampling_session_id=sampler)["client_counter"] == 2
+
+
+def test_states_of_models_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
+    with Server(tmp_path, state_every=1) as server:
+        client = server.client()
+        client.create()
+        client.train(DATA, 1)
+        gone = tmp_path / "states" / client.model.replace(":", "_")
+        assert gone.exists()
+    server = Server(tmp_path)
+    with server.http:  # its model is never loaded
+        server.client().post("unload_model", model_id=client.model)
+    server.journal.close()
+    with Server(tmp_path) as later:
+        other = later.client()
+        other.create()
+        other.train(DATA, 1)
+        assert not gone.exists()
 
 
 def test_the_manual_has_every_method_of_the_client() -> None:

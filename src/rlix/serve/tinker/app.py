@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -16,6 +15,7 @@ from starlette.routing import Route
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.serve.tinker import rest
 from rlix.serve.tinker.answers import JSON, failure
+from rlix.serve.tinker.given import number, read_json
 from rlix.serve.tinker.journal import OutOfOrderError, State
 from rlix.serve.tinker.keys import Keys
 from rlix.serve.tinker.operations import FORWARD, PASS, SAVE, SAVE_EXTERNAL, SAVE_SAMPLER, STEP
@@ -108,7 +108,7 @@ class Door:
             "asample": self.sample,
             "retrieve_future": self.retrieve,
             "cancel_future": self.cancel,
-            **rest.posts(self._service),
+            **rest.posts(self._service, self._json),
         }
         gets: dict[str, Handler] = {
             "healthz": self._fixed({"status": "ok"}),
@@ -119,7 +119,7 @@ class Door:
         routes += [Route(f"{API}/{path}", self._guarded(handler), methods=["GET"]) for path, handler in gets.items()]
         routes += [
             Route(f"{API}/{path}", self._guarded(handler), methods=[method])
-            for (method, path), handler in rest.changes(self._service).items()
+            for (method, path), handler in rest.changes(self._service, self._json).items()
         ]
         routes += [
             Route(f"{API}/{path}", self._guarded(_refusing(path, why)), methods=["GET", "POST"])
@@ -164,6 +164,8 @@ class Door:
                 return refusal(400, str(error))
             except RecursionError:
                 return refusal(400, "the body is nested too deeply")
+            except RlixError as error:  # a full disk, say: the client asks again
+                return refusal(503, str(error))
 
         return answer
 
@@ -197,7 +199,7 @@ class Door:
         async def handle(request: Request, user: str) -> Response:
             body = await self._body(request)
             given = read_json(body)
-            asked = (user, kind, given.get("model_id"), given.get("seq_id"), body)
+            asked = (user, kind, given.get("model_id"), number(given, "seq_id", 1), body)
             return JSONResponse({"request_id": await asyncio.to_thread(self._service.ask, *asked)})
 
         return handle
@@ -226,7 +228,9 @@ class Door:
         body = await self._body(request)
         asked = await asyncio.to_thread(read_pass, body)
         kind = FORWARD if asked.forward_only else PASS
-        id = await asyncio.to_thread(self._service.ask, user, kind, asked.model, asked.seq, body)
+        id = await asyncio.to_thread(
+            self._service.ask, user, kind, asked.model, number({"seq_id": asked.seq}, "seq_id", 1), body
+        )
         return JSONResponse({"request_id": id})
 
     async def load(self, request: Request, user: str) -> Response:
@@ -239,10 +243,11 @@ class Door:
 
     async def retrieve(self, request: Request, user: str) -> Response:
         id = (await self._json(request)).get("request_id")
+        patience_s = 0.0 if await request.is_disconnected() else POLL_S
         try:
             found = self._service.result(user, id)
-            if found.state is State.QUEUED:
-                await self._results.wait(found.id, 0.0 if await request.is_disconnected() else POLL_S)
+            if found.state is State.QUEUED:  # nothing comes in between: whoever finishes it wakes this
+                await self._results.wait(found.id, patience_s)
                 found = self._service.result(user, id)
         except UnknownError as error:
             return Response(failure(str(error), "user")[1], media_type=JSON)
@@ -270,17 +275,6 @@ def _refusing(path: str, why: str) -> Handler:
         raise SpecError(f"{path} is refused: {why}")
 
     return handle
-
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """Raises SpecError: it is no JSON object."""
-    try:
-        found = json.loads(body or b"{}")
-    except ValueError as error:
-        raise SpecError(f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise SpecError("the body must be a JSON object")
-    return found
 
 
 def refusal(status: int, detail: str) -> JSONResponse:

@@ -113,7 +113,7 @@ class Base:
         while not self._closing.is_set():
             try:
                 self._serve()
-            except (RlixError, RayError) as error:
+            except (RlixError, RayError, OSError) as error:
                 self._why = f"the model could not be loaded, and will be tried again: {error}"
                 logger.warning("%s: %s", self.name, self._why)
             self._closing.wait(_AGAIN_S)
@@ -125,13 +125,13 @@ class Base:
                 if self._closing.is_set() or pipeline.has_ended:
                     raise RlixError(pipeline.status().error or "it ended while it was being loaded")
                 self._why = f"the model is being loaded: {pipeline.status().phase}"
-            self._open(pipeline)
-            while not (self._closing.wait(_LOOK_S) or pipeline.has_ended):
+            trainer = self._open(pipeline)
+            while not (self._closing.wait(_LOOK_S) or pipeline.has_ended or trainer.has_ended):
                 pass
         finally:
             self._shut(pipeline)
 
-    def _open(self, pipeline: ServedAdapters) -> None:
+    def _open(self, pipeline: ServedAdapters) -> Trainer:
         limits = Limits(pipeline.vocabulary, pipeline.context, pipeline.pad_id)
         work = Work(pipeline, limits, self._store, self.state_folder)
         trainer = Trainer(
@@ -152,6 +152,7 @@ class Base:
             for operation in self._journal.queued():
                 if operation.target in own:
                     samples.start(operation)
+        return trainer
 
     def _shut(self, pipeline: ServedAdapters) -> None:
         with self._lock:

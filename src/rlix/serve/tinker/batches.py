@@ -12,6 +12,7 @@ from rlix.pipeline.requests.losses import SUPERVISED, RequestedLoss
 from rlix.protocol.errors import SpecError
 from rlix.serve.tinker.wire import Datum
 
+_MOST_CELLS = 2**26
 TARGETS, WEIGHTS, MASK = "target_tokens", "weights", "mask"
 
 
@@ -33,10 +34,15 @@ def batch_of(data: Sequence[Datum], loss: RequestedLoss, limits: Limits, ranks: 
         raise SpecError("data: there is none")
     rows = [_checked(index, datum, loss, limits) for index, datum in enumerate(data)]
     several = max(row[TARGETS].shape[1] if row[TARGETS].ndim == 2 else 0 for row in rows)
-    if several:
-        rows = [{key: _wider(value, several) for key, value in row.items()} for row in rows]
     length = max(len(datum.tokens) for datum in data)
     count = max(len(data), ranks)
+    if (cells := count * length * max(several, 1)) > _MOST_CELLS:
+        raise SpecError(
+            f"data: {count:,} sequences, filled up to the longest with {length:,} tokens, have {cells:,} cells, and "
+            f"{_MOST_CELLS:,} are taken: send fewer at once, or those of a length together"
+        )
+    if several:
+        rows = [{key: _wider(value, several) for key, value in row.items()} for row in rows]
     batch = {
         "input_ids": torch.full((count, length + 1), limits.pad_id),
         "mask": torch.zeros(count, length),

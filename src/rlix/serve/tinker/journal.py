@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlix.node.file_lock import FileBusyError, lock_file
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, SpecError
+from rlix.serve.tinker.answers import failure
 
 VERSION = 1
 _LOCK_WAIT_S = 5.0
@@ -159,17 +160,18 @@ class Journal:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._lock, _in_words():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:  # raised again
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite has ended it already where the disk was full
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
-        with self._lock:
+        with self._lock, _in_words():
             return self._db.execute(sql, values).fetchall()
 
     # ---- sessions --------------------------------------------------------------------------------------------
@@ -194,13 +196,8 @@ class Journal:
         with self._change() as db:
             db.execute("UPDATE sessions SET ended = ? WHERE id = ? AND ended = ''", (why, id))
             db.execute("UPDATE models SET unloaded = ? WHERE session = ? AND unloaded = ''", (why, id))
-            failed = json.dumps({"error": why, "category": "user"}).encode()
-            db.execute(
-                "UPDATE operations SET state = 'failed', media = 'application/json', result = ?, ended = ? WHERE "
-                "state = 'queued' AND target IN (SELECT id FROM models WHERE session = ? UNION ALL SELECT id FROM "
-                "samplers WHERE session = ?)",
-                (failed, self._now(), id, id),
-            )
+            self._drop_queued(db, why, "SELECT id FROM models WHERE session = ?", id)
+            self._drop_queued(db, why, "SELECT id FROM samplers WHERE session = ?", id)
             db.execute(
                 "UPDATE operations SET body = x'' WHERE target IN (SELECT id FROM models WHERE session = ?)", (id,)
             )
@@ -228,7 +225,13 @@ class Journal:
         """Nothing can be asked of a model any more."""
         with self._change() as db:
             db.execute("UPDATE models SET unloaded = ? WHERE id = ? AND unloaded = ''", (why, id))
-            db.execute("UPDATE operations SET body = x'' WHERE target = ? AND state != 'queued'", (id,))
+            self._drop_queued(db, why, "?", id)
+            db.execute("UPDATE operations SET body = x'' WHERE target = ?", (id,))
+
+    def _drop_queued(self, db: sqlite3.Connection, why: str, targets: str, value: str) -> None:
+        """Whoever waits for what nobody will do is told."""
+        sql = "UPDATE operations SET state = ?, media = ?, result = ?, ended = ? WHERE state = ? AND target IN"
+        db.execute(f"{sql} ({targets})", (State.FAILED, *failure(why, "user"), self._now(), State.QUEUED, value))
 
     def model(self, id: str) -> Model | None:
         rows = self._rows("SELECT * FROM models WHERE id = ?", id)
@@ -242,7 +245,7 @@ class Journal:
     def ask(self, operation: Operation) -> Operation:
         """Write an operation down, if it is not there: asked twice, it is one.
 
-        Raises OutOfOrderError: something else was asked under this number.
+        Raises OutOfOrderError: something else was asked under this number. SpecError: its model was unloaded meanwhile.
         """
         with self._change() as db:
             sql = "SELECT * FROM operations WHERE target = ? AND seq = ?"
@@ -255,6 +258,9 @@ class Journal:
                         f"{operation.kind}: each request has a number of its own"
                     )
                 return found
+            unloaded = db.execute("SELECT unloaded FROM models WHERE id = ?", (operation.target,)).fetchone()
+            if unloaded and unloaded[0]:
+                raise SpecError(f"model {operation.target} cannot be trained any more: {unloaded[0]}")
             self._insert(db, operation)
             db.execute("UPDATE models SET used = ? WHERE id = ?", (self._now(), operation.target))
         return operation
@@ -315,7 +321,7 @@ class Journal:
         with self._change() as db:
             sql = "DELETE FROM operations WHERE ended < ? AND target NOT IN (SELECT id FROM models WHERE unloaded = '')"
             gone = db.execute(sql, (before,)).rowcount
-            db.execute("UPDATE operations SET result = x'', media = '' WHERE ended < ?", (before,))
+            db.execute("UPDATE operations SET result = x'', media = '' WHERE ended < ? AND media != ''", (before,))
         return gone
 
     # ---- checkpoints -----------------------------------------------------------------------------------------
@@ -347,9 +353,10 @@ class Journal:
         with self._change() as db:
             values = (
                 *(sampler.id, sampler.session, sampler.owner, sampler.base, sampler.path, sampler.model),
-                *(sampler.folder, sampler.clones),
+                *(sampler.folder, sampler.id),
             )
-            db.execute("INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+            clones = "coalesce((SELECT clones FROM samplers WHERE id = ?), 0)"  # asked again, it has as many
+            db.execute(f"INSERT OR REPLACE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, {clones})", values)
 
     def follow(self, model: str, folder: str) -> None:
         """Have those that follow a model's newest weights find them here."""
@@ -370,6 +377,14 @@ class Journal:
             db.execute("UPDATE samplers SET clones = clones + 1 WHERE id = ?", (id,))
             (count,) = db.execute("SELECT clones FROM samplers WHERE id = ?", (id,)).fetchone()
         return int(count)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise RlixError(f"the server's journal cannot be used: {error}") from error
 
 
 def _digest(body: bytes) -> str:

@@ -12,6 +12,7 @@ from rlix.pipeline.requests.module import AdamStep
 from rlix.protocol.errors import SpecError
 from rlix.serve.tinker.answers import PROTOBUF, answer
 from rlix.serve.tinker.batches import Limits, batch_of, rows_of
+from rlix.serve.tinker.given import section
 from rlix.serve.tinker.journal import Model, Operation
 from rlix.serve.tinker.store import Store
 from rlix.serve.tinker.wire import pass_answer, read_pass
@@ -23,6 +24,7 @@ SAVE, SAVE_SAMPLER, SAVE_EXTERNAL, LOAD = (
     "save_weights_external",
     "load_weights",
 )
+_HIGHEST = 1e300
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 
@@ -64,7 +66,7 @@ class Work:
         if operation.kind == STEP:
             return self._step(model, given)
         if operation.kind == LOAD:
-            source = self._store.readable(model.owner, str(given["path"]), model)
+            source = self._store.readable(model.owner, given.get("path"), model)
             folder = self._state_folder(model.id, operation.seq)
             self._store.copy(source, folder, optimizer=bool(given.get("optimizer")))
             return answer(type=LOAD, path=given["path"], model_id=model.id)
@@ -95,13 +97,13 @@ class Work:
 
 def adam_step(given: dict[str, Any]) -> AdamStep:
     """Raises SpecError: another optimizer, or a number that makes no sense."""
-    params = given.get("adam_params") or given.get("optim_params")
-    if params is None:
-        kind = (given.get("optimizer_params") or {}).get("type", "none")
+    params = section(given, "adam_params") or section(given, "optim_params")
+    if not params and given.get("adam_params") is None and given.get("optim_params") is None:
+        kind = section(given, "optimizer_params").get("type", "none")
         raise SpecError(f"optim_step: the optimizer here is AdamW (tinker.AdamParams), not {kind!r}")
     numbers = {name: params.get(name, default) for name, default in _ADAM.items()}
     for name, value in numbers.items():
-        high = 1.0 if name.startswith("beta") else float("inf")
+        high = 1.0 if name.startswith("beta") else _HIGHEST
         if not isinstance(value, int | float) or not 0 <= value < high:
             raise SpecError(f"optim_step: {name} is {value!r}; it must be a number from 0, and below {high}")
     clip = numbers.pop("grad_clip_norm")

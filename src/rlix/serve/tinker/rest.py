@@ -17,6 +17,8 @@ from rlix.serve.tinker.service import Service, UnknownError
 from rlix.serve.tinker.store import SCHEME
 
 Handler = Callable[[Request, str], Awaitable[Response]]
+Read = Callable[[Request], Awaitable[dict[str, Any]]]
+"""The JSON object of a request's body."""
 FILES = "/files/{model}/{kind}/{name}/{file}"
 _CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 _GIGABYTE = 1e9
@@ -95,9 +97,9 @@ def gets(service: Service, keys: Keys) -> dict[str, Handler]:
     }
 
 
-def posts(service: Service) -> dict[str, Handler]:
+def posts(service: Service, read: Read) -> dict[str, Handler]:
     async def weights_info(request: Request, user: str) -> Response:
-        found = service.store.find(user, (await request.json()).get("tinker_path"))
+        found = service.store.find(user, (await read(request)).get("tinker_path"))
         about = found.about
         return JSONResponse(
             {
@@ -111,7 +113,7 @@ def posts(service: Service) -> dict[str, Handler]:
         )
 
     async def copy(request: Request, user: str) -> Response:
-        given = await request.json()
+        given = await read(request)
         found = service.store.find(user, given.get("source_path"))
         key = request.headers.get("x-idempotency-key", "")
         path = await asyncio.to_thread(service.store.copy_of, found, user, given.get("ttl_seconds"), key)
@@ -120,7 +122,7 @@ def posts(service: Service) -> dict[str, Handler]:
     return {"weights_info": weights_info, "copy_weights": copy}
 
 
-def changes(service: Service) -> Mapping[tuple[str, str], Handler]:
+def changes(service: Service, read: Read) -> Mapping[tuple[str, str], Handler]:
     """By method and path."""
 
     async def delete(request: Request, user: str) -> Response:
@@ -128,13 +130,13 @@ def changes(service: Service) -> Mapping[tuple[str, str], Handler]:
         return Response(status_code=204)
 
     async def ttl(request: Request, user: str) -> Response:
-        given = (await request.json()).get("ttl_seconds")
+        given = (await read(request)).get("ttl_seconds")
         service.store.keep_until(_checkpoint(service, request, user), given)
         return Response(status_code=204)
 
     async def project(request: Request, user: str) -> Response:
         found = service.session(user, request.path_params["session"])
-        given = (await request.json()).get("project_id")
+        given = (await read(request)).get("project_id")
         service.journal.note_session(found.id, {**found.body, "project_id": given})
         return Response(status_code=204)
 

@@ -20,12 +20,14 @@ from rlix.pipeline.seeds import stream_seed
 from rlix.protocol.errors import SpecError
 from rlix.serve.tinker.answers import PROTOBUF, failure
 from rlix.serve.tinker.batches import Limits, scored
+from rlix.serve.tinker.given import section
 from rlix.serve.tinker.journal import Journal, Operation, Sampler, State
 from rlix.serve.tinker.wire import Answer, Prompt, Top, sample_answer
 
 _FIRST_SLICE = 32
 _MOST_SAMPLES, _MOST_TOP = 1024, 100
 _THREADS = 4
+_HIGHEST = 1e300
 _SCORER = "scored"  # name of the adapter under which prompts are scored
 
 
@@ -71,7 +73,7 @@ class Asked:
 def read_sample(body: bytes, operation: str, limits: Limits, ends: Ends) -> Asked:
     """Raises SpecError, naming the field."""
     given = json.loads(body)
-    params = given.get("sampling_params") or {}
+    params = section(given, "sampling_params")
     prompt = _tokens(given.get("prompt"), limits)
     room = limits.context - len(prompt)
     wanted = params.get("max_tokens")
@@ -84,7 +86,7 @@ def read_sample(body: bytes, operation: str, limits: Limits, ends: Ends) -> Aske
     strings, token_ids = _stops(params.get("stop"), ends, limits)
     numbers = {"temperature": params.get("temperature", 1.0), "top_p": params.get("top_p", 1.0)}
     for name, value in numbers.items():
-        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if not isinstance(value, int | float) or not 0 <= value < _HIGHEST:
             raise SpecError(f"{name} is {value!r}; it must be a number from 0")
     if not 0 < numbers["top_p"] <= 1:
         raise SpecError(f"top_p is {numbers['top_p']!r}; it must be above 0 and at most 1")
@@ -148,8 +150,14 @@ class Samples:
         self._offered: OrderedDict[str, str] = OrderedDict()  # folder by name, the one used longest ago first
         self._open: dict[str, int] = {}  # requests under way, by name
         self._versions = 0
+        self._under_way: set[str] = set()
 
     def start(self, operation: Operation) -> None:
+        """Asked again while it is under way, it is the same."""
+        with self._lock:
+            if operation.id in self._under_way:
+                return
+            self._under_way.add(operation.id)
         self._threads.submit(self._guarded, operation, partial(self._begin, operation))
 
     def close(self) -> None:
@@ -295,6 +303,8 @@ class Samples:
 
     def _end(self, operation: Operation, state: State, media: str, result: bytes) -> None:
         self._journal.finish(operation.id, state, media, result)
+        with self._lock:
+            self._under_way.discard(operation.id)
         self._finished(operation.id)
 
     # ---- which adapters replicas hold ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import nearest
 from rlix.serve.tinker.answers import answer
 from rlix.serve.tinker.base import Base
+from rlix.serve.tinker.given import number, section
 from rlix.serve.tinker.journal import Journal, Model, Operation, Sampler, Session, State
 from rlix.serve.tinker.operations import LOAD
 from rlix.serve.tinker.settings import ServerSettings
@@ -68,7 +69,7 @@ class Service:
 
     def finish_session(self, user: str, id: str, given: Mapping[str, Any]) -> None:
         self.session(user, id)
-        reason = (given.get("reason") or {}).get("type", "success")
+        reason = section(given, "reason").get("type", "success")
         self._end(id, f"its client finished it: {reason}")
 
     def end_silent_sessions(self) -> None:
@@ -90,8 +91,8 @@ class Service:
     def create_model(self, user: str, given: Mapping[str, Any]) -> str:
         """The id of the operation."""
         session = self.session(user, given.get("session_id"), alive=True)
-        lora = given.get("lora_config") or {}
-        optimizer = (given.get("optimizer_config") or {}).get("type", "adamw")
+        lora = section(given, "lora_config")
+        optimizer = section(given, "optimizer_config").get("type", "adamw")
         if optimizer != "adamw":
             raise SpecError(f"optimizer {optimizer!r} is refused: it is AdamW here")
         base = self._base(given.get("base_model"))
@@ -117,10 +118,7 @@ class Service:
         lora: Mapping[str, Any],
         source: str,
     ) -> str:
-        number = given.get("model_seq_id")
-        if not isinstance(number, int) or number < 0:
-            raise SpecError(f"model_seq_id is {number!r}; it must be a whole number")
-        id = f"{session.id}:train:{number}"
+        id = f"{session.id}:train:{number(given, 'model_seq_id', 0)}"
         body = json.dumps(dict(given), sort_keys=True).encode()
         with self._lock:  # asked twice at once, it is one
             if self.journal.model(id) is not None:
@@ -150,7 +148,7 @@ class Service:
     def _config(self, id: str, base: Base, lora: Mapping[str, Any]) -> dict[str, Any]:
         rank, most = lora.get("rank", 32), base.offered.max_rank
         if rank == 0:
-            raise SpecError(f"rank 0: every weight of {base.name} is trained only where NAME:full is offered")
+            raise SpecError(f"rank 0 is refused: not every weight of {base.name} can be trained here; take 1 to {most}")
         if not isinstance(rank, int) or not 0 < rank <= most:
             raise SpecError(f"rank is {rank!r}; on {base.name} it must be from 1 to {most}")
         attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
@@ -163,7 +161,7 @@ class Service:
             "targets": sorted(targets),
             "train_attn": bool(attention),
             "train_mlp": bool(mlp),
-            "seed": stream_seed("tinker", id) if seed is None else int(seed),
+            "seed": stream_seed("tinker", id) if seed is None else number(lora, "seed", -(2**63)),
         }
 
     def _base(self, name: object) -> Base:
@@ -203,12 +201,10 @@ class Service:
         self._base(model.base).leave(model.id)
         return {"type": "unload_model", "model_id": model.id}
 
-    def ask(self, user: str, kind: str, model_id: object, seq: object, body: bytes) -> str:
+    def ask(self, user: str, kind: str, model_id: object, seq: int, body: bytes) -> str:
         """Have something done to a model, after everything with a lower number. The id of the operation."""
         model = self.model(user, model_id, alive=True)
         self.session(user, model.session, alive=True)
-        if not isinstance(seq, int) or seq < 1:
-            raise SpecError(f"seq_id is {seq!r}; it must be a whole number above 0")
         asked = Operation(f"{model.id}:{seq}", model.id, seq, kind, body)
         found = self.journal.ask(asked)
         if found.state is State.QUEUED:
@@ -218,7 +214,7 @@ class Service:
     def load(self, user: str, given: Mapping[str, Any], body: bytes) -> str:
         if given.get("session_id") is not None:
             return self.load_as_new(user, given)
-        return self.ask(user, LOAD, given.get("model_id"), given.get("seq_id"), body)
+        return self.ask(user, LOAD, given.get("model_id"), number(given, "seq_id", 1), body)
 
     # ---- samplers --------------------------------------------------------------------------------------------
 
@@ -248,9 +244,7 @@ class Service:
     def sample(self, user: str, given: Mapping[str, Any], body: bytes) -> dict[str, Any]:
         sampler = self.sampler(user, given.get("sampling_session_id"))
         self.session(user, sampler.session, alive=True)
-        seq = given.get("seq_id")
-        if not isinstance(seq, int) or seq < 0:
-            raise SpecError(f"seq_id is {seq!r}; it must be a whole number")
+        seq = number(given, "seq_id", 0)
         known = self.journal.operation(f"{sampler.id}:{seq}") is not None
         asked = self.journal.ask(Operation(f"{sampler.id}:{seq}", sampler.id, seq, "sample", body))
         if not known:

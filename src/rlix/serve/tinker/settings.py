@@ -11,7 +11,6 @@ from rlix.pipeline.spec.section import Count, Positive, Seconds, Section, Seed
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import problems_of, read_yaml
 
-FULL = ":full"
 KEY_PREFIX = "tml-"
 Key = Annotated[str, Field(pattern=rf"^{KEY_PREFIX}[A-Za-z0-9_-]{{8,}}$")]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)]

@@ -23,7 +23,7 @@ KINDS = {
 }
 """By operation: the folder in a path, and what the client calls such a checkpoint."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_SHORTEST_TTL_S = 3600
+_SHORTEST_TTL_S, _LONGEST_TTL_S = 3600, 10**9
 
 
 class Store:
@@ -54,12 +54,16 @@ class Store:
                 f"name {name!r}: letters, digits, '.', '_' and '-', at most 128, and a letter or digit first"
             )
         path = f"{SCHEME}{model.id}/{segment}/{name}"
-        if self._journal.checkpoint(path) is not None and not given.get("overwrite"):
+        known, seq = self._journal.checkpoint(path), given.get("seq_id")
+        if known is not None and known.about.get("seq") == seq:
+            return answer(type=operation, path=path)  # it was saved when the server ended, and not noted yet
+        if known is not None and not given.get("overwrite"):
             raise SpecError(f"{path} is there already, and saved weights stay as they are: choose another name")
         folder = self._folder / _plain(model.id) / segment / name
         write_whole(folder, write, optimizer=kind == "training")
         size = sum(file.stat().st_size for file in folder.rglob("*"))
         about = {"user_metadata": given.get("user_metadata"), "base": model.base, "rank": model.rank, **_config(model)}
+        about["seq"] = seq
         self._journal.put_checkpoint(
             Checkpoint(path, model.id, model.owner, kind, str(folder), self._now(), expires, size, about)
         )
@@ -150,8 +154,8 @@ class Store:
     def _expiry(self, ttl_s: object) -> float | None:
         if ttl_s is None:
             return None
-        if not isinstance(ttl_s, int) or ttl_s < _SHORTEST_TTL_S:
-            raise SpecError(f"ttl_seconds is {ttl_s!r}; it must be at least {_SHORTEST_TTL_S}, or None for ever")
+        if not isinstance(ttl_s, int) or not _SHORTEST_TTL_S <= ttl_s <= _LONGEST_TTL_S:
+            raise SpecError(f"ttl_seconds must be from {_SHORTEST_TTL_S} to {_LONGEST_TTL_S}, or None for ever")
         return self._now() + ttl_s
 
 

@@ -30,6 +30,7 @@ LINGER_S = 0.05
 """How long devices wait for what a client asks next: it sends a pass and a step one after the other."""
 LEASE_S = 20.0
 """How long a lease goes on while there is more to do; then others of the pool have their turn."""
+_AGAIN_S = 1.0
 ATTEMPTS = 3
 """How often an operation is begun whose workers fail in it."""
 
@@ -91,6 +92,8 @@ class Trainer:
         """Go on with what was asked before."""
         with self._changed:
             self._asked.update(operation.target for operation in self._journal.queued())
+            unloaded = [each.id for each in self._journal.models() if each.unloaded and each.base == self._base]
+            self._gone.update(model for model in unloaded if self._state(model, 0).parent.exists())
         self._thread.start()
 
     def asked(self, model: str) -> None:
@@ -118,6 +121,10 @@ class Trainer:
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def join(self, timeout_s: float = 30.0) -> None:
         self._thread.join(timeout_s)
@@ -147,7 +154,7 @@ class Trainer:
                 self._serve()
             except InterruptedError:  # its pipeline ends
                 return
-            except (RlixError, RayError) as error:
+            except (RlixError, RayError, OSError) as error:  # OSError: a full disk, say
                 if self._closing.is_set():
                     return
                 logger.warning("%s: %s", self._base, error)
@@ -156,20 +163,20 @@ class Trainer:
     def _rebuild(self) -> None:
         self._loaded.clear()
         self.doing = "its training workers failed and are started anew"
-        try:
-            self._backing.rebuild()
-        except (RlixError, RayError) as error:
-            logger.warning(
-                "%s: the training workers could not be started, and will be tried again: %s", self._base, error
-            )
-            time.sleep(1.0)  # whatever it waits for, it is not this process
+        while not self._closing.is_set():
+            try:
+                self._backing.rebuild()
+                return
+            except (RlixError, RayError, OSError) as error:
+                logger.warning("%s: its training workers will be started again: %s", self._base, error)
+            self._closing.wait(_AGAIN_S)
 
     def _serve(self) -> None:
         """One lease, or what can be done without any."""
         model = self._next(held=False)
         first = None if model is None else self._ready(model)
         if model is not None and first is not None and self._needs_none(first):
-            self._turn(model, held=False)
+            self._turn(model, None)
             return
         if first is None and not self._chores:
             return
@@ -181,7 +188,7 @@ class Trainer:
                 self._sweep()
                 self._do_chores()
                 if model is not None:
-                    self._turn(model, held=True)
+                    self._turn(model, until)
                 model = self._next(held=True) if time.monotonic() < until else None
 
     def _needs_none(self, operation: Operation) -> bool:
@@ -216,13 +223,14 @@ class Trainer:
         owner = "" if row is None else row.owner
         return self._given.setdefault(owner, min(self._given.values(), default=0.0))
 
-    def _turn(self, model: str, *, held: bool) -> None:
-        """What a model has to do, to its next optimizer step."""
+    def _turn(self, model: str, until: float | None) -> None:
+        """What a model has to do, to its next optimizer step or the end of the lease; None: without devices."""
+        held = until is not None
         began, row = time.monotonic(), self._journal.model(model)
         while (operation := self._ready(model)) is not None and (held or self._needs_none(operation)):
             self.doing = f"computes {operation.kind} for a model"
             self._do(model, operation)
-            if operation.kind == STEP:
+            if operation.kind == STEP or (until is not None and time.monotonic() >= until):
                 break
         if row is not None and held:
             self._given[row.owner] = self._given.get(row.owner, 0.0) + time.monotonic() - began
@@ -314,7 +322,7 @@ class Trainer:
                 done.set_result(chore())
             except SpecError as error:
                 done.set_exception(error)
-            except (RlixError, RayError) as error:
+            except Exception as error:
                 done.set_exception(error)
                 raise EngineLostError(f"a prompt could not be scored: {error}") from error
 
