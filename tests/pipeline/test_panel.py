@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rlix.pipeline.sources.base import SourceFailedError
 from rlix.pipeline.sources.judge import Failures, Verdict
 from rlix.pipeline.sources.panel import Asked, Panel
+from rlix.pipeline.sources.processes import ProcessError, Processes
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import RewardSpec
@@ -113,6 +115,62 @@ def test_a_reward_of_groups_is_asked_once_for_all_completions_of_a_prompt() -> N
     (first, second) = judged([reward("too_few", per="group")], *three[::2][:2], group_size=2)
     assert first == second
     assert "TypeError: it returned 1 rewards of 2 completions" in str(first)
+
+
+def test_a_group_that_was_given_up_leaves_nothing_to_whoever_asks_its_prompt_again() -> None:
+    async def main() -> list[Verdict]:
+        panel, prompt = Panel([reward("rank", per="group")], group_size=2), Prompt("p", "", (1,), "", (), {"base": 0.0})
+        try:
+            left = asyncio.ensure_future(panel.judge(Asked(prompt, "of another time", (), 1)))
+            for _ in range(3):
+                await asyncio.sleep(0)  # it waits for the other one
+            left.cancel()
+            await asyncio.wait([left])
+            two = [panel.judge(Asked(prompt, text, (), number)) for number, text in enumerate(("bb", "a"))]
+            return await asyncio.wait_for(asyncio.gather(*two), 60)
+        finally:
+            await panel.close()
+
+    assert [v.reward for v in asyncio.run(main()) if isinstance(v, Reward)] == [1.0, 0.0]
+
+
+def test_a_process_that_died_meanwhile_is_not_asked_and_its_number_not_killed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
+
+    async def main() -> int:
+        processes = Processes()
+        dead = await processes.take()
+        await processes.give_back(dead)
+        dead.process.kill()
+        await asyncio.wait([dead._reading])
+        other = await processes.take()
+        assert other.is_alive
+        assert processes.ids == [other.process.pid]
+        other.process.kill()
+        await processes.close()
+        return dead.process.pid
+
+    assert killed.count(asyncio.run(main())) == 1  # when it died
+
+
+def test_not_everybody_in_the_queue_waits_as_long_for_a_process_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[Processes] = []
+
+    async def take(self: Processes) -> Any:
+        tried.append(self)
+        await asyncio.sleep(0)
+        raise ProcessError("its process did not import the rewards")
+
+    monkeypatch.setattr(Processes, "take", take)
+    verdicts = judged([reward("length")], *[asked()] * 9)
+    assert "its process did not import the rewards" in str(verdicts[0])
+    assert all("its process had not started" in str(verdict) for verdict in verdicts[1:])
+    assert len(tried) == 1
 
 
 def test_what_always_fails_does_not_fill_the_terminal(caplog: pytest.LogCaptureFixture) -> None:

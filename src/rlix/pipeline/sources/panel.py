@@ -114,7 +114,12 @@ class _Own:
             every = sorted(group.asked, key=lambda one: one.number)
             verdicts = await self._judged(every, [one.completion for one in every])
             group.verdicts.set_result({one.number: v for one, v in zip(every, verdicts, strict=True)})
-        return (await group.verdicts)[asked.number]
+        try:
+            return (await group.verdicts)[asked.number]
+        except asyncio.CancelledError:  # the same prompt may be asked again, and is not to find what is left of this
+            if self._groups.get(asked.prompt.id) is group:
+                del self._groups[asked.prompt.id]
+            raise
 
     async def _judged(self, asked: Sequence[Asked], completion: str | list[str]) -> list[Verdict]:
         prompt, source = asked[0].prompt, _source(self.spec, asked[0].prompt)
@@ -147,10 +152,8 @@ class _Own:
         if self._stop.is_set():
             return "the job is to stop"
         try:
-            if self._turns is None:
-                await self._begin()
-            assert self._turns is not None
-            async with self._turns:
+            turns = self._turns or await self._begin(number)
+            async with turns:
                 if self._stop.is_set():
                     return "the job is to stop"
                 if number <= self._given_up:  # or a step would take hours
@@ -166,17 +169,25 @@ class _Own:
         self._hung = 0
         return found
 
-    async def _begin(self) -> None:
-        """Start the first process, which says what the function is."""
+    async def _begin(self, number: int) -> asyncio.Semaphore:
+        """Start the first process, which says what the function is. Who stands in the queue for that does not try for
+        as long again, one after the other."""
         async with self._starting:
             if self._turns is None:
-                child = await self._processes.take()
+                if number <= self._given_up:
+                    raise ProcessError("its process had not started")
+                try:
+                    child = await self._processes.take()
+                except ProcessError:
+                    self._given_up = self._asked
+                    raise
                 shares = child.loaded.get("asynchronous", {}).get(self.spec.target, False)
                 self._shared = child if shares else None
                 if not shares:
                     await self._processes.give_back(child)
                 self._most = self.spec.concurrency or (_COROUTINES if shares else _PROCESSES)
                 self._turns = asyncio.Semaphore(self._most)
+            return self._turns
 
     async def _in_process(self, request: Mapping[str, Any]) -> list[Any] | None:
         """None: it was late."""

@@ -50,6 +50,9 @@ class Processes:
 
     async def take(self) -> "Child":
         """One that nobody else has, until it is given back. Raises ProcessError when none can be started."""
+        for dead in [child for child in self._idle if not child.is_alive]:
+            self._idle.remove(dead)
+            await self._end(dead)
         child = self._idle.pop() if self._idle else await self._spawn()
         self._busy.add(child)
         return child
@@ -160,10 +163,15 @@ class Child:
         return found
 
     async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """With all that it has started. Where it has ended that was done then: its number may since be another's."""
+        if self._broken is None or self.process.returncode is None:
+            self._kill_group()
         await self.process.wait()
         await asyncio.wait([self._reading])
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
@@ -174,6 +182,7 @@ class Child:
                 if (answer := self._waiting.get(found["number"])) is not None and not answer.done():
                     answer.set_result(found)
             self._broken = f"its process ended with {await self.process.wait()}"
+            self._kill_group()
         except (ConnectionError, ValueError) as error:
             self._broken = f"its process broke off: {error}"
         for answer in self._waiting.values():
