@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rlix.integrations.openai import endpoint
 from rlix.integrations.openai.conversation import ChatFormat, Conversation, RequestError
 from rlix.integrations.openai.episodes import Episode, Episodes, Policy
 from rlix.integrations.openai.server import make_app
@@ -22,7 +23,7 @@ from rlix.pipeline.samples import Answer
 from rlix.pipeline.spec.job import load_job
 from rlix.pipeline.spec.source import ChatSpec
 from rlix.pipeline.tokenizer import character_tokenizer
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import Demand
 from tests.pipeline.in_process import InProcess
 from tests.pipeline.rollout_world import Weights, World
@@ -416,6 +417,25 @@ def test_an_evaluation_has_episodes_of_its_own_at_the_jobs_endpoint(tmp_path: Pa
     assert (metrics["trajectories"], metrics["eval/trajectories"], metrics["eval/reward"]) == (4, 3, 1)
     assert (metrics["agent_abandoned"], metrics["turns"]) == (4, 1)  # what was said first is not learnt
     assert not (rlix_home / "endpoints" / "agents.json").exists()
+
+
+def test_a_name_is_of_one_endpoint_that_others_look_for(rlix_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs it is the job's and theirs; functions of the job's own are told where theirs is."""
+    monkeypatch.setattr(endpoint, "_TAKEN_S", 0.0)
+    jobs = dict[str, dict[str, Any]](own={}, first={}, second={}, run={})
+    own = endpoint.Endpoint.join(jobs["own"], "agents", 0, from_outside=False)
+    with pytest.raises(RlixError, match="no job 'agents'"):
+        endpoint_of("agents")
+    first = endpoint.Endpoint.join(jobs["first"], "agents", 0, from_outside=True)
+    run = endpoint.Endpoint.join(jobs["run"], "several/agents", 0, from_outside=True)
+    with pytest.raises(SpecError, match="another job 'agents' has its endpoint"):
+        endpoint.Endpoint.join(jobs["second"], "agents", 0, from_outside=True)
+    own.leave(jobs["own"])
+    assert endpoint_of("agents") == (first.base_url, first.episodes.key)
+    assert endpoint_of("several/agents") == (run.base_url, run.episodes.key)
+    first.leave(jobs["first"])
+    run.leave(jobs["run"])
+    assert [path for path in (rlix_home / "endpoints").rglob("*") if path.is_file()] == []
 
 
 @pytest.fixture

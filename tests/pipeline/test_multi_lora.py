@@ -194,6 +194,7 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     summary = many.run()
     assert (summary.state, many.status().step) == ("finished", 7)
     assert many.status().share == Share(12, 3)
+    assert {run.source.around.job for run in many.runs.values()} == {f"many/{name}" for name in RUNS}
     assert {run.name: run.staleness for run in many.status().runs} == {"small": 0.0, "dropped": 0.0, "ahead": 1.0}
     assert [len(found) for found in each_alone.values()] == [3, 2, 2]
     every = rows(tmp_path / "job")

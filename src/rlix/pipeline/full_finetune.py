@@ -196,6 +196,11 @@ class FullFinetunePipeline(Pipeline):
         supply = Supply(self.source, self.rollouts.publish, self.spec.steps)
         self.schedule = build_schedule(self.spec.schedule, supply)
 
+    @property
+    def whole_name(self) -> str:
+        """Which no other part of the job has."""
+        return self.spec.name
+
     def local_model(self) -> Path:
         """The folder of the model that is trained."""
         return prepare_model(self.spec.model, self.folder.path / "model", self.spec.seed)
@@ -207,7 +212,7 @@ class FullFinetunePipeline(Pipeline):
         self.pad_id = int(tokenizer.pad_token_id)
         ends = Ends(tokenizer, self.model_path, spec.rollout.stop, spec.rollout.stop_token_ids)
         around = Surroundings(
-            job=spec.name,
+            job=self.whole_name,
             seed=spec.seed,
             groups=spec.rollout.prompts_per_step,
             group_size=spec.rollout.samples_per_prompt,

@@ -77,6 +77,10 @@ class AdapterRun(LoraFinetunePipeline):
         rollouts = getattr(self, "rollouts", None)
         return replace(self._status, share=None if rollouts is None else rollouts.share)
 
+    @property
+    def whole_name(self) -> str:
+        return f"{self.job.spec.name}/{self.adapter}"
+
     def local_model(self) -> Path:
         return self.job.base_path
 

@@ -55,7 +55,7 @@ class AgentSource(Source):
         self._agent = _find_agent(spec)
         count = getattr(self._agent, "rows_of", None)
         self._rows: int | None = None if count is None else count(around.split)
-        self._endpoint = Endpoint.join(around.shared, around.job, spec.port)
+        self._endpoint = Endpoint.join(around.shared, around.job, spec.port, from_outside=spec.name == EXTERNAL)
         super().__init__(spec, around, spec.failure_reward)
         self._spec = spec
         self._policy = Policy(

@@ -157,7 +157,7 @@ class AgentSpec(Named):
     option `environment`), or your own: `file.py:function`, called with a `Call` and the options; returns the episode's
     reward."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0: one that is free. `RLIX_HOME/endpoints/<job>.json` holds address and key."""
+    """0: one that is free. Of `external`, `RLIX_HOME/endpoints/<job>.json` holds address and key."""
     concurrency: Count = 64
     """How many functions that are not async run at a time."""
     timeout_s: Seconds = 600.0
