@@ -29,7 +29,9 @@ class LoraSpec(Section):
     targets: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False, min_length=1)] = ALL_LINEAR
     """Last names of the linear layers that get one, such as `[q_proj, v_proj]`; `all-linear`: all but the head."""
     path: str | None = None
-    """Folder of a PEFT adapter to go on from; its rank, alpha, dropout and targets are taken."""
+    """Folder of a PEFT adapter to go on from; its rank, alpha, dropout and targets are taken. What an algorithm
+    compares with is without it: to stay near to it, e.g. with dpo, merge it into the model first (`rlix lora merge`).
+    """
 
 
 def unknown_targets(lora: LoraSpec | None, linear: Collection[str]) -> Iterator[Problem]:
