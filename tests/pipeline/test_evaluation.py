@@ -99,16 +99,18 @@ def test_what_fails_before_an_evaluation_is_the_jobs_failure(tmp_path: Path) -> 
         Fails(job("task", "one_version", "grpo", tmp_path, evaluation=HELD_OUT), tmp_path).run_steps()
 
 
-def test_held_out_data_have_a_source_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "held.jsonl").write_text('{"prompt": "77>", "answer": "77"}\n')
+@pytest.mark.parametrize("there", [1, 3])
+def test_held_out_data_have_a_source_of_their_own(there: int, tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{number}7>", "answer": "77"}}\n' for number in range(7, 7 + there)]
+    (tmp_path / "held.jsonl").write_text("".join(lines))
     held_out = {"data": {"path": str(tmp_path / "held.jsonl")}, "rewards": ["exact_match"]}
-    spec = job("data", "on_policy", "grpo", tmp_path, evaluation={**HELD_OUT, "prompts": 8, "source": held_out})
+    spec = job("data", "on_policy", "grpo", tmp_path, evaluation={**HELD_OUT, "prompts": 2, "source": held_out})
     pipeline = InProcess(spec, tmp_path)
     metrics = pipeline.run_steps()
-    assert metrics[1]["eval/trajectories"] == 2  # of the one row, once: not of eight
+    assert metrics[1]["eval/trajectories"] == 2 * min(there, 2)  # each row once, and no more than are asked for
     asked = {t.prompt_ids for t, _ in pipeline.rollouts.answered if t.id.startswith("evaluation/")}
     trained = {t.prompt_ids for t, _ in pipeline.rollouts.answered if not t.id.startswith("evaluation/")}
-    assert len(asked) == 1
+    assert len(asked) == min(there, 2)
     assert not asked & trained
 
 

@@ -52,8 +52,9 @@ class Evaluation:
             resample_rounds=0,
         )
         self._source = build_source(spec.held_out(source), held_out)
-        self._groups = self._source.different
-        if self._groups is not None and self._groups < spec.prompts:
+        different = self._source.different
+        self._groups = spec.prompts if different is None else min(spec.prompts, different)
+        if self._groups < spec.prompts:
             logger.info("evaluation: there are %d prompts, not %d; each is asked once", self._groups, spec.prompts)
 
     def run(self, step: int) -> Samples:
