@@ -167,6 +167,16 @@ class TestPolicyLoss:
         result = clipped_policy_loss(log_ratio, tensor([0.0]), tensor([1.0]), torch.ones(1, 1), clip_high=0.4)
         assert_close(result.loss.item(), -1.4)
 
+    def test_the_dual_clip_bounds_what_has_a_negative_advantage_and_nothing_else(self) -> None:
+        log_ratio = torch.log(tensor([2.0, 2.0, 1.4, 0.1])).requires_grad_()
+        given = (torch.zeros(1, 4), tensor([1, -1, -1, -1]), torch.ones(1, 4))
+        result = clipped_policy_loss(log_ratio, *given, clip_high=4.0, dual_clip=1.5)
+        assert_close(result.loss.item(), (-2.0 + 1.5 + 1.4 + 0.8) / 4)
+        assert result.clip_fraction.item() == 0.5
+        result.loss.backward()
+        assert log_ratio.grad is not None
+        assert_close(log_ratio.grad, tensor([-2.0, 0.0, 1.4, 0.0]) / 4)
+
     def test_clipped_tokens_get_no_gradient(self) -> None:
         log_probs = torch.log(tensor([1.5, 0.9])).requires_grad_()
         clipped_policy_loss(log_probs, tensor([0.0, 0.0]), tensor(1.0), torch.ones(1, 2)).loss.backward()

@@ -49,12 +49,14 @@ def clipped_policy_loss(
     # Positions outside the mask may hold anything; make them neutral before exp can overflow into NaN gradients.
     difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
     ratio = (sequence_log_ratio(log_probs, old_log_probs, mask) if per_sequence else difference).exp()
-    bounded = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
-    free, clipped = bounded * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    terms = -torch.minimum(free, clipped)
+    free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    stopped, terms = clipped < free, -torch.minimum(free, clipped)
+    if dual_clip is not None:
+        most = -dual_clip * advantages
+        bounded = (advantages < 0) & (terms > most)
+        stopped, terms = stopped | bounded, torch.where(bounded, most, terms)
     loss = aggregate(terms if weights is None else terms * weights, mask, aggregation, denominator)
     with torch.no_grad():
-        stopped = (clipped < free) | ((bounded < ratio) & (advantages < 0))
         return PolicyLoss(
             loss=loss,
             clip_fraction=masked_mean(stopped.to(ratio.dtype), mask),
