@@ -161,6 +161,7 @@ def test_a_run_may_begin_with_conversations(tmp_path: Path) -> None:
     spec = job(tmp_path, source=task, algorithm="grpo", steps=1, rollout=rollout, warmup=warmup)
     pipeline = InProcess(spec, tmp_path)
     pipeline.run_steps()
+    assert "samples" not in {thread.name for thread in threading.enumerate()}
     tokenizer = pipeline.source.around.tokenizer
     ids = torch.tensor([tokenizer.encode("5>")])
     said = pipeline.actor.module(input_ids=ids).logits[0, -1].argmax()

@@ -31,7 +31,7 @@ from rlix.pipeline.samples import Samples
 from rlix.pipeline.schedules.base import Supply
 from rlix.pipeline.schedules.choice import build_schedule
 from rlix.pipeline.seeds import stream_seed
-from rlix.pipeline.sources.base import Surroundings
+from rlix.pipeline.sources.base import Source, Surroundings
 from rlix.pipeline.sources.choice import build_source
 from rlix.pipeline.spec.executor import build_arguments
 from rlix.pipeline.spec.source import SourceSpec
@@ -178,9 +178,10 @@ class FullFinetunePipeline(Pipeline):
         warmup = self.spec.warmup
         if warmup is None:
             return
+        taught = self.taught or self.source
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
             for step in range(warmup.steps):
-                batch = collate(self.taught.supervised(step, warmup.batch_size), self.pad_id)
+                batch = collate(taught.supervised(step, warmup.batch_size), self.pad_id)
                 tokens, norm = float(batch["mask"].sum()), self.spec.optimizer.max_grad_norm
                 self.actor.supervised_step(over_ranks(batch), tokens, warmup.learning_rate, norm)
             self.actor.finish_warmup()
@@ -232,7 +233,8 @@ class FullFinetunePipeline(Pipeline):
             steps=spec.steps,
             resample_rounds=spec.algorithm.rounds,
         )
-        self.source = self.taught = build_source(spec.source, around)
+        self.source = build_source(spec.source, around)
+        self.taught: Source | None = None
         if spec.warmup is not None and spec.warmup.conversations is not None:
             alone = replace(around, group_size=1)
             self.taught = build_source(
@@ -297,7 +299,7 @@ class FullFinetunePipeline(Pipeline):
     def teardown(self) -> None:
         for evaluation in getattr(self, "evaluations", {}).values():
             evaluation.close()
-        for part in ("source", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
+        for part in ("source", "taught", "bundles", "rollouts", "replicas", "actor", "reference", "critic"):
             if (found := getattr(self, part, None)) is not None:
                 found.close()
 
