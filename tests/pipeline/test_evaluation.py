@@ -20,6 +20,7 @@ from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.source import ChatSpec, SourceSpec
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import Phase
 from tests.pipeline.in_process import Generator, InProcess
 from tests.pipeline.test_composition import job
 from tests.pipeline.training_jobs import learnt_of, rows
@@ -221,20 +222,30 @@ def short(spec: JobSpec) -> Any:
 
 
 class Toy(Pipeline):
-    """Its evaluations get better, then worse; the last one is interrupted."""
+    """Its evaluations get better, then worse; it is asked to stop `when` the seventh step trains, or after it."""
+
+    when = "evaluate"
 
     def setup(self) -> None:
         self.done = 0
 
     def step(self, step: int) -> dict[str, float]:
+        self.note_entered(Phase.ACTOR_TRAINING)
         self.done = step + 1
+        self.may_stop("step")
         return {"reward": 0.0}
 
+    def settle(self) -> None:
+        self.may_stop("settle")
+
     def evaluate(self, done: int) -> dict[str, float]:
-        if done == 7:
+        self.may_stop("evaluate")
+        return {"eval/reward": {2: 0.1, 4: 0.8, 6: 0.3}[done]}
+
+    def may_stop(self, where: str) -> None:
+        if self.done == 7 and where == self.when:
             self.request_stop()
             raise InterruptedError("the job was asked to stop")
-        return {"eval/reward": {2: 0.1, 4: 0.8, 6: 0.3}[done]}
 
     def save(self, path: Path) -> None:
         (path / "done").write_text(str(self.done))
@@ -252,8 +263,20 @@ def spec_of(**changes: Any) -> JobSpec:
     return JobSpec.model_validate(values | changes)
 
 
-def test_the_frame_evaluates_when_it_is_due_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_step_is_in_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who resumes would take it again from weights that have learnt from it."""
     monkeypatch.setattr(base, "JobClient", MagicMock())
+    monkeypatch.setattr(Toy, "when", "step")
+    assert Toy("ft_1", JobConfig(spec_of(evaluation={"every": 9}), tmp_path / "job")).run().state == "stopped"
+    assert [path.name for path in (tmp_path / "job" / "checkpoints").glob("step_*")] == ["step_5"]
+
+
+@pytest.mark.parametrize("when", ["settle", "evaluate"])
+def test_the_frame_evaluates_when_it_is_due_and_keeps_the_best(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "JobClient", MagicMock())
+    monkeypatch.setattr(Toy, "when", when)
     pipeline = Toy("ft_1", JobConfig(spec_of(), tmp_path / "job"))
     assert pipeline.run().state == "finished"
     found = {row["step"]: row.get("eval/reward") for row in rows(tmp_path / "job" / "metrics.jsonl")}

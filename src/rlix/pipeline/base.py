@@ -295,7 +295,7 @@ class Pipeline(ABC):
                 self.checkpoints.begin(done, self.save, best)
                 self._saved = done
         self._update(phase="checkpoint")
-        if self._done > self._saved:
+        if self._done > self._saved and not self._changed:
             self.checkpoints.begin(self._done, self.save)
         self.checkpoints.settle()
         return "stopped" if self._done < self.spec.steps else "finished"
@@ -331,7 +331,12 @@ class Pipeline(ABC):
         wanted = self.spec.evaluation
         if wanted is None or (done % wanted.every and done < self.spec.steps):
             return {}
-        self.settle()
+        try:
+            self.settle()
+        except InterruptedError:  # the step before has been taken, and counts
+            if not self.stop_requested.is_set():
+                raise
+            return {}
         self._update(phase="evaluation")
         start = time.time()
         try:
