@@ -377,6 +377,19 @@ class TestBad:
         text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})
         assert "no multiple of shards 4 lies from 5 to 7" in failure(tmp_path, text)[0]
 
+    def test_sequences_over_devices(self, tmp_path: Path) -> None:
+        def said(**train: int) -> str:
+            return " ".join(failure(tmp_path, with_keys(clusters={"actor_train": train})))
+
+        assert "clusters.actor_train.sequence_parallel: 2 does not divide the 3 devices; use a" in said(
+            gpus=3, sequence_parallel=2
+        )
+        assert "3 does not divide the model's" in said(gpus=3, sequence_parallel=3)
+        assert "is for a number of devices that is given" in said(sequence_parallel=2)
+        job = {"actor_train": {"gpus": 2, "sequence_parallel": 2}}
+        spec = load_job(write(tmp_path, with_keys(clusters=job)), range(8))
+        assert spec.clusters.actor_train.on(gpus=4).sequence_parallel == 2
+
     def test_clusters_that_say_nothing(self, tmp_path: Path) -> None:
         clusters: dict[str, Any] = {"actor_train": {"tensor_parallel": 2}, "critic": {}}
         train, critic = failure(tmp_path, with_keys(algorithm="ppo", clusters=clusters))

@@ -39,7 +39,7 @@ def small(example: str = "sort_digits", **changes: Any) -> JobSpec:
 
 def ppo(**changes: Any) -> JobSpec:
     """All seven phases: a critic and a reference model besides the policy."""
-    part = {"devices": (2, 3)}
+    part = {"devices": (2, 3), "sequence_parallel": 2}
     return small(
         **{
             "name": "ppo",

@@ -364,12 +364,14 @@ class FullFinetunePipeline(Pipeline):
         )
         return engine
 
-    def _shards(self, cluster: Cluster, devices: int) -> int:
-        """All, unless the job says otherwise, or who registered it by a number of its own."""
+    def _sizes(self, cluster: Cluster, devices: int) -> tuple[int, int]:
+        """Devices that hold one copy of the weights: all, unless the job says otherwise, or who registered it by a
+        number of its own; and those that compute on a sequence together."""
         said = self.spec.clusters_in_use.get(cluster.name)
+        shards = devices if said is None else said.copy_of(devices)
         if cluster.tensor_parallel_size > 1:
-            return cluster.tensor_parallel_size
-        return devices if said is None else said.copy_of(devices)
+            shards = cluster.tensor_parallel_size
+        return shards, getattr(said, "sequence_parallel", 1)
 
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
         module = policy_on_meta(path)
@@ -383,9 +385,11 @@ class FullFinetunePipeline(Pipeline):
         cluster, dtype = self.registration.cluster(name), self.spec.model.dtype
         frozen = name is ClusterName.REFERENCE or (self.adapter is not None and self.spec.warmup is None)
         with self.phase(name, Phase.INITIALIZATION) as lease:
+            shards, sequence = self._sizes(cluster, len(lease.devices))
             engine = TrainEngine(module, executor="fsdp2")
             engine.build(
-                shard=self._shards(cluster, len(lease.devices)),
+                shard=shards,
+                sequence_parallel_size=sequence,
                 devices=self.devices_of(lease.devices),
                 namespace=self.registration.ray_namespace,
                 seed=self.spec.seed,

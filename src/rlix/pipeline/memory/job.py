@@ -137,12 +137,14 @@ def described(need: Need) -> str:
 def _training(spec: "JobSpec", cluster: ClusterSpec, model: ModelShape) -> Training:
     longest, own = _longest(spec, model), spec.training
     devices = cluster.count or cluster.unit
-    rows = -(-spec.trajectories_per_step // (spec.algorithm.minibatches * devices))  # of a minibatch, on a device
+    together = getattr(cluster, "sequence_parallel", 1)
+    parts = spec.algorithm.minibatches * max(1, devices // together)
+    rows = -(-spec.trajectories_per_step // parts)  # of a minibatch, on the devices that compute on it together
     return Training(
         devices=devices,
         width=cluster.copy_of(devices),
         compute=_bytes(spec),
-        tokens=min(max(own.micro_batch_tokens, longest), rows * longest),
+        tokens=-(-min(max(own.micro_batch_tokens, longest), rows * longest) // together),
         checkpointing=own.activation_checkpointing,
         offload=own.offload_optimizer,
         stored=_WIDE if spec.lora is None or spec.warmup is not None else _bytes(spec),

@@ -269,6 +269,12 @@ def _model(spec: Sections) -> Iterator[Problem]:
     model = spec.model
     if model.kind != "tiny":
         return
+    for name, cluster in spec.clusters.items():
+        size = getattr(cluster, "sequence_parallel", 1)
+        if model.heads % size:
+            yield Problem(
+                f"clusters.{name}.sequence_parallel", f"{size} does not divide the model's {model.heads} heads"
+            )
     if model.hidden_size % (2 * model.heads):
         yield Problem(
             "model.hidden_size", f"{model.hidden_size} is not a multiple of {2 * model.heads} (twice the heads)"
@@ -352,7 +358,10 @@ def _groups(spec: Sections) -> Iterator[Problem]:
 def _batches(spec: Sections) -> Iterator[Problem]:
     """Every rank gets the same share of a batch, so that a step's result does not depend on how it was split."""
     total, minibatches = spec.trajectories_per_step, spec.algorithm.minibatches
-    ranks, named = _ranks(spec.clusters.actor_train), f"clusters.actor_train.{spec.clusters.actor_train.field}"
+    train = spec.clusters.actor_train
+    ranks, named = _ranks(train), f"clusters.actor_train.{train.field}"
+    if train.sequence_parallel > 1:
+        named += f" / sequence_parallel {train.sequence_parallel}"
     parts = ranks * minibatches
     if total % parts:
         samples = spec.rollout.samples_per_prompt
@@ -433,5 +442,7 @@ def _evaluated(spec: Sections, own: EvaluationSetSpec) -> Iterator[Problem]:
 
 
 def _ranks(cluster: ClusterSpec) -> int:
-    """Among how many devices a batch is split; 1 where that is not fixed."""
-    return 1 if isinstance(cluster.gpus, GpuRange) else cluster.count or 1
+    """Among how many devices, or groups of them, a batch is split; 1 where that is not fixed."""
+    if isinstance(cluster.gpus, GpuRange):
+        return 1
+    return max(1, (cluster.count or 1) // getattr(cluster, "sequence_parallel", 1))

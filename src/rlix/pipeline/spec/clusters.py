@@ -138,6 +138,10 @@ class TrainerSpec(ClusterSpec):
     """How many of the devices hold one copy of weights and optimizer state between them (FSDP); left out: all. With
     fewer there are several whole copies (replicas), which average their gradients. `tensor_parallel` is read as
     this."""
+    sequence_parallel: Count = 1
+    """How many of the devices compute on each sequence together, each on a part of it, so that activations of long
+    sequences fit (DeepSpeed-Ulysses). It divides the devices, and the model's key heads; layers with sliding windows
+    are refused. A batch is then split among fewer parts."""
     moves: bool = False
     """With a number in `gpus`: at each phase the scheduler may grant as many other devices, if waiting for the
     cluster's own would cost more than the move does. The weights and the optimizer's state are taken there first. What
@@ -148,7 +152,8 @@ class TrainerSpec(ClusterSpec):
         return self.moves or super().goes
 
     def on(self, *, gpus: int | None = None, devices: tuple[int, ...] | None = None) -> Self:
-        return super().on(gpus=gpus, devices=devices).model_copy(update={"moves": self.moves and devices is None})
+        kept = {"moves": self.moves and devices is None, "sequence_parallel": self.sequence_parallel}
+        return super().on(gpus=gpus, devices=devices).model_copy(update=kept)
 
     @model_validator(mode="before")
     @classmethod
@@ -203,6 +208,8 @@ def cluster_problems(
         where = f"clusters.{name}"
         if isinstance(cluster, TrainerSpec) and cluster.moves:
             yield from _move_problems(f"{where}.moves", cluster, runs=runs)
+        if isinstance(cluster, TrainerSpec) and cluster.sequence_parallel > 1:
+            yield from _sequence_problems(f"{where}.sequence_parallel", cluster)
         if planned and cluster.count is not None:
             yield Problem(
                 f"{where}.{cluster.field}",
@@ -232,6 +239,14 @@ def _move_problems(where: str, cluster: TrainerSpec, *, runs: bool) -> Iterator[
         yield Problem(where, f"names no others to go to; write 'gpus: {len(cluster.devices)}' in place of 'devices'")
     elif runs:
         yield Problem(where, "is not for 'runs', whose replicas would load the model anew at each move; remove it")
+
+
+def _sequence_problems(where: str, cluster: TrainerSpec) -> Iterator[Problem]:
+    size, count = cluster.sequence_parallel, cluster.count
+    if count is None:
+        yield Problem(where, "is for a number of devices that is given; write 'gpus', or remove it")
+    elif count % size:
+        yield Problem(where, f"{size} does not divide the {count} devices; use a divisor of {count}")
 
 
 def _range_problems(name: str, cluster: ClusterSpec, gpus: GpuRange, fixed: bool) -> Iterator[Problem]:
