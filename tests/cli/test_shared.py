@@ -134,7 +134,7 @@ def test_whatever_is_dead_or_stopped_commands_say_it_in_a_sentence_and_down_ends
     first.suspend()
     said = terminals.run("status")
     # By its name; on a busy machine it has been given up by the time that the command has started.
-    stopped = re.search(r"(left|right) \(ft_[12]\): (unknown|its coordinator, process \d+, was stopped)", said)
+    stopped = re.search(r"(left|right) \(ft_[12]\): (unknown|ending: |its coordinator, process \d+, was stopped)", said)
     assert stopped, said
     ends, stays, running = (left, right, "right") if stopped[1] == "left" else (right, left, "left")
     ends.wait()

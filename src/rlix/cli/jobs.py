@@ -61,7 +61,8 @@ def show_status() -> int:
             _say_nothing_runs(console)
             return 0
         asked = pool.orchestrator.nodes.remote()
-        control, jobs = StatusSource(pool)(), find_jobs(pool.orchestrator)
+        source = StatusSource(pool)
+        before, jobs, control = source(), find_jobs(pool.orchestrator), source()
         statuses = tuple(job.known for job in jobs)
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
         sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
@@ -73,8 +74,9 @@ def show_status() -> int:
             where = f", {job.run_dir}" if job.run_dir else unknown
             _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}{where}")
         launched = {job.pipeline_id for job in jobs}
+        there = {pipeline.pipeline_id for pipeline in before.pipelines}  # others began after the jobs were looked for
         for pipeline in control.pipelines:
-            if pipeline.pipeline_id not in launched:
+            if pipeline.pipeline_id in there - launched:
                 state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
                 _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
         with contextlib.suppress(RayError):
