@@ -151,7 +151,9 @@ def test_who_is_stopped_can_be_and_not_for_nothing(scene: Scene) -> None:
                 assert victim.priority < winner.priority
             else:
                 team = snapshot.team(winner.team)
-                have = gpus([job for job in active if job.team == winner.team])
+                have = gpus(
+                    [job for job in snapshot.jobs if job.active and job.team == winner.team]
+                )  # not who borrows next
                 assert have + winner.gpus <= team.guaranteed
                 assert victim.id not in within(mine, snapshot.team(victim.team).guaranteed)
             assert winner.gpus <= scene.places - gpus(active) + gpus(going)
