@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
+from rlix.node.database import transaction
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError
 from rlix.protocol.events import Event
@@ -134,7 +135,7 @@ class Journal:
             JournalError: the file cannot be written; nothing was appended, and a later call may succeed.
         """
         rows = self._rows(events)
-        with self._as_journal_error("write to", "free space on its disk"), self._transaction():
+        with self._as_journal_error("write to", "free space on its disk"), transaction(self._db):
             self._db.executemany(_INSERT, rows)
         self._length += len(rows)
 
@@ -145,7 +146,7 @@ class Journal:
             JournalError: the file cannot be written; it holds what it held.
         """
         rows = self._rows(events)
-        with self._as_journal_error("write to", "free space on its disk"), self._transaction():
+        with self._as_journal_error("write to", "free space on its disk"), transaction(self._db):
             self._db.execute("DELETE FROM events")
             self._db.executemany(_INSERT, rows)
         self._length = len(rows)
@@ -180,17 +181,6 @@ class Journal:
     def _rows(self, events: Sequence[Event]) -> list[tuple[float, str, str]]:
         now = self._now()
         return [(now, *encode(event)) for event in events]
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:  # raised again: whatever it was, all or nothing is written
-            if self._db.in_transaction:  # SQLite has ended it already where the disk was full
-                self._db.execute("ROLLBACK")
-            raise
 
     @contextlib.contextmanager
     def _as_journal_error(self, verb: str, fix: str) -> Iterator[None]:
@@ -261,12 +251,11 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _create(db: sqlite3.Connection, pool: str) -> None:
-    db.execute("BEGIN IMMEDIATE")
-    for table in _TABLES:
-        db.execute(table)
-    db.execute("INSERT INTO meta (key, value) VALUES ('pool', ?)", (pool,))
-    db.execute(f"PRAGMA user_version={VERSION}")
-    db.execute("COMMIT")
+    with transaction(db):
+        for table in _TABLES:
+            db.execute(table)
+        db.execute("INSERT INTO meta (key, value) VALUES ('pool', ?)", (pool,))
+        db.execute(f"PRAGMA user_version={VERSION}")
 
 
 def _last_written(path: Path) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlix.node.database import transaction
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import Job, State
@@ -214,15 +215,8 @@ class Store:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        with self._in_words("write to"):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:  # raised again: whatever it was, all or nothing is written
-                if self._db.in_transaction:  # SQLite has ended it already where the disk was full
-                    self._db.execute("ROLLBACK")
-                raise
+        with self._in_words("write to"), transaction(self._db):
+            yield
 
     @contextmanager
     def _in_words(self, verb: str) -> Iterator[None]:
@@ -248,11 +242,10 @@ def _open(path: Path) -> sqlite3.Connection:
     if (found := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise StoreError(f"{path} is damaged ({' '.join(found.split())}); put a backup in its place")
     for number, statements in list(enumerate(_MIGRATIONS, 1))[version:]:
-        db.execute("BEGIN IMMEDIATE")
-        for statement in statements:
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version={number}")
-        db.execute("COMMIT")
+        with transaction(db):
+            for statement in statements:
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version={number}")
     return db
 
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from rlix.node.database import transaction
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.serve.tinker.answers import failure
@@ -160,15 +161,8 @@ class Journal:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _in_words():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:  # raised again
-                if self._db.in_transaction:  # SQLite has ended it already where the disk was full
-                    self._db.execute("ROLLBACK")
-                raise
+        with self._lock, _in_words(), transaction(self._db):
+            yield self._db
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
         with self._lock, _in_words():
