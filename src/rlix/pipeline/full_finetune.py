@@ -371,7 +371,7 @@ class FullFinetunePipeline(Pipeline):
         shards = devices if said is None else said.copy_of(devices)
         if cluster.tensor_parallel_size > 1:
             shards = cluster.tensor_parallel_size
-        return shards, getattr(said, "sequence_parallel", 1)
+        return shards, 1 if said is None else said.together
 
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
         module = policy_on_meta(path)

@@ -209,23 +209,16 @@ def _spread_attention(name: str) -> None:
             answer: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **kwargs)
             return answer
         stretches.seen += 1
-        whole = [_all_positions(part, stretches.stretch) for part in (query, key, value)]
+        whole = [_exchanged(part, stretches.stretch) for part in (query, key, value)]  # all positions of some heads
         mask = stretches.mask if name == "sdpa" else None  # flash attention tells packed sequences by their positions
         out, _ = plain(module, *whole, mask, **{**kwargs, "position_ids": stretches.positions})
-        return _all_heads(out, stretches.stretch), None
+        return _exchanged(out, stretches.stretch), None
 
     AttentionInterface.register(name, attention)
 
 
-def _all_positions(part: Tensor, stretch: Stretch) -> Tensor:
-    """[rows, heads, stretch, dim] to [rows, heads / size, length, dim]."""
+def _exchanged(part: Tensor, stretch: Stretch) -> Tensor:
+    """[rows, a, b, dim] to [rows, a / size, b * size, dim]: heads for positions, and back."""
     sent = part.unflatten(1, (stretch.size, -1)).movedim(1, 0).contiguous()
-    received: Tensor = _Exchanged.apply(sent, stretch.group)
-    return received.movedim(0, 2).flatten(2, 3)
-
-
-def _all_heads(out: Tensor, stretch: Stretch) -> Tensor:
-    """[rows, length, heads / size, dim] to [rows, stretch, heads, dim]."""
-    sent = out.unflatten(1, (stretch.size, -1)).movedim(1, 0).contiguous()
     received: Tensor = _Exchanged.apply(sent, stretch.group)
     return received.movedim(0, 2).flatten(2, 3)

@@ -137,14 +137,13 @@ def described(need: Need) -> str:
 def _training(spec: "JobSpec", cluster: ClusterSpec, model: ModelShape) -> Training:
     longest, own = _longest(spec, model), spec.training
     devices = cluster.count or cluster.unit
-    together = getattr(cluster, "sequence_parallel", 1)
-    parts = spec.algorithm.minibatches * max(1, devices // together)
+    parts = spec.algorithm.minibatches * max(1, devices // cluster.together)
     rows = -(-spec.trajectories_per_step // parts)  # of a minibatch, on the devices that compute on it together
     return Training(
         devices=devices,
         width=cluster.copy_of(devices),
         compute=_bytes(spec),
-        tokens=-(-min(max(own.micro_batch_tokens, longest), rows * longest) // together),
+        tokens=-(-min(max(own.micro_batch_tokens, longest), rows * longest) // cluster.together),
         checkpointing=own.activation_checkpointing,
         offload=own.offload_optimizer,
         stored=_WIDE if spec.lora is None or spec.warmup is not None else _bytes(spec),

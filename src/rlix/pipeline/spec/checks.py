@@ -270,10 +270,10 @@ def _model(spec: Sections) -> Iterator[Problem]:
     if model.kind != "tiny":
         return
     for name, cluster in spec.clusters.items():
-        size = getattr(cluster, "sequence_parallel", 1)
-        if model.heads % size:
+        if model.heads % cluster.together:
             yield Problem(
-                f"clusters.{name}.sequence_parallel", f"{size} does not divide the model's {model.heads} heads"
+                f"clusters.{name}.sequence_parallel",
+                f"{cluster.together} does not divide the model's {model.heads} heads",
             )
     if model.hidden_size % (2 * model.heads):
         yield Problem(
@@ -445,4 +445,4 @@ def _ranks(cluster: ClusterSpec) -> int:
     """Among how many devices, or groups of them, a batch is split; 1 where that is not fixed."""
     if isinstance(cluster.gpus, GpuRange):
         return 1
-    return max(1, (cluster.count or 1) // getattr(cluster, "sequence_parallel", 1))
+    return max(1, (cluster.count or 1) // cluster.together)

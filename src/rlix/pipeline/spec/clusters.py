@@ -107,6 +107,11 @@ class ClusterSpec(Section):
         return getattr(self, self.unit_field) or devices
 
     @property
+    def together(self) -> int:
+        """How many of the devices compute on each sequence together."""
+        return 1
+
+    @property
     def least(self) -> int:
         """The fewest devices it can run on."""
         return self.gpus.min if isinstance(self.gpus, GpuRange) else self.unit
@@ -146,6 +151,10 @@ class TrainerSpec(ClusterSpec):
     """With a number in `gpus`: at each phase the scheduler may grant as many other devices, if waiting for the
     cluster's own would cost more than the move does. The weights and the optimizer's state are taken there first. What
     is learnt is the same to the bit."""
+
+    @property
+    def together(self) -> int:
+        return self.sequence_parallel
 
     @property
     def goes(self) -> bool:
