@@ -59,7 +59,7 @@ format: $(VENV)/.stamp-test
 
 # Two files of tests at a time, each with a Ray of its own; one where there are real GPUs, which they would share.
 test: lint
-	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile --no-loadscope-reorder)
+	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile --no-loadscope-reorder) $(PYTEST_ARGS)
 
 # Tinker's client has an environment of its own, as its users' has; TINKER_BASE_URL and TINKER_API_KEY name the server.
 $(VENV)/tinker/.stamp:

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(360),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 CUT_S = 20.0

@@ -9,7 +9,7 @@ import pytest
 from rlix.pipeline.spec.job import load_job
 from tests.cli.commands import JOB, Command, write_jobs
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(360)]
 
 
 def test_two_jobs_run_to_their_report(tmp_path: Path, commands: list[Command]) -> None:

@@ -149,7 +149,7 @@ def test_files_that_cannot_go_with_a_job_are_named(shell: Shell) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(360)
 def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
     """Killed while one job runs and another waits, by a pool on which one of them has room."""
     for name in ("one", "two"):

@@ -11,7 +11,7 @@ import pytest
 from rlix.control.announcement import await_end
 from tests.cli.commands import Command, write_jobs
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(360)]
 
 
 CONTROL_PLANE = ("Scheduler", "Orchestrator", "ResourceManager")

@@ -31,7 +31,7 @@ from tests.engine.training_models import Policy
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.vllm,
-    pytest.mark.timeout(400),  # vLLM starts slowly on a busy machine
+    pytest.mark.timeout(360),  # vLLM starts slowly on a busy machine
 ]
 
 WAIT_S = 120.0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.control.test_lifecycle import LOCAL, run
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(960)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(360)]
 
 TWO_NODES = """
 import json, pathlib, time, ray, rlix

@@ -52,7 +52,7 @@ def same(a: Path, b: Path) -> bool:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(360)
 def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None:
     model = write_tiny_model(TinyModel(hidden_size=32), tmp_path / "model", seed=0)
     environment = os.environ | {

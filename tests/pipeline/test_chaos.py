@@ -28,7 +28,7 @@ from tests.pipeline.training_jobs import (
     still_runs,
 )
 
-pytestmark = pytest.mark.timeout(600)  # starting processes is slow on a busy machine
+pytestmark = pytest.mark.timeout(360)  # starting processes is slow on a busy machine
 
 
 SPECS = (small(steps=6), ppo(steps=6, checkpoint={"every": 2}), agent())

@@ -228,7 +228,7 @@ def test_what_adapters_copy_into_float32() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(660)  # both cores may be busy
+@pytest.mark.timeout(360)  # both cores may be busy
 @pytest.mark.parametrize(("case", "checkpointing"), [("micro-batches", False), ("micro-batches, checkpointing", True)])
 def test_the_estimate_against_a_real_update(tmp_path: Path, case: str, checkpointing: bool) -> None:
     """Of a process that trains on one device in float32: how far its memory rises above weights, gradients, moments."""

@@ -10,7 +10,7 @@ import ray
 from rlix.pipeline.spec.job import JobSpec
 from tests.pipeline.training_jobs import Jobs, closing_jobs, learnt, leases_left, replicas, rows, still_runs
 
-pytestmark = pytest.mark.timeout(600)  # starting processes is slow on a busy machine
+pytestmark = pytest.mark.timeout(360)  # starting processes is slow on a busy machine
 
 RUNS: dict[str, Any] = {
     "small": {"lora": {"rank": 2, "targets": ["q_proj"]}},

@@ -32,13 +32,13 @@ def conforms(name: str, *further: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(360)
 def test_transformers_conforms() -> None:
     conforms("transformers")
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(660)
+@pytest.mark.timeout(360)
 def test_vllm_conforms() -> None:
     conforms("vllm", SUITE.with_name("vllm_suite.py"), **backend("vllm").environment(DeviceKind.CPU, 1, True))
 
