@@ -1,6 +1,7 @@
 """No trajectory is lost, doubled or given to two replicas, whatever happens to the replicas."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -143,6 +144,25 @@ def test_a_prefix_stays_cached_while_only_adapters_move() -> None:
             router.loading(number, keeps_cache=keeps_cache)
             router.ready(number)
         assert router._choose(router._open["a"], least=1) == again
+
+
+def test_tokens_that_go_on_elsewhere_are_counted_as_read_again() -> None:
+    """100 of the prompt and 400 that were generated, unless the replica still has them."""
+    for moves, again in ((True, 500), (False, 0)):
+        router = Router(replicas=2, slots=8, prefix_cache=True)
+        router.loading(0)
+        router.ready(0)
+        router.submit([replace(trajectory("a", 500), prompt_ids=(1,) * 100)])
+        ((_, (request,)),) = router.dispatch()
+        assert router.recomputed == 0, "a prompt that is read for the first time"
+        router.take(0, collected(chunk(request, 0, 400, aborted=True)))
+        if moves:
+            router.draining(0)
+            router.off(0)
+            router.loading(1)
+            router.ready(1)
+        router.dispatch()
+        assert router.recomputed == again
 
 
 def test_tokens_carry_the_version_that_produced_them() -> None:

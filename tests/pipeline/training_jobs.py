@@ -19,7 +19,7 @@ from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_nam
 STEPS = 4
 TRAIN = {"sort_digits": (0, 1), "copy_digits": (1, 2), "agentic_lookup": (0, 1)}
 """Given, not chosen: so that jobs meet on the same devices, whatever else runs in the session's pool."""
-_TIMED = ("time", "_s", "slot_use", "env_faults", "env_timeouts", "env_retries")
+_TIMED = ("time", "_s", "slot_use", "tokens_recomputed", "env_faults", "env_timeouts", "env_retries")
 
 
 def small(example: str = "sort_digits", **changes: Any) -> JobSpec:

@@ -74,7 +74,7 @@ class RolloutManager:
         self._expected: dict[Owner, Demand] = {}
         self._device_time = DeviceTime(clock)
         self._left_gpu_s = 0.0
-        self._slots_seen = (0, 0)
+        self._slots_seen = (0, 0, 0)
         self._reported = 0  # trajectories
         self._reported_at = 0.0
         self._reporting = False
@@ -153,10 +153,11 @@ class RolloutManager:
         self._post(partial(setattr, self, "_left_gpu_s", left))
 
     def slot_use(self) -> dict[str, float]:
-        """Metric `slot_use`: the share of decoding slots in use since this was last asked; nothing where none was."""
-        (tokens, room), (tokens_before, room_before) = self._router.decoded, self._slots_seen
-        self._slots_seen = (tokens, room)
-        return {"slot_use": (tokens - tokens_before) / (room - room_before)} if room > room_before else {}
+        """Since this was last asked: metric `slot_use`, the share of decoding slots in use (nothing where none was),
+        and `tokens_recomputed`, those read again because their trajectories went on elsewhere."""
+        before, self._slots_seen = self._slots_seen, (*self._router.decoded, self._router.recomputed)
+        tokens, room, again = (now - then for now, then in zip(self._slots_seen, before, strict=True))
+        return {**({"slot_use": tokens / room} if room else {}), "tokens_recomputed": float(again)}
 
     def share(self, adapter: str) -> Share:
         """Of an adapter, as of the last heartbeat."""

@@ -121,6 +121,8 @@ class Router:
         self._estimates = Estimates(slots)
         self.decoded = (0, 0)
         """Tokens so far, and how many it would have been with every slot in use."""
+        self.recomputed = 0
+        """Tokens so far that were read again, because their trajectory went on where they were not cached."""
 
     # ---- trajectories ----------------------------------------------------------------------------------------
 
@@ -267,6 +269,8 @@ class Router:
             bundle = self._choose(trajectory, least)
             replica = self._replicas[bundle]
             replica.in_flight[trajectory.id] = now
+            if trajectory.token_ids and not (self._prefix_cache and trajectory.cached_on == (bundle, replica.life)):
+                self.recomputed += trajectory.tokens_held
             trajectory.cached_on = (bundle, replica.life)
             given.setdefault(bundle, []).append(trajectory.request())
         return list(given.items())
