@@ -29,7 +29,7 @@ from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.api.client import Client, UnreachableError, connect
 from rlix.serve.api.models import JobView, Submission
-from rlix.serve.queue.runner import Is, Seen, Work
+from rlix.serve.queue.runner import Control, Is, Seen, Work
 
 SPEC = "name: {name}\nclusters: {{actor_train: {{gpus: {gpus}}}}}\n"
 RAN = "ran.txt"
@@ -42,6 +42,9 @@ class EndlessRunner:
 
     def devices(self) -> int:
         return DEVICES
+
+    def control(self) -> Control:
+        return Control()
 
     def start(self, work: Work) -> None: ...
 
@@ -59,6 +62,9 @@ class InstantRunner:
 
     def devices(self) -> int:
         return DEVICES
+
+    def control(self) -> Control:
+        return Control()
 
     def start(self, work: Work) -> None:
         note = work.folder / f"note-{work.attempt}"

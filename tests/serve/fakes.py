@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import Outcome
-from rlix.serve.queue.runner import Is, Seen, Work
+from rlix.serve.queue.runner import Control, Is, Seen, Work
 
 
 class Clock:
@@ -29,6 +29,10 @@ class FakePool:
         if self.away:
             raise RlixError(self.away)
         return self.size
+
+    def control(self) -> Control:
+        self.devices()
+        return Control(plans=7, plan_s=0.5, waiting={"actor_training": 2}, leased=3, quarantined=1)
 
     def start(self, work: Work) -> None:
         assert (work.files / "job.yaml").is_file()

@@ -8,7 +8,7 @@ import pytest
 from rlix.monitor.records import load_run
 from rlix.scheduler.queue.fair_share import Usage
 from rlix.scheduler.queue.jobs import Job
-from rlix.serve.queue.accounts import Accounts, used_by, used_in
+from rlix.serve.queue.accounts import Accounts, read_run, used_in
 from rlix.serve.queue.store import FILE, Change, Store, Used
 
 HOUR = 1000 * 3600.0
@@ -56,12 +56,12 @@ def test_what_was_given_is_counted_once_however_often_it_is_read(tmp_path: Path)
     store.add(JOB, None, {}, Change(0.0, 1, "ann", "submitted"))
     accounts = Accounts(store, usage)
     now = HOUR + 3800.0
-    accounts.take(JOB, used_by(JOB, tmp_path / "j"), now)  # there is nothing yet
+    accounts.take(JOB, read_run(JOB, tmp_path / "j"), now)  # there is nothing yet
     write(tmp_path / "j", ROWS[:4])
-    accounts.take(JOB, used_by(JOB, tmp_path / "j"), now)
+    accounts.take(JOB, read_run(JOB, tmp_path / "j"), now)
     write(tmp_path / "j", ROWS)
-    accounts.take(JOB, used_by(JOB, tmp_path / "j"), now)
-    accounts.take(JOB, used_by(JOB, tmp_path / "j"), now)
+    accounts.take(JOB, read_run(JOB, tmp_path / "j"), now)
+    accounts.take(JOB, read_run(JOB, tmp_path / "j"), now)
     assert usage.at(now) == {("a", "ann"): pytest.approx(500.0)}
     rows = {row.phase: (row.given_s, row.busy_s, row.idle_s) for row in accounts.since(0.0)}
     assert rows == {"actor_training": (400.0, 190.0, 200.0), "rollout": (100.0, 50.0, 50.0)}
@@ -79,9 +79,9 @@ def test_an_account_outlives_its_run_folder(tmp_path: Path) -> None:
     store = Store(tmp_path / FILE)
     store.add(JOB, None, {}, Change(0.0, 1, "ann", "submitted"))
     write(tmp_path / "j", ROWS)
-    Accounts(store, Usage()).take(JOB, used_by(JOB, tmp_path / "j"), HOUR + 3800.0)
+    Accounts(store, Usage()).take(JOB, read_run(JOB, tmp_path / "j"), HOUR + 3800.0)
     (tmp_path / "j" / "events.jsonl").unlink()
     accounts = Accounts(store, Usage())
-    accounts.take(JOB, used_by(JOB, tmp_path / "j"), HOUR + 3900.0)
+    accounts.take(JOB, read_run(JOB, tmp_path / "j"), HOUR + 3900.0)
     assert sum(row.given_s for row in accounts.since(0.0)) == 500.0
     store.close()

@@ -3,14 +3,14 @@
 import asyncio
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from rlix.scheduler.queue.jobs import Outcome
+from rlix.scheduler.queue.jobs import Job, Outcome
 from rlix.serve.api.app import Service, make_app
 from rlix.serve.api.models import JobView
 from rlix.serve.queue.accounts import Accounts
@@ -32,12 +32,19 @@ class Api:
         self.tokens = {
             user.name: users.add(user) for user in (User("ann", "a"), User("bob", "b"), User("root", "a", admin=True))
         }
-        app = make_app(Service(self.keeper, users, Accounts(self.store, self.keeper.usage)), now=self.clock)
+        self.accounts = Accounts(self.store, self.keeper.usage)
+        app = make_app(Service(self.keeper, users, self.accounts), now=self.clock)
         self.transport = httpx.ASGITransport(app=app)
         self.turn()
 
     def turn(self) -> None:
         asyncio.run(self.keeper.turn())
+
+    def run(self, what: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(what)
+
+    def jobs(self) -> list[Job]:
+        return list(self.keeper.jobs.values())
 
     def ask(self, who: str, method: str, path: str, **body: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.tokens.get(who, who)}"}

@@ -272,6 +272,21 @@ def uncordon(node: Host) -> None:
     raise typer.Exit(code)
 
 
+@app.command()
+def deploy(
+    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Which; without it they are listed.")] = None,
+) -> None:
+    """Print a file that ships with RLix for the systems that it runs beside: a dashboard, say."""
+    from rlix.cli.deploy import FILES, shipped
+
+    with one_message_per_mistake():
+        if file is not None:
+            typer.echo(shipped(file), nl=False)
+            return
+        for name, (path, what) in FILES.items():
+            typer.echo(f"{name:12} {path:18} {what}")
+
+
 app.command()(simulate)
 add_commands(app)
 app.add_typer(lora.app, name="lora")

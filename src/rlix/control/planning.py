@@ -24,7 +24,7 @@ _ANSWER_S = 0.001  # for the answer to be on its way to who was given a lease, b
 
 
 class Planning:
-    """Turns of planning. There is none before `not_before`, seconds of the clock.
+    """Turns of planning. There is none before `not_before`, seconds of the clock. There were `turns`, in `turns_s`.
 
     `refused` are pipelines for which no plan can be made, and why: they are planned for no more.
     """
@@ -37,6 +37,7 @@ class Planning:
         self._decide, self._stopwatch = decide, stopwatch
         self._strict = strict
         self._took_s = 0.0  # the last turn
+        self.turns, self.turns_s = 0, 0.0
         self._next: Timer | None = None
         self._next_at = 0.0
         self.not_before = 0.0
@@ -75,6 +76,7 @@ class Planning:
             if isinstance(event, DrainStarted):
                 known.ask_back(known.state.leases[event.epoch].lease)
         self._took_s = self._stopwatch() - start
+        self.turns, self.turns_s = self.turns + 1, self.turns_s + self._took_s
 
     def _decided(self, snapshot: Snapshot) -> tuple[Event, ...]:
         state = self._known.state

@@ -55,6 +55,8 @@ def status_of(core: Core) -> ControlStatus:
         trouble=trouble,
         endings=tuple(known.endings),
         draining=state.draining,
+        plans=core.planning.turns,
+        plan_s=core.planning.turns_s,
     )
 
 

@@ -322,7 +322,8 @@ class ControlStatus:
 
     `granted_at`: unix seconds, by epoch. `holders`: the processes behind each active lease, by epoch. `trouble`: what
     keeps the control plane from granting anything, and what to do about it; empty while all is well. `endings`: the
-    last ones, oldest first. `draining`: the ids of nodes whose devices leave the pool as they become free.
+    last ones, oldest first. `draining`: the ids of nodes whose devices leave the pool as they become free. `plans`:
+    how many were made since the scheduler's process started, in `plan_s` seconds.
     """
 
     devices: tuple[Device, ...]
@@ -335,3 +336,5 @@ class ControlStatus:
     trouble: str = ""
     endings: tuple[Ending, ...] = ()
     draining: frozenset[str] = frozenset()
+    plans: int = 0
+    plan_s: float = 0.0

@@ -14,7 +14,7 @@ import uvicorn
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import State
 from rlix.serve.api.app import Service, make_app
-from rlix.serve.queue.accounts import Accounts, used_by
+from rlix.serve.queue.accounts import Accounts, read_run
 from rlix.serve.queue.config import FILE as CONFIG_FILE
 from rlix.serve.queue.config import load_config
 from rlix.serve.queue.keeper import Keeper
@@ -104,9 +104,11 @@ async def _account(keeper: Keeper, accounts: Accounts) -> None:
         since = now
         for job in jobs:
             try:
-                accounts.take(job, await asyncio.to_thread(used_by, job, keeper.work(job).run_dir), now)
+                accounts.take(job, await asyncio.to_thread(read_run, job, keeper.work(job).run_dir), now)
             except RlixError as error:
                 logger.warning("%s is not accounted for: %s", job.said, error)
+        with contextlib.suppress(RlixError):  # without a pool: the loop of turns says so
+            await keeper.look_at_control()
         await asyncio.sleep(_ACCOUNT_S)
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.scheduler.queue.fair_share import times_its_share
 from rlix.scheduler.queue.jobs import PRIORITIES, Job, QueueError, State
-from rlix.serve.api import models
+from rlix.serve.api import metrics, models
 from rlix.serve.api.openapi import Door, describe
 from rlix.serve.api.views import view, view_of
 from rlix.serve.queue.accounts import Accounts
@@ -85,15 +85,22 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
     async def openapi(_: Request) -> Response:
         return JSONResponse(described)
 
+    exposed = metrics.exposition(service.keeper, service.accounts, now)
+
+    async def numbers(request: Request) -> Response:
+        if service.users.of(request.headers.get("authorization", "")) is None:
+            return _nobody()
+        return Response(exposed(), media_type=metrics.CONTENT_TYPE)
+
     routes = [Route(door.path, _answering(door, service.users), methods=[door.method]) for door in table]
-    return Starlette(routes=[*routes, Route("/openapi.json", openapi)])
+    return Starlette(routes=[*routes, Route("/openapi.json", openapi), Route("/metrics", numbers)])
 
 
 def _answering(door: Door, users: Users) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         user = users.of(request.headers.get("authorization", ""))
         if user is None:
-            return _problem(401, "no user has this token; set RLIX_TOKEN to yours")
+            return _nobody()
         try:
             found = await door.handler(request, user)
         except RefusedError as error:
@@ -112,6 +119,10 @@ def _answering(door: Door, users: Users) -> Callable[[Request], Awaitable[Respon
         return Response(found.model_dump_json(), media_type="application/json")
 
     return answer
+
+
+def _nobody() -> Response:
+    return _problem(401, "no user has this token; set RLIX_TOKEN to yours")
 
 
 def _problem(status: int, text: str) -> Response:

@@ -1,11 +1,12 @@
 """What jobs were given: read from their run folders, kept in the store, and counted for fair share."""
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
+from rlix.monitor.measures import Measures, measure
 from rlix.monitor.records import SWITCHING_KINDS, RunRecord, load_run
 from rlix.scheduler.queue.fair_share import Usage
 from rlix.scheduler.queue.jobs import Job
@@ -14,6 +15,8 @@ from rlix.serve.queue.store import Store, Used
 logger = logging.getLogger(__name__)
 
 _HOUR_S = 3600.0
+MEASURED_S = 3600.0
+"""For so long after a job's end its measures are told, so that who asks now and then has seen the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,24 @@ class Account:
         return max(0.0, self.given_s - self.busy_s - self.switching_s)
 
 
-def used_by(job: Job, run_dir: Path) -> list[Used]:
-    """What the job was given, by its run folder; nothing where that cannot be read. Takes long for a long run."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a run folder says of a job so far."""
+
+    used: tuple[Used, ...] = ()
+    measures: Measures = field(default_factory=Measures)
+
+
+def read_run(job: Job, run_dir: Path) -> Reading:
+    """Of the job's run folder; nothing where that cannot be read. Takes long for a long run."""
     if not (run_dir / "events.jsonl").exists():
-        return []
+        return Reading()
     try:
-        return used_in(job.id, load_run(run_dir))
+        record = load_run(run_dir)
+        return Reading(tuple(used_in(job.id, record)), measure(record))
     except (ValueError, OSError) as error:  # a job may write there what it likes
         logger.warning("%s is not accounted for: %s", job.said, error)
-        return []
+        return Reading()
 
 
 def used_in(job: int, record: RunRecord) -> list[Used]:
@@ -87,6 +99,7 @@ class Accounts:
     def __init__(self, store: Store, usage: Usage) -> None:
         self._store, self._usage = store, usage
         self._charged: dict[int, float] = {}
+        self._read: dict[int, tuple[float, Job, Reading]] = {}
         whose: dict[int, Job | None] = {}
         for row in store.used():
             job = whose.setdefault(row.job, store.job(row.job))
@@ -94,12 +107,19 @@ class Accounts:
                 usage.charge(job.team, job.owner, row.given_s, (row.hour + 0.5) * _HOUR_S)
                 self._charged[row.job] = self._charged.get(row.job, 0.0) + row.given_s
 
-    def take(self, job: Job, rows: Sequence[Used], now: float) -> None:
-        """All that a job was given so far, whatever was taken before. No rows change nothing."""
-        self._store.account(rows)
-        given = sum(row.given_s for row in rows)
+    def take(self, job: Job, reading: Reading, now: float) -> None:
+        """All that a job was given so far, whatever was taken before. An empty reading changes nothing."""
+        self._store.account(reading.used)
+        if reading.used or job.id not in self._read:
+            self._read[job.id] = (now, job, reading)
+        given = sum(row.given_s for row in reading.used)
         self._usage.charge(job.team, job.owner, max(0.0, given - self._charged.get(job.id, 0.0)), now)
         self._charged[job.id] = max(given, self._charged.get(job.id, 0.0))
+
+    def lately(self, now: float, going_on: Collection[int]) -> list[tuple[Job, Reading]]:
+        """The last readings of these jobs, and of others that were read within `MEASURED_S`; the rest is forgotten."""
+        self._read = {id: read for id, read in self._read.items() if id in going_on or now - read[0] < MEASURED_S}
+        return [(job, reading) for _, job, reading in self._read.values()]
 
     def since(self, at: float) -> list[Account]:
         """By job and phase, from the hour of this unix time on."""

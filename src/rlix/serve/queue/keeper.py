@@ -22,7 +22,7 @@ from rlix.scheduler.queue.fair_share import Usage
 from rlix.scheduler.queue.jobs import Job, Outcome, Pool, QueueError, Snapshot, State, Stop
 from rlix.scheduler.queue.reasons import Wait
 from rlix.serve.queue.config import QueueSpec
-from rlix.serve.queue.runner import Is, Runner, Seen, Work
+from rlix.serve.queue.runner import Control, Is, Runner, Seen, Work
 from rlix.serve.queue.store import Change, Store
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ class Keeper:
         self._asked_to_stop: dict[int, float] = {}
         self._devices = 0
         self._pool_why = "the pool has not been looked at yet"
+        self.control = Control()
+        """What the control plane has said of itself when `look_at_control` was asked last."""
         self._changed = asyncio.Event()
         self._decision = Decision((), (), {})
         self._undecided: set[int] = set()  # something was asked of them since
@@ -87,6 +89,11 @@ class Keeper:
     def pool_why(self) -> str:
         """Why there is no pool; "" when there is."""
         return self._pool_why
+
+    async def look_at_control(self) -> None:
+        """Raises RlixError: there is no pool now."""
+        self.control = Control()
+        self.control = await self._call(self._runner.control)
 
     def job(self, id: int) -> Job | None:
         return self._jobs.get(id) or self._store.job(id)

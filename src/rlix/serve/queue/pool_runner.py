@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from rlix.control.settings import Settings
 from rlix.monitor.records import ENDINGS, load_run
 from rlix.pipeline.jobs.handle import BY_QUEUE, FINAL_STATES, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import ControlStatus, LeaseState
 from rlix.scheduler.queue.jobs import Outcome
-from rlix.serve.queue.runner import Is, Seen, Work
+from rlix.serve.queue.runner import Control, Is, Seen, Work
 from rlix.serve.queue.starter import is_starting, read_note
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,21 @@ class PoolRunner:
         with self._in_words():
             asked = self._attached().devices.remote()
             return len(get(asked, what="the pool's devices", timeout_s=_CALL_TIMEOUT_S))
+
+    def control(self) -> Control:
+        with self._in_words():
+            asked = self._attached().status.remote()
+            status: ControlStatus = get(asked, what="the control plane's status", timeout_s=_CALL_TIMEOUT_S)
+        held: Counter[LeaseState] = Counter()
+        for each in status.leases:
+            held[each.state] += len(each.lease.devices)
+        return Control(
+            plans=status.plans,
+            plan_s=status.plan_s,
+            waiting=Counter(each.phase.name.lower() for each in status.waiting),
+            leased=held[LeaseState.ACTIVE] + held[LeaseState.DRAINING],
+            quarantined=held[LeaseState.QUARANTINED],
+        )
 
     def start(self, work: Work) -> None:
         starter = self._starters.get(work.id)

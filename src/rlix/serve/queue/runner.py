@@ -1,7 +1,7 @@
 """What the queue needs of a pool: how large it is, to start a job there once, and what has become of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -54,6 +54,18 @@ class Seen:
     by_pool: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the control plane says of itself. `plans`: how many it has made since it started, in `plan_s` seconds.
+    `waiting`: by phase, the gangs that wait for devices. `leased`: devices under a lease."""
+
+    plans: int = 0
+    plan_s: float = 0.0
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    leased: int = 0
+    quarantined: int = 0
+
+
 class Runner(Protocol):
     """Is called from one thread. Everything may be asked again."""
 
@@ -62,6 +74,11 @@ class Runner(Protocol):
 
         Raises:
             RlixError: there is no pool now; says why.
+        """
+
+    def control(self) -> Control:
+        """Raises:
+        RlixError: there is no pool now; says why.
         """
 
     def start(self, work: Work) -> None:
