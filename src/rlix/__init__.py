@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlix.pipeline.jobs.launch import launch
     from rlix.pipeline.spec.job import JobSpec, load_job
     from rlix.protocol.errors import (
-        ChannelError,
         DeadlockError,
         DeviceBusyError,
         NotResidentError,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from rlix.protocol.types import Phase
 
 _ERRORS = (
-    "ChannelError",
     "DeadlockError",
     "DeviceBusyError",
     "NotResidentError",
@@ -79,7 +77,6 @@ _OLDER_NAMES = {
 }
 
 __all__ = [
-    "ChannelError",
     "DeadlockError",
     "DeviceBusyError",
     "InferenceEngine",

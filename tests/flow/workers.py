@@ -11,7 +11,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlix.flow.channels.channel import Channel, Producer
 from rlix.flow.workers.worker import Worker, WorkerContext
 
 
@@ -72,31 +71,3 @@ class EchoWorker(Worker):
         """As on several nodes: no folder that every rank can see."""
         self.ctx = replace(self.ctx, rendezvous=None)
         return self.sum_of_ranks(tag, list(range(self.ctx.world_size)))
-
-    def produce(self, producer: Producer[tuple[int, int]], count: int) -> None:
-        with producer:
-            for i in range(count):
-                producer.put((self.ctx.rank, i))
-
-    def produce_and_fail(self, producer: Producer[int]) -> None:
-        with producer:
-            producer.put(1)
-            raise LookupError("out of prompts")
-
-    def put_some(self, producer: Producer[Any], count: int, nbytes: int) -> None:
-        for i in range(count):
-            producer.put((i, torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None))
-
-    def hold_items(self, channel: Channel[Any], count: int) -> None:
-        """Take items one by one, and never be done with them."""
-        self._held: list[Any] = []
-        with contextlib.ExitStack() as stack:
-            for _ in range(count):
-                self._held += stack.enter_context(channel.take())
-            self._released.wait(600)
-
-    def held(self) -> list[Any]:
-        return [item for item, _ in getattr(self, "_held", [])]
-
-    def consume(self, channel: Channel[Any]) -> list[Any]:
-        return list(channel)

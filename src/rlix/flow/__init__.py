@@ -1,4 +1,4 @@
-"""How one job's parts are wired: worker groups, channels, turns on devices, and flows that are planned.
+"""How one job's parts are wired: worker groups, turns on devices, and flows that are planned.
 
 The names of a user's flow are here, and are loaded on first use: the control side imports none of them.
 """
@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlix.flow.channels.channel import Channel
     from rlix.flow.planner import Mode, make_plan
     from rlix.flow.profiler.measure import Grid, profile
     from rlix.flow.profiler.profile import Profile
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from rlix.flow.workers.worker import Worker
 
 _LAZY = {
-    "Channel": "rlix.flow.channels.channel",
     "Circle": "rlix.flow.programs.flow",
     "Flow": "rlix.flow.programs.flow",
     "FlowWorker": "rlix.flow.workers.flow_worker",
@@ -34,7 +32,6 @@ _LAZY = {
 }
 
 __all__ = [
-    "Channel",
     "Circle",
     "Flow",
     "FlowWorker",

@@ -36,11 +36,6 @@ class GpuMemory:
     def close(self) -> None:
         """The memory lives as long as `data`, and until whoever was given the handle has opened it and let go."""
 
-    def withdraw(self) -> None:
-        """Nobody will open it: torch counts a user from when the handle was made, and would keep the memory for him."""
-        *_, counter, offset, _, _ = ast.literal_eval(self.handle)
-        torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)
-
 
 def opened_host(handle: str) -> torch.Tensor:
     """The bytes of another process's `HostMemory`.

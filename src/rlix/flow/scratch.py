@@ -11,26 +11,19 @@ from rlix.node.file_lock import FileBusyError, lock_file
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rlix-"
 _LOCK = ".owner"
 
 
-def shared_memory() -> Path | None:
-    """Where files are memory that processes share; None: nowhere, and the usual place has to do."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-
-
 class Scratch:
-    """A new folder for temporary files, in `where` or the usual place, locked by this process as long as it lives.
+    """A new folder for temporary files, locked by this process as long as it lives.
 
-    Whoever makes one there next removes those of the same user whose owner was killed.
+    Whoever makes one next removes those of the same user whose owner was killed.
     """
 
-    def __init__(self, name: str, where: Path | None = None) -> None:
-        where = where or Path(tempfile.gettempdir())
-        sweep(where)
-        self.name, self._lock = _make(name, where)
+    def __init__(self, name: str) -> None:
+        sweep()
+        self.name, self._lock = _make(name)
 
     def cleanup(self) -> None:
         """Removes the folder with all that is in it. Calling it again changes nothing."""
@@ -38,9 +31,9 @@ class Scratch:
         self._lock.close()
 
 
-def sweep(where: Path | None = None) -> None:
+def sweep() -> None:
     """Removes this user's scratch folders that no living process owns."""
-    for folder in (where or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / _LOCK).is_file():
                 continue
@@ -51,9 +44,9 @@ def sweep(where: Path | None = None) -> None:
             continue
 
 
-def _make(name: str, where: Path) -> tuple[str, TextIO]:
+def _make(name: str) -> tuple[str, TextIO]:
     while True:
-        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name.replace('/', '_')}-", dir=where)
+        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{name.replace('/', '_')}-")
         try:
             return folder, lock_file(Path(folder) / _LOCK)
         except (FileBusyError, FileNotFoundError):  # another process swept it before it was locked

@@ -43,7 +43,3 @@ class NotResidentError(RlixError):
 
 class WorkerError(RlixError):
     """A worker raised or died; the message names its group and rank, `__cause__` is the original error."""
-
-
-class ChannelError(RlixError):
-    """A channel was failed by one of its users, misused, or its actor died."""

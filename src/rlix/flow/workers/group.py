@@ -17,8 +17,7 @@ from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.flow import prefork
-from rlix.flow.messages.peer import MAIL
-from rlix.flow.scratch import Scratch, shared_memory, sweep
+from rlix.flow.scratch import Scratch
 from rlix.flow.workers.actor_class import actor_class, may_be_made_again
 from rlix.flow.workers.futures import failures, futures_of, read_error
 from rlix.flow.workers.once import CALL
@@ -84,7 +83,7 @@ class WorkerGroup:
         self.placements = tuple(tuple(placement) for placement in placements)
         self.worker_cls = worker_cls
         self._kwargs = dict(kwargs or {})
-        remote = ray.remote(concurrency_groups={CONTROL: 1, MAIL: 1})
+        remote = ray.remote(concurrency_groups={CONTROL: 1})
         self._cls: Any = remote(actor_class(worker_cls))
         self._cpu_threads = cpu_threads
         self._start_timeout_s = start_timeout_s
@@ -128,11 +127,6 @@ class WorkerGroup:
     def processes(self) -> dict[int, Process]:
         """The process of each rank that was constructed, as it is known on its node."""
         return {rank: replace(process, name=f"{self.name}:{rank}") for rank, process in self._named.items()}
-
-    @property
-    def addresses(self) -> list[str]:
-        """Of the ranks, as `Worker.send` and its like take them."""
-        return [f"{self.name}:{rank}" for rank in range(self.world_size)]
 
     @property
     def handles(self) -> tuple["ActorHandle[Any]", ...]:
@@ -302,7 +296,6 @@ class WorkerGroup:
             logger.error("%s: the processes of rank(s) %s are still alive", self.name, joined(alive))
         if left := kill(children, max(0.0, deadline - time.monotonic())):
             logger.error("%s: process(es) %s, started by its workers, are still alive", self.name, _join_pids(left))
-        sweep(shared_memory())  # what came for workers here and was not read
 
     def _create(self, rank: int) -> "ActorHandle[Any]":
         devices = self.placements[rank]

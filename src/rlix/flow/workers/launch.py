@@ -85,11 +85,6 @@ class Group:
     def name(self) -> str:
         return self.workers.name
 
-    @property
-    def addresses(self) -> list[str]:
-        """Of the ranks, as `Worker.send` and its like take them."""
-        return self.workers.addresses
-
     def on(self, *ranks: int) -> "Group":
         """The same group; calls go to these ranks only.
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import ray
 from ray.experimental import internal_kv
 
-from rlix.flow.messages.peer import Peer
 from rlix.node import output, process
 from rlix.node.addresses import host_name, name_interface
 from rlix.node.device_lock import DeviceLocks
@@ -151,7 +150,7 @@ class WorkerContext:
         )
 
 
-class Worker(Peer):
+class Worker:
     """Base class of everything that runs on a device. `WorkerGroup` sets `ctx` before `__init__` runs."""
 
     ctx: WorkerContext
