@@ -16,8 +16,7 @@ import ray
 import torch
 from torch import nn
 
-import rlix
-from rlix.flow import Flow, FlowWorker, Grid, Part, Running, profile
+from rlix.flow import Flow, FlowWorker, Part
 
 ENV, ENVS, LENGTH, GOAL, MOST_STEPS = "InvertedPendulum-v5", 8, 256, 500.0, 60_000
 GAMMA, LAMBDA, CLIP, EPOCHS, BATCH, RATE = 0.99, 0.95, 0.2, 10, 256, 1e-3
@@ -210,11 +209,7 @@ flow = Flow(
 
 
 def main():
-    job = rlix.attach("pendulum", gangs={"flow": [0, 1]})
-    with job.phase(rlix.Phase.INITIALIZATION) as lease:
-        devices = [job.client.devices()[i] for i in lease.devices]
-        known = profile(flow, devices, Grid((1, 2), (ENVS,), repeats=1), lease=job.client.fence(lease))
-    with Running(flow, devices, profile=known, job=job, cluster="flow") as running:
+    with flow.start(gpus=2) as running:
         print(running.explain())
         items, returns, began = fresh(ENVS), [], time.monotonic()
         for step in range(1, MOST_STEPS // (ENVS * LENGTH) + 1):

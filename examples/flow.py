@@ -1,4 +1,4 @@
-"""A flow: three parts, written once. Profiled here, planned for these devices, and run as the plan says.
+"""A flow: three parts, written once. Measured here the first time, planned, and run as the plan says.
 
     RLIX_VIRTUAL_GPUS=4 python examples/flow.py [auto|collocated|disaggregated|hybrid]
 
@@ -11,21 +11,20 @@ import ray
 import torch
 import torch.distributed as dist
 
-import rlix
-from rlix.flow import Flow, FlowWorker, Grid, Part, Running, profile
+from rlix.flow import Flow, FlowWorker
 
 STEPS, ITEMS = 8, 64
 
 
 class Guess(FlowWorker):
-    def draw(self, items):
+    def run(self, items):
         """Each item's digit, by its own random numbers, whichever rank draws it."""
         chances = ray.get(items[0][1]).softmax(0) if items else None
         return [torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(n)).item() for n, _ in items]
 
 
 class Judge(FlowWorker):
-    def pay(self, guesses):
+    def run(self, guesses):
         return [(guess, guess / 9) for guess in guesses]
 
 
@@ -35,7 +34,7 @@ class Learn(FlowWorker):
         if self.ctx.world_size > 1:
             self.ctx.init_process_group()
 
-    def update(self, paid):
+    def run(self, paid):
         """A step with everybody's gradient; of each item its reward, and the new weights."""
         guesses, rewards = torch.tensor([g for g, _ in paid]).long(), torch.tensor([r for _, r in paid])
         gain = (self.weights.log_softmax(0)[guesses] * (rewards - 0.5)).sum() / ITEMS
@@ -58,21 +57,11 @@ def prompts(count, step=0, weights=None):
     return [(step * ITEMS + i, shared) for i in range(count)]
 
 
-flow = Flow(
-    "guess",
-    [Part("guess", Guess, "draw"), Part("judge", Judge, "pay", ("guess",)), Part("learn", Learn, "update", ("judge",))],
-    items=ITEMS,
-    sample=prompts,
-)
+flow = Flow("guess", [Guess, Judge, Learn], items=ITEMS, sample=prompts)
 
 if __name__ == "__main__":
-    job = rlix.attach("guess", gangs={"flow": [0, 1, 2, 3]})
-    with job.phase(rlix.Phase.INITIALIZATION) as lease:
-        devices = [job.client.devices()[i] for i in lease.devices]
-        grid = Grid(widths=(1, 4), batches=(8, 64), repeats=1)
-        known = profile(flow, devices, grid, lease=job.client.fence(lease))
     mode = sys.argv[1] if sys.argv[1:] else "auto"
-    with Running(flow, devices, plan=mode, profile=known, job=job, cluster="flow") as running:
+    with flow.start(gpus=4, plan=mode) as running:
         print(running.explain())
         made = []
         for step in range(STEPS):

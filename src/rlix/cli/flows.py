@@ -12,13 +12,13 @@ from rlix.control.connect import IMPORT_FROM
 from rlix.control.program import attach
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
-from rlix.flow.profiler.measure import Grid, profile
+from rlix.flow.profiler.measure import Grid
 from rlix.flow.profiler.profile import Profile, halves, path_of
-from rlix.flow.programs.flow import Flow
+from rlix.flow.programs.flow import GANG, Flow, measured
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S
 from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import SpecError
-from rlix.protocol.types import LONGEST_NAME, Phase
+from rlix.protocol.types import LONGEST_NAME
 
 
 def is_flow(name: str) -> bool:
@@ -58,19 +58,13 @@ def load_flow(name: str) -> Flow:
 def profile_flow(
     name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int, timeout_s: float | None
 ) -> None:
-    """Measure every part on the pool's first devices, and keep the tables of this kind of machine."""
+    """Measure every part on `gpus` devices, and keep the tables of this kind of machine."""
     flow = load_flow(name)
     grid = Grid(tuple(widths) or halves(gpus), tuple(batches) or halves(flow.items, flow.items // 16), repeats)
-    with attach(f"profile {flow.name}"[:LONGEST_NAME], gangs={"profile": list(range(gpus))}) as job:
-        known = job.client.devices()
-        with job.phase(Phase.INITIALIZATION, "profile") as lease:
-            devices = [known[device] for device in lease.devices]
-            limit = timeout_s or DEFAULT_TIMEOUT_S
-            found = profile(flow, devices, grid, lease=job.client.fence(lease), timeout_s=limit)
-    path = path_of(Settings.from_env().home, flow.name)
-    found.write(path)
+    with attach(f"profile {flow.name}"[:LONGEST_NAME], gangs={GANG: gpus}, stay=True) as job:
+        found = measured(flow, job, timeout_s or DEFAULT_TIMEOUT_S, grid)
     typer.echo(found.describe())
-    typer.echo(f"kept in {path}")
+    typer.echo(f"kept in {path_of(Settings.from_env().home, flow.name)}")
 
 
 def plan_flow(name: str, gpus: int, gigabytes: float | None, mode: str) -> None:

@@ -20,7 +20,7 @@ from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import DeadlockError, RlixError, SpecError
-from rlix.protocol.messages import Demand, Lease, Process
+from rlix.protocol.messages import Demand, Device, Lease, Process
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
 
 Size = int | Sequence[int] | Mapping[str, int] | None
@@ -216,6 +216,11 @@ class Program:
         self._rollouts.add(rollout)
         rollout.report(demand)
         return rollout
+
+    def devices(self, cluster: str | None = None) -> tuple[Device, ...]:
+        """Those that a gang, which may be left out when there is one, was placed on, in rank order."""
+        known, name = self.client.devices(), cluster or self._only(elastic=False)
+        return tuple(known[device] for device in self.registration.cluster(name).devices)
 
     def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
         """Other processes than this one keep the bytes of a cluster; see `JobClient.name_holders`."""

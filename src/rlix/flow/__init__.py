@@ -10,19 +10,20 @@ if TYPE_CHECKING:
     from rlix.flow.planner import Mode, make_plan
     from rlix.flow.profiler.measure import Grid, profile
     from rlix.flow.profiler.profile import Profile
-    from rlix.flow.programs.flow import Circle, Flow, Part
+    from rlix.flow.programs.flow import Flow
     from rlix.flow.programs.running import Running
+    from rlix.flow.programs.wiring import Circle, Part
     from rlix.flow.workers.flow_worker import FlowWorker
     from rlix.flow.workers.launch import launch
     from rlix.flow.workers.worker import Worker
 
 _LAZY = {
-    "Circle": "rlix.flow.programs.flow",
+    "Circle": "rlix.flow.programs.wiring",
     "Flow": "rlix.flow.programs.flow",
     "FlowWorker": "rlix.flow.workers.flow_worker",
     "Grid": "rlix.flow.profiler.measure",
     "Mode": "rlix.flow.planner",
-    "Part": "rlix.flow.programs.flow",
+    "Part": "rlix.flow.programs.wiring",
     "Profile": "rlix.flow.profiler.profile",
     "Running": "rlix.flow.programs.running",
     "Worker": "rlix.flow.workers.worker",

@@ -7,7 +7,7 @@ import ray
 
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs import running as running_module
-from rlix.flow.programs.flow import Part
+from rlix.flow.programs.wiring import Part
 from rlix.protocol.messages import Device
 from tests.flow.programs.pretended import Group
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
-from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
+from rlix.flow.programs.wiring import Part
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.messages import Device, DeviceKind
 

@@ -12,8 +12,9 @@ import pytest
 from rlix.flow.planner import Mode
 from rlix.flow.programs import running as running_module
 from rlix.flow.programs.drift import WINDOW
-from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
+from rlix.flow.programs.wiring import Part
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Cluster, Registration

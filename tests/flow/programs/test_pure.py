@@ -15,8 +15,9 @@ from rlix.flow.planner.plan import LoopPlan, PartPlan
 from rlix.flow.profiler.measure import Grid
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.drift import WINDOW, Drift, rescaled
-from rlix.flow.programs.flow import Circle, Flow, Part
+from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.programs.wiring import Circle, Part
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
 

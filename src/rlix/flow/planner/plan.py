@@ -114,7 +114,10 @@ class Plan:
 
     def explain(self) -> str:
         """Where the time of a step goes, line by line."""
-        lines = [f"{self.mode}: {self.shape}", f"  {self.seconds:.3f} s a step of {self.items} items"]
+        lines = [f"{self.mode}: {self.shape}"]
+        if not self.seconds:
+            return f"{lines[0]}\n  nothing of it was measured"
+        lines.append(f"  {self.seconds:.3f} s a step of {self.items} items")
         for segment in self.segments:
             chunks = self.items // segment.chunk
             slowest = max(segment.stages, key=lambda stage: stage.seconds)

@@ -1,8 +1,9 @@
 """Measuring the parts of a flow: each for itself, in the order in which items go through them."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from statistics import median
@@ -10,17 +11,19 @@ from typing import Any
 
 import ray
 
+from rlix.control.program import Program
 from rlix.flow.counts import is_count
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
-from rlix.flow.programs.flow import Flow, Part
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.programs.wiring import Part, Wiring
 from rlix.flow.workers.group import START_TIMEOUT_S
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
 from rlix.flow.workers.part_group import PartGroup
 from rlix.flow.workers.placement import Flexible, OnCpu
 from rlix.protocol.errors import SpecError
-from rlix.protocol.messages import Device, Fence
+from rlix.protocol.messages import Device
+from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +45,23 @@ class Grid:
 
 
 def profile(
-    flow: Flow,
+    flow: Wiring,
     devices: Sequence[Device],
     grid: Grid,
     *,
-    lease: Fence | None = None,
+    job: Program | None = None,
+    cluster: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Profile:
     """Run every part alone on each width that the devices allow and on each batch size.
 
     Items come from `flow.sample`; what a part makes of the largest batch is what the next one is measured with.
-    `lease`: of these devices, where they are shared. `timeout_s`: for each call of a part, and for it to start, which
-    has three minutes at least.
+    `job`: whose gang `cluster` has these devices. For each width of a part it asks for those that this needs, behind
+    every other gang, and gives them back. `timeout_s`: for each call of a part, and for it to start, which has three
+    minutes at least.
 
     Raises:
-        SpecError: a part, which is named, can be measured on none of the widths, or with none of the batches.
+        SpecError: a part, which is named, can be measured on none of the devices, or with none of the batches.
         WorkerError: a part raised or died.
         WaitTimeoutError: a part, which is named with its ranks, did not answer within `timeout_s`.
     """
@@ -65,28 +70,48 @@ def profile(
     source = list(flow.sample(largest))
     first: Pieces = [(ray.put(source), 0, len(source))]
     parts = {}
+    pool = _Pool(tuple(devices), job, cluster)
     for part in flow.parts:
-        inputs = [made[name] for name in part.after] or [first]
-        parts[part.name], made[part.name] = _measure(part, inputs, devices, grid, lease, timeout_s)
+        inputs = [made[name] for name in flow.before(part.name)] or [first]
+        parts[part.name], made[part.name] = _measure(part, inputs, pool, grid, timeout_s)
         logger.info("profiled %s", part.name)
     return Profile(flow.name, machine(), parts)
 
 
-def _measure(
-    part: Part, inputs: list[Pieces], devices: Sequence[Device], grid: Grid, lease: Fence | None, timeout_s: float
-) -> tuple[PartProfile, Pieces]:
-    most = part.cpu_ranks or min(len(devices) // part.unit, part.most or len(devices))
-    widths = [part.cpu_ranks] if part.cpu_ranks else [w for w in grid.widths if w <= most]
-    if not widths:
-        raise SpecError(
-            f"profile: {part.name} runs on at most {most} rank(s) here, and the grid has {list(grid.widths)}"
-        )
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    devices: tuple[Device, ...]
+    job: Program | None
+    cluster: str
+
+    @contextlib.contextmanager
+    def held(self, group: PartGroup, count: int) -> Iterator[None]:
+        """The group has the first `count` devices, for as long as one slice of the measurements takes."""
+        if self.job is None or not count:
+            yield
+            return
+        self.job.name_holders(self.cluster, dict(enumerate(group.workers.processes.values())))
+        mine = [device.id for device in self.devices[:count]]
+        lease = self.job.client.acquire(self.cluster, Phase.VALUE_COMPUTE, devices=mine)
+        group.lease = self.job.client.fence(lease)
+        try:
+            yield
+        except BaseException:  # raised again, when nothing of the group is there any more
+            group.close()
+            raise
+        finally:
+            self.job.client.release(lease)
+
+
+def _measure(part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_s: float) -> tuple[PartProfile, Pieces]:
+    most = part.ranks(len(pool.devices), max(grid.batches))
+    widths = [most] if part.cpu_ranks else sorted({min(width, most) for width in grid.widths})
     points, loads, offloads = [], [], []
     kept: Pieces = []
     for width in widths:
         made: Pieces = []
-        with start(part, width, devices, timeout_s=timeout_s) as group:
-            group.lease = lease
+        used = 0 if part.cpu_ranks else width * part.unit
+        with start(part, width, pool.devices, timeout_s=timeout_s) as group, pool.held(group, used):
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in _memory(group, part))
             for batch in sorted(grid.batches):

@@ -44,15 +44,21 @@ def check_items(flow: str, items: object) -> None:
 
 def wanted_plan(flow: str, plan: object, profile: object) -> Plan | Mode | None:
     """A plan, a mode, or None: the fastest. Raises SpecError: it is none of them, or there is nothing to plan by."""
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, str) or plan not in {"auto", *Mode}:
-        raise SpecError(f"flow {flow}: plan={plan!r} must be auto, {', '.join(Mode)}, or a plan")
-    if not isinstance(profile, Profile):
+    wanted = check_plan_name(flow, plan)
+    if not isinstance(plan, Plan) and not isinstance(profile, Profile):
         raise SpecError(
             f"flow {flow}: plan={plan!s} needs a Profile, not {profile!r}: `rlix.flow.profile` measures one, and "
             "Profile.read(path) reads what `rlix profile` kept"
         )
+    return wanted
+
+
+def check_plan_name(flow: str, plan: object) -> Plan | Mode | None:
+    """A plan, a mode, or None: the fastest. Raises SpecError: it is none of them."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str) or plan not in {"auto", *Mode}:
+        raise SpecError(f"flow {flow}: plan={plan!r} must be auto, {', '.join(Mode)}, or a plan")
     return None if plan == "auto" else Mode(plan)
 
 

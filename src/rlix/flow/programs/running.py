@@ -18,10 +18,10 @@ from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
 from rlix.flow.programs.checks import check_gang, check_items, wanted_plan
 from rlix.flow.programs.drift import Drift, rescaled
-from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
+from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.group import joined
 from rlix.flow.workers.part_group import PartGroup
@@ -45,6 +45,7 @@ class Running:
         profile: needed unless a plan is given; with it the flow is planned anew when times drift.
         job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
             each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
+        leaves: the job ends at `close`.
         device_bytes: of each device; what fits decides what may stay.
         timeout_s: of each wait for a part: for a call, and for its devices in its turn. A rank that has not answered by
             then is ended. To start, every part has three minutes at least.
@@ -52,20 +53,21 @@ class Running:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: Wiring,
         devices: Sequence[Device],
         *,
         plan: Plan | Mode | str = "auto",
         profile: Profile | None = None,
         job: Program | None = None,
         cluster: str | None = None,
+        leaves: bool = False,
         device_bytes: float = float("inf"),
         timeout_s: float = 600.0,
     ) -> None:
         self._fixed = wanted_plan(flow.name, plan, profile)
         check_gang(flow.name, devices, job, cluster)
         self.flow, self.devices, self.profile = flow, tuple(devices), profile
-        self._job, self._cluster = job, cluster
+        self._job, self._cluster, self._leaves = job, cluster, leaves
         self._device_bytes, self._timeout_s = device_bytes, timeout_s
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
         self.plan: Plan = plan if isinstance(plan, Plan) else self.planned.best  # type: ignore[union-attr]
@@ -149,6 +151,8 @@ class Running:
         for group in self.groups.values():
             group.close()
         self.groups.clear()
+        if self._job is not None and self._leaves:
+            self._job.close()
 
     def __enter__(self) -> Self:
         return self
@@ -352,7 +356,7 @@ class Running:
         logger.info("%s: times have drifted: %s", self.flow.name, factors)
         self.profile = self.profile.scaled(factors)
         self.planned = planned = self._make_plan(self.profile)
-        self.plan = rescaled(self.plan, factors, {part.name: part.after for part in self.flow.parts})
+        self.plan = rescaled(self.plan, factors, {part.name: self.flow.before(part.name) for part in self.flow.parts})
         self._drift = Drift.of(self.plan)
         if planned.best.shape != self.plan.shape and planned.best.seconds < self.plan.seconds * (1 - WORTH):
             logger.info("%s: from now on %s", self.flow.name, planned.best.shape)

@@ -11,8 +11,8 @@ from typing import TypeAlias
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import SegmentPlan, StagePlan
 from rlix.flow.planner.plan import LoopPlan
-from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.part_group import PartGroup
 from rlix.protocol.errors import WorkerError
 
@@ -28,7 +28,7 @@ class SegmentRun:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: Wiring,
         plan: SegmentPlan,
         index: int,
         groups: Mapping[str, PartGroup],
@@ -174,7 +174,7 @@ class SegmentRun:
         here = made or {}
         return [
             here[before] if before in here else cut(self._input(before, index, chunk), begin - chunk[0], end - chunk[0])
-            for before in self._flow.part(name).after
+            for before in self._flow.before(name)
         ] or [cut(self._source, begin, end)]
 
     def _call(self, name: str, order: tuple[int, ...], inputs: Sequence[Pieces]) -> Pieces:
@@ -211,7 +211,7 @@ class SegmentRun:
             return self._made[name, index]
 
     def _check_count(self, name: str, count: int, items: int) -> None:
-        used = {before for part in self._flow.parts for before in part.after}
+        used = {before for part in self._flow.parts for before in self._flow.before(part.name)}
         used |= {inside for circle in self._flow.circles for inside in circle.parts}
         if name in used and count != items:
             raise WorkerError(

@@ -1,0 +1,150 @@
+"""Starting a flow in one call, with workers that are plain objects and a pool that is pretended."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlix.flow.planner import Mode
+from rlix.flow.profiler.profile import Profile, path_of
+from rlix.flow.programs import flow as flow_module
+from rlix.flow.programs.flow import Flow
+from rlix.flow.programs.wiring import Circle, Part
+from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.protocol.errors import SpecError, WorkerError
+from rlix.protocol.messages import Cluster, Registration
+from rlix.protocol.types import Phase
+from tests.flow.programs.pretended import POOL, Group
+
+pytestmark = pytest.mark.usefixtures("no_ray")
+
+
+class Small(FlowWorker):
+    def memory(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+class Double(Small):
+    def run(self, items: Sequence[int]) -> list[int]:
+        return [2 * item for item in items]
+
+
+class Next(Small):
+    def run(self, items: Sequence[int]) -> list[int]:
+        return [item + 1 for item in items]
+
+
+class Pool:
+    """As a job that `rlix.attach` makes: what it asked for, and whether it has left."""
+
+    def __init__(self, name: str, gangs: Any, stay: bool) -> None:
+        assert stay
+        self.name, self.client, self.size = name, self, gangs["flow"]
+        self.asked: list[tuple[Phase, int]] = []
+        self.left = 0
+
+    def devices(self, cluster: str) -> Sequence[Any]:
+        return POOL[: self.size]
+
+    def registration(self) -> Registration:
+        return Registration("job_1", "mine", (Cluster("flow", 1, tuple(range(self.size))),), self.name)
+
+    def acquire(self, cluster: str, phase: Phase, *, devices: Sequence[int], giving: Any = ()) -> Any:
+        self.asked.append((phase, len(devices)))
+        return SimpleNamespace(devices=list(devices))
+
+    def release(self, *leases: Any) -> None: ...
+
+    def fence(self, lease: Any) -> Any:
+        return lease
+
+    def name_holders(self, cluster: str, processes: Any) -> None: ...
+
+    def close(self) -> None:
+        self.left += 1
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, rlix_home: Path) -> list[Pool]:
+    made: list[Pool] = []
+
+    def attach(*args: Any, **kwargs: Any) -> Pool:
+        made.append(Pool(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(flow_module, "attach", attach)
+    return made
+
+
+def test_a_flow_is_measured_once_and_then_run_by_what_is_known(jobs: list[Pool], rlix_home: Path) -> None:
+    flow = Flow("sums", [Double, Next])
+    assert flow.run(range(8), gpus=2) == [2 * n + 1 for n in range(8)]
+    (first,) = jobs
+    measured = [(Phase.VALUE_COMPUTE, width) for _ in flow.parts for width in (1, 2)]
+    assert first.asked[:4] == measured  # a slice for each width, behind every other gang
+    assert {phase for phase, _ in first.asked[4:]} == {Phase.ACTOR_TRAINING}
+    assert first.left == 1
+    assert list(Profile.read(path_of(rlix_home, "sums")).parts) == ["double", "next"]
+    with flow.start(gpus=2, like=range(8)) as running:
+        for _ in range(2):
+            assert running.step(list(range(8))) == [2 * n + 1 for n in range(8)]
+        assert jobs[1].left == 0
+    assert jobs[1].left == 1
+    assert Phase.VALUE_COMPUTE not in dict(jobs[1].asked)
+    flow.run(range(8), gpus=4)  # nothing is known of so many
+    assert (Phase.VALUE_COMPUTE, 4) in jobs[2].asked
+
+
+def test_in_turn_needs_no_profile(jobs: list[Pool], rlix_home: Path) -> None:
+    flow = Flow("sums", [Part("double", Double, most=1), Next, Part("far", Next, cpu_ranks=3)])
+    with flow.start(gpus=4, like=range(8), plan="collocated") as running:
+        assert running.plan.mode is Mode.COLLOCATED
+        assert running.explain() == "collocated: double on 1 → next on 4 → far on the CPU\n  nothing of it was measured"
+        assert running.step(range(8)) == [2 * n + 2 for n in range(8)]
+        assert [count for _, count in jobs[0].asked] == [1, 4]
+    assert not path_of(rlix_home, "sums").exists()
+
+
+def test_a_circle_in_turn_needs_no_profile(jobs: list[Pool]) -> None:
+    flow = Flow("sums", [Double, Next, Part("end", Double)], circles=[Circle(("double", "next"), 3)])
+    plan = flow.like(range(4)).unmeasured(2)
+    (loop,) = plan.segments[0].stages[0].loops
+    assert (loop.parts, loop.rounds, loop.shared, loop.together) == (("double", "next"), 3, True, False)
+    assert [part.devices for part in plan.parts] == [2, 2, 2]
+    assert flow.run(range(4), gpus=2, plan="collocated") == [2 * (8 * n + 7) for n in range(4)]
+
+
+def test_who_cannot_start_has_left_the_pool(jobs: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = Flow("sums", [Part("double", Double, unit=8)])
+    with pytest.raises(SpecError, match=r"double needs 8 device\(s\) for one rank, and there are 2"):
+        flow.run(range(8), gpus=2, plan="collocated")
+    assert jobs[0].left == 1
+    with pytest.raises(SpecError, match="flow sums: say how many items a step has"):
+        Flow("sums", [Double]).start(gpus=2, plan="collocated")
+    with pytest.raises(SpecError, match="plan='fast' must be auto"):
+        Flow("sums", [Double]).run(range(8), gpus=2, plan="fast")
+    assert len(jobs) == 2  # the last one asked nobody
+
+    def fails(*_: object) -> None:
+        raise WorkerError("it died")
+
+    closed: list[str] = []
+    monkeypatch.setattr(Group, "onload", fails)
+    monkeypatch.setattr(Group, "close", lambda group: closed.append(group.name))
+    with pytest.raises(WorkerError, match="it died"):
+        Flow("sums", [Double]).run(range(8), gpus=2)
+    assert len(closed) == 1
+    assert jobs[2].left == 1
+
+
+def test_parts_stand_in_a_row_unless_they_say_otherwise() -> None:
+    parts = [Double, Part("next", Next), Part("side", Next, after=()), Part("both", Next, after=("next", "side"))]
+    flow = Flow("row", parts, 4)
+    assert {part.name: part.after for part in flow.parts} == {
+        "double": (),
+        "next": ("double",),
+        "side": (),
+        "both": ("next", "side"),
+    }
