@@ -17,8 +17,9 @@ from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid, profile
 from rlix.flow.profiler.profile import Profile, path_of
-from rlix.flow.programs.flow import Flow, Part
+from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
+from rlix.flow.programs.wiring import Part
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.messages import Device, DeviceKind
 

@@ -64,8 +64,9 @@ class Group:
             call=lambda method: SimpleNamespace(wait=lambda *_: [getattr(self.members[rank], method)()])
         )
 
-    def part(self, method: str, inputs: Sequence[Sequence[Pieces]]) -> tuple[list[Any], Any]:
-        made = [member._rlix_part(method, lists)[0] for member, lists in zip(self.members, inputs, strict=True)]
+    def part(self, method: str, inputs: Sequence[Sequence[Pieces]], ranks: Any = None) -> tuple[list[Any], Any]:
+        called = self.members if ranks is None else [self.members[rank] for rank in ranks]
+        made = [member._rlix_part(method, lists)[0] for member, lists in zip(called, inputs, strict=True)]
         return made, SimpleNamespace(wait=lambda *_: [len(m) for m in made])
 
     def answers(self, call: Any) -> list[int]:

@@ -24,9 +24,10 @@ from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joi
 pytestmark = pytest.mark.usefixtures("no_ray")
 
 
+@pytest.mark.parametrize("first", [{}, {"each": 3}])
 @pytest.mark.parametrize("mode", [*Mode, "auto"])
-def test_every_mode_makes_the_same(mode: Mode | str) -> None:
-    with Running(flow(), POOL, plan=mode, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+def test_every_mode_makes_the_same(mode: Mode | str, first: dict[str, Any]) -> None:
+    with Running(flow(**first), POOL, plan=mode, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
         if isinstance(mode, Mode):
             assert running.plan.mode is mode
         for chunk in (None, 5, 1):

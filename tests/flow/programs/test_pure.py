@@ -181,6 +181,8 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         ({"unit": 1.5}, "a: unit must be a whole number from 1 on, not 1.5"),
         ({"most": "2"}, "a: most must be a whole number from 1 on, not '2'"),
         ({"chunk": 0}, "a: chunk must be a whole number from 1 on, not 0"),
+        ({"each": 0}, r"a: each is a multiple of its chunk \(1\), not 0"),
+        ({"each": 3, "chunk": 2}, r"a: each is a multiple of its chunk \(2\), not 3"),
         ({"cpu_ranks": -1}, "a: cpu_ranks must be a whole number from 0 on, not -1"),
     ],
 )
@@ -212,6 +214,7 @@ def test_a_flow_of_something_else_is_refused(wrong: dict[str, Any], said: str) -
         ({"cpu_ranks": 2}, {}),
         ({}, {"cpu_ranks": 2}),
         ({}, {"unit": 2}),
+        ({}, {"each": 2}),
         ({}, {"worker": Other}),
         ({}, {"method": "go"}),
     ],

@@ -1,7 +1,7 @@
 """What nodes of a flow cost on every number of devices at once, as arrays over 0..N."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,24 @@ class Costs:
         if key not in self._nodes:
             self._nodes[key] = self.part(node.parts[0], items) if len(node.parts) == 1 else self._loop(node, items)
         return self._nodes[key]
+
+    def stage(self, nodes: Sequence[Node], items: int, chunks: int) -> list[Cost]:
+        """Of nodes on the same devices, for each of `chunks` chunks of `items` items.
+
+        One that streams, alone there, ends no chunk before it begins the next: it takes what all of them take at once.
+        """
+        if len(nodes) == 1 and len(nodes[0].parts) == 1 and nodes[0].parts[0].streams and chunks > 1:
+            return [self._streamed(nodes[0].parts[0], items, chunks)]
+        return [self.node(node, items) for node in nodes]
+
+    def _streamed(self, part: Component, items: int, chunks: int) -> Cost:
+        whole = self.part(part, items * chunks)
+
+        def at(devices: int, first: int) -> tuple[tuple[PartPlan, ...], None]:
+            ((placed,), _) = whole.at(devices, first)
+            return (replace(placed, seconds=placed.seconds / chunks),), None
+
+        return replace(whole, seconds=whole.seconds / chunks, at=at)
 
     def together(self, costs: Sequence[Cost]) -> NDArray[np.bool_]:
         """Whether the states of all stay on the same devices while each works in turn."""

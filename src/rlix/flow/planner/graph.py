@@ -30,6 +30,7 @@ class Component:
         load_s, offload_s: of bringing its state onto its devices and off them, which all its ranks do at once.
         chunk: a batch given to it must be a multiple of this.
         cpu_ranks: it runs on so many ranks that need no device (a simulator); 0: it runs on devices.
+        streams: its ranks take items as they become free, so that on devices of its own it waits for no chunk's end.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Component:
     offload_s: float = 0.0
     chunk: int = 1
     cpu_ranks: int = 0
+    streams: bool = False
 
     def __post_init__(self) -> None:
         check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)

@@ -95,7 +95,7 @@ class _Search:
     def _with_chunks(self, cut: tuple[tuple[Node, ...], ...], size: int, below: float) -> _Segment | None:
         """With chunks of this size; None if that is not faster than `below`."""
         chunks = self.items // size
-        costs = [[self.costs.node(node, size) for node in group] for group in cut]
+        costs = [self.costs.stage(group, size, chunks) for group in cut]
         timed = [self.costs.in_turn(group) for group in costs]
         if chunks * max(float(seconds[-1]) for seconds, _ in timed) >= below:
             return None  # not even if each stage had all devices
@@ -152,7 +152,7 @@ class _Search:
         for segment in segments:
             held = []
             for group, stage in zip(segment.nodes, segment.plan.stages, strict=True):
-                costs = [self.costs.node(node, segment.plan.chunk) for node in group]
+                costs = self.costs.stage(group, segment.plan.chunk, self.items // segment.plan.chunk)
                 if stage.switch_s:
                     return False
                 held.append(sum(float(cost.resident[stage.devices]) for cost in costs))

@@ -16,6 +16,7 @@ from rlix.flow.counts import is_count
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.programs.streams import spread_batch
 from rlix.flow.programs.wiring import Part, Wiring
 from rlix.flow.workers.group import START_TIMEOUT_S
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
@@ -174,6 +175,9 @@ def _repeat(group: PartGroup, part: Part, inputs: list[Pieces], repeats: int) ->
 
 def _once(group: PartGroup, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces]:
     began = time.monotonic()
+    if part.each is not None:
+        made = spread_batch(group, part.method, part.each, inputs)
+        return time.monotonic() - began, made
     refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
     counts = call.wait()
     took = time.monotonic() - began

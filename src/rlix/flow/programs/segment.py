@@ -1,4 +1,4 @@
-"""One segment of a step: its stages, each a thread, hand chunks on to each other."""
+"""One segment of a step: its stages, each a thread, hand items on to each other."""
 
 import threading
 import time
@@ -6,18 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
-from typing import TypeAlias
 
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import SegmentPlan, StagePlan
 from rlix.flow.planner.plan import LoopPlan
-from rlix.flow.programs.pieces import Pieces, cut, shard, size
+from rlix.flow.programs.pieces import Made, Pieces, cut, shard, size
+from rlix.flow.programs.streams import Bounds, Claims, spread, spread_batch
 from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.part_group import PartGroup
 from rlix.protocol.errors import WorkerError
-
-Bounds: TypeAlias = tuple[int, int]
-"""From which item to which."""
 
 
 class SegmentRun:
@@ -53,7 +50,7 @@ class SegmentRun:
         self._mine = set(self._devices)
         self._order = {part.name: i for i, part in enumerate(flow.parts)}
         self._calling = {name: threading.Lock() for name in self._mine}  # slices of a chunk come one after the other
-        self._made: dict[tuple[str, int], Pieces] = {}
+        self._made = {name: Made() for name in self._mine}
         self._bounds: list[Bounds] = []
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -61,12 +58,18 @@ class SegmentRun:
         self._left = dict.fromkeys(plan.stages, size(source))  # items, of stages that have not ended
 
     def stage(self, stage: StagePlan) -> None:
-        """Do a stage's part of every chunk, in order. What goes wrong stops all stages, and `check` raises it."""
+        """Do a stage's part of every chunk, in order; or of every item, as it comes, where it is one part that streams.
+
+        What goes wrong stops all stages, and `check` raises it.
+        """
         index, circles = 0, {loop.parts[0]: loop for loop in stage.loops}
         inside = {name for loop in stage.loops for name in loop.parts[1:]}
         names = sorted({part.name for part in stage.parts} - inside, key=self._order.__getitem__)
         try:
             self._bring(stage)
+            if len(names) == 1 and names[0] not in circles and self._flow.part(names[0]).each is not None:
+                self._stream(stage, names[0])
+                return
             while (bounds := self._chunk(index)) is not None:
                 with self._changed:
                     self._left[stage] = size(self._source) - bounds[0]
@@ -74,9 +77,8 @@ class SegmentRun:
                     if name in circles:
                         self._circle(circles[name], index, bounds)
                     else:
-                        self._note(
-                            name, index, self._call(name, (index, self._order[name]), self._inputs(name, index, bounds))
-                        )
+                        order, inputs = (index, self._order[name]), self._inputs(name, bounds)
+                        self._note(name, bounds, self._call(name, order, inputs))
                 index += 1
         except BaseException as error:  # noqa: BLE001 (raised again by `check`, in the thread that asked for the step)
             self.fail(error)
@@ -108,7 +110,7 @@ class SegmentRun:
             raise self._failure
 
     def outputs(self) -> dict[str, Pieces]:
-        return {name: [piece for i in range(len(self._bounds)) for piece in self._made[name, i]] for name in self._mine}
+        return {name: made.whole for name, made in self._made.items()}
 
     def _chunk(self, index: int) -> Bounds | None:
         """From which item to which chunk number `index` goes; the same for all stages, decided when the first asks."""
@@ -141,7 +143,7 @@ class SegmentRun:
         step = (end - begin) // slices
         cuts = [(begin + i * step, begin + (i + 1) * step) for i in range(slices)]
         with ThreadPoolExecutor(slices, f"{self._flow.name}:circle") as threads:
-            rounds = [threads.submit(self._rounds, loop, index, bounds, cut) for cut in cuts]
+            rounds = [threads.submit(self._rounds, loop, index, cut) for cut in cuts]
             try:
                 for ended in as_completed(rounds):
                     ended.result()
@@ -149,33 +151,56 @@ class SegmentRun:
                 self.fail(error)
                 raise
         for name in loop.parts:
-            self._note(name, index, [piece for one in rounds for piece in one.result()[name]])
+            self._note(name, bounds, [piece for one in rounds for piece in one.result()[name]])
 
-    def _rounds(self, loop: LoopPlan, index: int, chunk: Bounds, mine: Bounds) -> dict[str, Pieces]:
+    def _rounds(self, loop: LoopPlan, index: int, mine: Bounds) -> dict[str, Pieces]:
         """One slice of a chunk on its way: what each part of the circle made of it in the last round."""
         first, made = loop.parts[0], dict[str, Pieces]()
         for n in range(loop.rounds):
             for name in loop.parts:
                 self.check()
-                inputs = [made[loop.parts[-1]]] if n and name == first else self._inputs(name, index, chunk, mine, made)
+                inputs = [made[loop.parts[-1]]] if n and name == first else self._inputs(name, mine, made)
                 made[name] = self._call(name, (index, self._order[first], n, self._order[name]), inputs)
         return made
 
-    def _inputs(
-        self,
-        name: str,
-        index: int,
-        chunk: Bounds,
-        mine: Bounds | None = None,
-        made: Mapping[str, Pieces] | None = None,
-    ) -> list[Pieces]:
-        """What a part gets of a chunk, or of a slice of it; `made`: of this slice already."""
-        begin, end = mine or chunk
+    def _stream(self, stage: StagePlan, name: str) -> None:
+        """A part that has its devices for itself takes any item as it comes, until it has taken all."""
+        part, left = self._flow.part(name), size(self._source)
+        claims, share = Claims(0, left, part.each or 1), self._planned.chunk / max(1, left)
+
+        def claim() -> Bounds | None:
+            found: list[Bounds | None] = []
+
+            def look() -> bool:
+                if self._failure is not None or claims.over:
+                    return True
+                found.append(claims.take(lambda begin, end: self._ready(name, begin, end)))
+                return found[-1] is not None
+
+            with self._changed:
+                self._changed.wait_for(look)
+            return found[-1] if found else None
+
+        def made(at: Bounds, pieces: Pieces) -> None:
+            self._check_count(name, size(pieces), at[1] - at[0])
+            self._note(name, at, pieces)
+            with self._changed:
+                self._left[stage] -= at[1] - at[0]
+
+        def inputs(begin: int, end: int) -> list[Pieces]:
+            return self._inputs(name, (begin, end))
+
+        with self._turn(name, (0, self._order[name])):
+            busy = spread(self._groups[name], part.method, claim, inputs, made, self.fail)
+        with self._changed:
+            self.seconds[name].append((self._planned.chunk, busy * share))
+
+    def _inputs(self, name: str, at: Bounds, made: Mapping[str, Pieces] | None = None) -> list[Pieces]:
+        """What a part gets of these items, when it is there; `made`: of these already."""
         here = made or {}
-        return [
-            here[before] if before in here else cut(self._input(before, index, chunk), begin - chunk[0], end - chunk[0])
-            for before in self._flow.before(name)
-        ] or [cut(self._source, begin, end)]
+        return [here[before] if before in here else self._input(before, at) for before in self._flow.before(name)] or [
+            cut(self._source, *at)
+        ]
 
     def _call(self, name: str, order: tuple[int, ...], inputs: Sequence[Pieces]) -> Pieces:
         part, group, items = self._flow.part(name), self._groups[name], size(inputs[0])
@@ -184,31 +209,39 @@ class SegmentRun:
             self.check()
             with self._turn(name, order):
                 began = time.monotonic()
-                refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
-                counts = group.answers(call)
+                if part.each is None:
+                    refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
+                    made = [(ref, 0, n) for ref, n in zip(refs, group.answers(call), strict=True) if n]
+                else:
+                    made = spread_batch(group, part.method, part.each, inputs, lambda: self.failed)
                 took = time.monotonic() - began
-        self._check_count(name, sum(counts), items)
+        self.check()
+        self._check_count(name, size(made), items)
         with self._changed:
             self.seconds[name].append((items, took))
-        return [(ref, 0, n) for ref, n in zip(refs, counts, strict=True) if n]
+        return made
 
-    def _note(self, name: str, index: int, made: Pieces) -> None:
+    def _note(self, name: str, at: Bounds, made: Pieces) -> None:
         with self._changed:
-            self._made[name, index] = made
+            self._made[name].put(*at, made)
             self._changed.notify_all()
 
-    def _input(self, name: str, index: int, bounds: Bounds) -> Pieces:
-        """A whole chunk, of a part that stands before.
+    def _ready(self, name: str, begin: int, end: int) -> bool:
+        """Whether all is there that a part gets of these items."""
+        return all(self._made[before].has(begin, end) for before in self._flow.before(name) if before in self._mine)
+
+    def _input(self, name: str, bounds: Bounds) -> Pieces:
+        """These items, of a part that stands before.
 
         There is no limit: whoever makes it has one for each of its waits, and fails with what it has waited for.
         """
         if name not in self._mine:
             return cut(self._before[name], *bounds)
         with self._changed:
-            self._changed.wait_for(lambda: (name, index) in self._made or self._failure is not None)
+            self._changed.wait_for(lambda: self._made[name].has(*bounds) or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            return self._made[name, index]
+            return self._made[name].cut(*bounds)
 
     def _check_count(self, name: str, count: int, items: int) -> None:
         used = {before for part in self._flow.parts for before in self._flow.before(part.name)}

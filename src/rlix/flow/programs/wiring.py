@@ -28,6 +28,9 @@ class Part:
         after: the parts whose items it gets; of several, tuples with one of each. (): the step's own items. None: the
             part that stands before it, of which the first gets the step's.
         kwargs: of the worker's `__init__`.
+        each: so many items at a time each rank takes by itself, as soon as it is free and they are there, whatever the
+            others do. None: all ranks are called together, with a share of each chunk, so that they may speak to each
+            other.
         unit, most, chunk, cpu_ranks: as of `rlix.flow.planner.Component`.
     """
 
@@ -36,6 +39,7 @@ class Part:
     method: str = "run"
     after: Sequence[str] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    each: int | None = None
     unit: int = 1
     most: int | None = None
     chunk: int = 1
@@ -48,6 +52,8 @@ class Part:
         if self.after is not None and len(set(all_of(str, self.after, f"{self.name}: after"))) < len(self.after):
             raise SpecError(f"{self.name}: after={self.after!r} names a part twice: name each once")
         check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)
+        if self.each is not None and (not is_count(self.each) or self.each % self.chunk):
+            raise SpecError(f"{self.name}: each is a multiple of its chunk ({self.chunk}), not {self.each!r}")
         if not _is_worker(self.worker):
             raise SpecError(f"{self.name}: {self.worker!r} is not a class derived from rlix.flow.FlowWorker")
         check_part_call(self.name, self.worker, self.method, self.kwargs)
@@ -68,7 +74,8 @@ class Part:
     def measured(self) -> str:
         """What a table of this part is a table of."""
         where = f"{self.cpu_ranks} rank(s) on the CPU" if self.cpu_ranks else f"ranks of {self.unit} device(s)"
-        return f"{self.worker.__qualname__}.{self.method} on {where}"
+        many = "" if self.each is None else f", {self.each} at a time"
+        return f"{self.worker.__qualname__}.{self.method} on {where}{many}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +238,13 @@ class Wiring:
     @property
     def _shapes(self) -> dict[str, dict[str, int | None]]:
         return {
-            part.name: {"unit": part.unit, "most": part.most, "chunk": part.chunk, "cpu_ranks": part.cpu_ranks}
+            part.name: {
+                "unit": part.unit,
+                "most": part.most,
+                "chunk": part.chunk,
+                "cpu_ranks": part.cpu_ranks,
+                "streams": part.each is not None,
+            }
             for part in self.parts
         }
 

@@ -28,7 +28,7 @@ class PartGroup(Group):
     def __init__(self, workers: WorkerGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__(workers, timeout_s=timeout_s)
         self.lease: Fence | None = None
-        self._latest: Call | None = None
+        self._open: list[Call] = []  # that were not answered when they were last looked at
         self._there: set[int] = set()  # ranks that may have state on their devices
 
     @property
@@ -38,14 +38,13 @@ class PartGroup(Group):
 
     @property
     def late(self) -> list[int]:
-        """The ranks that have not answered the last call."""
-        return self._latest.late if self._latest is not None else []
+        """The ranks that have not answered a call."""
+        return sorted({rank for call in list(self._open) for rank in call.late})
 
     def onload(self) -> None:
         """Bring every rank's state onto its devices, and take their locks. Raises what `answers` raises."""
         self._there = set(range(self.workers.world_size))
-        self._latest = self.call("_rlix_onload", self.lease)
-        self.answers(self._latest)
+        self.answers(self._note(self.call("_rlix_onload", self.lease)))
 
     def offload(self) -> None:
         """Bring the states off, when the ranks have ended what they do. Of a rank that has died nothing is there.
@@ -56,7 +55,7 @@ class PartGroup(Group):
         living = [rank for rank in range(self.workers.world_size) if rank not in self.workers.lost]
         if not living:
             return
-        self._latest = call = self.on(*living).call("_rlix_offload")
+        call = self._note(self.on(*living).call("_rlix_offload"))
         failed: WorkerError | None = None
         try:
             ray.wait(call.refs, num_returns=len(call.refs), timeout=self.timeout_s)
@@ -70,20 +69,23 @@ class PartGroup(Group):
         if failed is not None:
             raise failed
 
-    def part(self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]]) -> tuple[list[Any], Call]:
-        """Give each rank its lists of items; the results stay where they are made.
+    def part(
+        self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]], ranks: Sequence[int] | None = None
+    ) -> tuple[list[Any], Call]:
+        """Give each of `ranks` (default: all) its lists of items; the results stay where they are made.
 
         Returns references to the ranks' results, and a call whose `answers` are how many items each of them has.
         """
         self.workers.check_usable(method)
+        handles = self.workers.handles if ranks is None else [self.workers.handles[rank] for rank in ranks]
         calls = [
             handle._rlix_part.options(num_returns=2).remote(method, pieces)
-            for handle, pieces in zip(self.workers.handles, inputs, strict=True)
+            for handle, pieces in zip(handles, inputs, strict=True)
         ]
         for refs in calls:
             refs[1].future().add_done_callback(partial(_read_error, refs[0]))
-        self._latest = Call(self.workers, method, None, [refs[1] for refs in calls], self.timeout_s)
-        return [refs[0] for refs in calls], self._latest
+        call = self._note(Call(self.workers, method, ranks, [refs[1] for refs in calls], self.timeout_s))
+        return [refs[0] for refs in calls], call
 
     def answers(self, call: Call, timeout_s: float | None = None) -> list[Any]:
         """What the call's `wait` returns.
@@ -99,13 +101,17 @@ class PartGroup(Group):
             raise WaitTimeoutError(f"{error}, and were ended") from None
 
     def end_late(self) -> None:
-        """End the ranks that have not answered the last call."""
+        """End the ranks that have not answered a call."""
         self._end(self.late)
 
     def end(self) -> None:
         """End the ranks that may have state on their devices, so that others can have these."""
         self._end(rank for rank in sorted(self._there) if self.workers.placements[rank])
         self._there.clear()
+
+    def _note(self, call: Call) -> Call:
+        self._open = [*(known for known in self._open if not known.done), call]
+        return call
 
     def _left(self, rank: int, offloaded: Any) -> WorkerError | None:
         """The error with which a rank that has answered did not go."""
