@@ -1,10 +1,11 @@
 """Where the devices' time went, over several runs that shared them."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
+from rlix.monitor.intervals import Interval, Intervals, intersect, length, subtract, union
 from rlix.monitor.records import SWITCHING_KINDS, RunRecord
 
 EDGE_STEPS = 5
@@ -126,49 +127,93 @@ def contended_window(records: Sequence[RunRecord]) -> Intervals:
     return common or ()
 
 
-def account(records: Sequence[RunRecord], window: Intervals | None = None) -> Accounting:
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """When one device worked for one job, when bytes moved there, and when the job held a lease on it."""
+
+    busy: Intervals = ()
+    switching: Intervals = ()
+    held: Intervals = ()
+
+
+Lanes = Mapping[int, Lane]
+"""Of one run, by device."""
+
+
+def lanes(record: RunRecord) -> Lanes:
+    """Every device that the run touched, in one pass over what it wrote."""
+    busy, switching = defaultdict[int, list[Interval]](list), defaultdict[int, list[Interval]](list)
+    for span in record.spans:
+        (switching if span.kind in SWITCHING_KINDS else busy)[span.device].append((span.start, span.end))
+    held = {device: union(where for _, where in found) for device, found in holdings(record).items()}
+    return {
+        device: Lane(union(busy.get(device, ())), union(switching.get(device, ())), held.get(device, ()))
+        for device in sorted({*busy, *switching, *held})
+    }
+
+
+def holdings(record: RunRecord) -> dict[int, list[tuple[str, Interval]]]:
+    """By device, under which phase the job held a lease on it, and when; one that did not end, to the last word."""
+    granted: dict[tuple[int, int], tuple[str, float]] = {}
+    found = defaultdict[int, list[tuple[str, Interval]]](list)
+    for lease in sorted(record.leases, key=lambda lease: lease.time):
+        for device in lease.devices:
+            if lease.event == "granted":
+                granted[device, lease.epoch] = lease.phase, lease.time
+            elif lease.event == "released" and (device, lease.epoch) in granted:
+                phase, start = granted.pop((device, lease.epoch))
+                found[device].append((phase, (start, lease.time)))
+    last = record.last_time if granted else 0.0
+    for (device, _), (phase, start) in granted.items():
+        found[device].append((phase, (start, last)))
+    return found
+
+
+def account(
+    records: Sequence[RunRecord],
+    window: Intervals | None = None,
+    of: Sequence[Lanes] | None = None,
+    jobs: tuple[JobUse, ...] | None = None,
+) -> Accounting:
     """Account for every second of every device within `window` (by default the time in which any job ran).
 
-    Time that several spans cover, of one job or of several, counts once.
+    Time that several spans cover, of one job or of several, counts once. `of`: each record's `lanes`, where they are
+    known, and `jobs`, which depend on no window.
     """
     window = shared_window(records) if window is None else window
     window_s = length(window)
-    devices = tuple(_device_use(records, device, window) for device in device_ids(records))
-    jobs = tuple(_job_use(record) for record in records)
+    of = [lanes(record) for record in records] if of is None else of
+    devices = tuple(
+        _device_use(device, [each.get(device, Lane()) for each in of], window) for device in device_ids(records)
+    )
+    if jobs is None:
+        jobs = tuple(_job_use(record, mine) for record, mine in zip(records, of, strict=True))
     in_window = sum(
         1 for record in records for row in record.metrics if any(a <= row.get("time", a) <= b for a, b in window)
     )
     return Accounting(window_s, devices, jobs, steps_per_hour=_per_hour(in_window, window_s))
 
 
-def _device_use(records: Sequence[RunRecord], device: int, window: Intervals) -> DeviceUse:
-    spans = [span for record in records for span in record.spans if span.device == device]
-    busy = intersect(window, union((s.start, s.end) for s in spans if s.kind not in SWITCHING_KINDS))
-    switching = subtract(intersect(window, union((s.start, s.end) for s in spans if s.kind in SWITCHING_KINDS)), busy)
+def _device_use(device: int, jobs: Sequence[Lane], window: Intervals) -> DeviceUse:
+    busy = intersect(window, _any(lane.busy for lane in jobs))
+    switching = subtract(intersect(window, _any(lane.switching for lane in jobs)), busy)
     idle = subtract(subtract(window, busy), switching)
-    leased = intersect(idle, union(interval for record in records for interval in held(record, device)))
-    return DeviceUse(device, length(busy), length(switching), length(leased), length(subtract(idle, leased)))
+    leased = intersect(idle, _any(lane.held for lane in jobs))
+    held_s = length(leased)
+    return DeviceUse(device, length(busy), length(switching), held_s, max(0.0, length(idle) - held_s))
 
 
-def held(record: RunRecord, device: int) -> Intervals:
-    """When the job held a lease on the device."""
-    granted: dict[int, float] = {}
-    intervals: list[tuple[float, float]] = []
-    for lease in sorted(record.leases, key=lambda lease: lease.time):
-        if device not in lease.devices:
-            continue
-        if lease.event == "granted":
-            granted[lease.epoch] = lease.time
-        elif lease.event == "released" and lease.epoch in granted:
-            intervals.append((granted.pop(lease.epoch), lease.time))
-    intervals += [(start, record.last_time) for start in granted.values()]
-    return union(intervals)
+def _any(several: Iterable[Intervals]) -> Intervals:
+    """The points in any of these."""
+    found = [each for each in several if each]
+    return found[0] if len(found) == 1 else union(interval for each in found for interval in each)
 
 
-def _job_use(record: RunRecord) -> JobUse:
-    active_s = length(record.sessions)
+def _job_use(record: RunRecord, mine: Lanes) -> JobUse:
+    sessions = record.sessions
+    active_s = length(sessions)
     tokens = sum(row.get("tokens", 0.0) for row in record.metrics)
-    by_device = [_device_use([record], device, record.sessions) for device in device_ids([record])]
+    by_device = [_device_use(device, [lane], sessions) for device, lane in mine.items()]
     return JobUse(
         name=record.name,
         state=record.state,

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from rlix.monitor.accounting import Accounting, account, adapter_use, contended_window, device_ids, shared_window
+from rlix.monitor.accounting import Accounting, account, adapter_use, contended_window, device_ids, lanes, shared_window
 from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run, runs_of
 from rlix.monitor.split import SplitEstimate, split_estimate
 from rlix.monitor.tables import (
@@ -62,11 +62,13 @@ class Report:
 def build_report(directories: Sequence[Path]) -> Report:
     """Read the run folders and account for them. Raises SpecError for a folder that cannot be read."""
     records = tuple(load_run(directory) for directory in directories)
+    of = [lanes(record) for record in records]
+    accounting = account(records, of=of)
     return Report(
         records=records,
-        accounting=account(records),
-        contended=account(records, contended_window(records)),
-        estimate=split_estimate(records),
+        accounting=accounting,
+        contended=account(records, contended_window(records), of, accounting.jobs),
+        estimate=split_estimate(records, of),
         runs=tuple(run for record in records for run in runs_of(record)),
     )
 

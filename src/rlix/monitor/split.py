@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlix.monitor.accounting import device_ids, held
+from rlix.monitor.accounting import Lanes, device_ids, lanes
 from rlix.monitor.intervals import Interval, intersect, length, subtract, union
 from rlix.monitor.records import SWITCHING_KINDS, RunRecord, Span
 
@@ -57,16 +57,17 @@ class SplitEstimate:
     steps_per_hour: float
 
 
-def split_estimate(records: Sequence[RunRecord]) -> SplitEstimate | None:
+def split_estimate(records: Sequence[RunRecord], of: Sequence[Lanes] | None = None) -> SplitEstimate | None:
     """The estimate of the module's model; None when no device was shared, one of the jobs ran at another time than all
-    others, or there are fewer devices than jobs."""
+    others, or there are fewer devices than jobs. `of`: each record's `lanes`, where they are known."""
     count = len(device_ids(records))
-    used = [{span.device for span in record.spans} for record in records]
+    of = [lanes(record) for record in records] if of is None else of
+    used = [{device for device, lane in mine.items() if lane.busy or lane.switching} for mine in of]
     shared = sum(map(len, used)) > len(set().union(*used))
     if not shared or count < len(records) or any(_alone(record, records) for record in records):
         return None
     parts = [count // len(records) + (1 if i < count % len(records) else 0) for i in range(len(records))]
-    jobs = tuple(_job_split(record, part) for record, part in zip(records, parts, strict=True))
+    jobs = tuple(_job_split(record, mine, part) for record, mine, part in zip(records, of, parts, strict=True))
     makespan_s = max(job.run_s for job in jobs)
     busy = sum(job.busy_device_s for job in jobs)
     stepping = sum(job.devices * job.stepping_s for job in jobs)
@@ -86,14 +87,14 @@ def _alone(record: RunRecord, records: Sequence[RunRecord]) -> bool:
     return not any(intersect(record.sessions, other.sessions) for other in records if other is not record)
 
 
-def _job_split(record: RunRecord, devices: int) -> JobSplit:
+def _job_split(record: RunRecord, mine: Lanes, devices: int) -> JobSplit:
     first_step = min((event.time for event in record.job_events if event.event == "first_step"), default=0.0)
     work = [span for span in record.spans if span.kind not in SWITCHING_KINDS]
     phases: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in work:
         if span.start >= first_step:  # before that it is part of the start-up, whose length is known
             phases[span.step, span.phase].append(span)
-    stepping_s = _host_s(record, first_step)
+    stepping_s = _host_s(record, mine, first_step)
     stepping_s += sum(_phase_s(phase, spans, devices) for (_, phase), spans in phases.items())
     stepping_busy_s = sum(sum(_busy_by_device(spans)) for spans in phases.values())
     run_s = record.startup_s + stepping_s
@@ -122,10 +123,10 @@ def _busy_by_device(spans: list[Span]) -> list[float]:
     return [length(union(intervals)) for intervals in by_device.values()]
 
 
-def _host_s(record: RunRecord, first_step: float) -> float:
+def _host_s(record: RunRecord, mine: Lanes, first_step: float) -> float:
     """Time after the first step in which the job held devices, waited for none, and used none."""
     waits = ((lease.time - lease.waited_s, lease.time) for lease in record.leases if lease.waited_s is not None)
     occupied = union([*((span.start, span.end) for span in record.spans), *waits])
-    holding = union(interval for device in device_ids([record]) for interval in held(record, device))
+    holding = union(interval for lane in mine.values() for interval in lane.held)
     stepping = intersect(record.sessions, ((first_step, float("inf")),))
     return length(intersect(subtract(stepping, occupied), holding))

@@ -5,9 +5,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlix.monitor.accounting import holdings, lanes
 from rlix.monitor.intervals import Intervals, intersect, length, subtract, union
 from rlix.monitor.measures import Measures, measure
-from rlix.monitor.records import SWITCHING_KINDS, RunRecord, load_run
+from rlix.monitor.records import RunRecord, load_run
 from rlix.scheduler.queue.fair_share import Usage
 from rlix.scheduler.queue.jobs import Job
 from rlix.serve.queue.store import Store, Used
@@ -61,32 +62,18 @@ def read_run(job: Job, run_dir: Path) -> Reading:
 def used_in(job: int, record: RunRecord) -> list[Used]:
     """What the leases of a run gave, by hour and phase. One that has not ended counts up to the last thing written."""
     found: dict[tuple[int, str], list[float]] = {}
-    for device in sorted({device for lease in record.leases for device in lease.devices}):
-        spans = [span for span in record.spans if span.device == device]
-        busy = union((s.start, s.end) for s in spans if s.kind not in SWITCHING_KINDS)
-        switching = subtract(union((s.start, s.end) for s in spans if s.kind in SWITCHING_KINDS), busy)
-        for phase, given in _held(record, device).items():
+    did = lanes(record)
+    for device, held in holdings(record).items():
+        lane = did[device]
+        switching = subtract(lane.switching, lane.busy)
+        for phase in {phase for phase, _ in held}:
+            given = union(where for of, where in held if of == phase)
             for hour in _hours(given):
                 there = intersect(given, ((hour * _HOUR_S, (hour + 1) * _HOUR_S),))
                 sums = found.setdefault((hour, phase), [0.0, 0.0, 0.0])
-                for place, part in enumerate((there, intersect(there, busy), intersect(there, switching))):
+                for place, part in enumerate((there, intersect(there, lane.busy), intersect(there, switching))):
                     sums[place] += length(part)
     return [Used(job, hour, phase, *sums) for (hour, phase), sums in sorted(found.items())]
-
-
-def _held(record: RunRecord, device: int) -> dict[str, Intervals]:
-    """When the job held a lease on the device, by phase."""
-    granted: dict[int, float] = {}
-    found: dict[str, list[tuple[float, float]]] = {}
-    for lease in sorted((lease for lease in record.leases if device in lease.devices), key=lambda lease: lease.time):
-        if lease.event == "granted":
-            granted[lease.epoch] = lease.time
-        elif lease.event == "released" and lease.epoch in granted:
-            found.setdefault(lease.phase, []).append((granted.pop(lease.epoch), lease.time))
-    phases = {lease.epoch: lease.phase for lease in record.leases}
-    for epoch, start in granted.items():
-        found.setdefault(phases[epoch], []).append((start, record.last_time))
-    return {phase: union(intervals) for phase, intervals in found.items()}
 
 
 def _hours(given: Intervals) -> Iterable[int]:
