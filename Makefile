@@ -12,12 +12,13 @@ NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 DEMO_SPECS := examples/sort_digits.yaml examples/copy_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format tinker bench clean
+.PHONY: help demo test lint format docs tinker bench clean
 
 help:
 	@echo "make demo   run two RL jobs side by side on one pool of devices"
 	@echo "make test   lint, type check and run every test"
 	@echo "make lint   ruff and mypy only"
+	@echo "make docs   build the manual as a site, build/site, and check every link"
 	@echo "make tinker have Tinker's own client ask a server that runs (rlix serve --tinker) for all it can"
 	@echo "make bench  print the tables of docs/benchmarks.md"
 	@echo "make clean  remove the environment, caches and run folders"
@@ -60,6 +61,14 @@ format: $(VENV)/.stamp-test
 # Two files of tests at a time, each with a Ray of its own; one where there are real GPUs, which they would share.
 test: lint
 	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile --no-loadscope-reorder) $(PYTEST_ARGS)
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-demo
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.stamp-docs
+	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Tinker's client has an environment of its own, as its users' has; TINKER_BASE_URL and TINKER_API_KEY name the server.
 $(VENV)/tinker/.stamp:

@@ -1,4 +1,4 @@
-"""All policies on all shipped workloads, by simulation: the numbers of docs/benchmarks-policies.md.
+"""All policies on all shipped workloads, by simulation: the numbers of benchmarks/results/policies.md.
 
     python -m benchmarks.policies --seeds 10 --jobs 2        # runs what is missing, then writes the tables
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", help="default: all shipped ones but the simulated day")
     parser.add_argument("--policy", action="append", choices=list(POLICIES))
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "policies.jsonl")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks-policies.md")
+    parser.add_argument("--document", type=Path, default=ROOT / "benchmarks" / "results" / "policies.md")
     args = parser.parse_args()
     moving = [*(f"{name}-moving" for name in MOVING), *(f"{name}-narrowing" for name in NARROWING)]
     workloads = args.workload or [*(name for name in shipped_names() if name not in SLOW), *moving]

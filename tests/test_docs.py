@@ -4,20 +4,29 @@ import ast
 import json
 import re
 import runpy
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from rlix.cli.main import app
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.spec_file import read_yaml
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def test_the_job_spec_reference_is_current() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "job_spec.py"))
-    assert script["TARGET"].read_text() == script["reference"](), "run `python docs/job_spec.py`"
+def test_the_reference_is_current() -> None:
+    pages = runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"]
+    old = [name for name, write in pages.items() if (ROOT / "docs" / name).read_text() != write()]
+    assert not old, "run `python docs/reference.py`"
 
 
 @pytest.mark.parametrize("name", ["algorithms", "data", "environments", "custom-pipelines"])
@@ -32,16 +41,84 @@ def test_what_the_manual_shows_of_a_job_is_one(name: str, tmp_path: Path) -> Non
         JobSpec.model_validate_json(json.dumps({"source": {"task": "sort_digits"}, **values}))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    targets = re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", FENCED.sub("", page.read_text()))
+    missing = [
+        path + anchor
+        for path, anchor in targets
+        if "://" not in path and not leads(page.parent / path if path else page, anchor.removeprefix("#"))
+    ]
     assert not missing
 
 
-def test_every_page_is_in_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/([^)#]+)", (ROOT / "README.md").read_text()))
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= linked
+def leads(file: Path, anchor: str) -> bool:
+    return file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file))
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain}
+
+
+def test_every_page_has_its_place() -> None:
+    start = set(re.findall(r"\]\(([^)#/]+\.md)", (ROOT / "docs" / "index.md").read_text())) | {"index.md"}
+    site = set(re.findall(r"^ +- (.+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {page.name for page in DOCS} == start == site
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each `rlix ...` that a page tells to type, with the page."""
+    for page in PAGES:
+        text = page.read_text()
+        blocks = [block for kind, block in FENCED.findall(text) if kind in ("", "bash")]
+        blocks += re.findall(r"(?:^ {4}.*\n)+", FENCED.sub("", text), re.MULTILINE)
+        for line in "\n".join(blocks).splitlines():
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True) if line.strip()[:1] in "$rR" else []
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if words[:1] == ["rlix"]:
+                yield page.name, words[1:]
+
+
+def test_the_commands_of_the_manual_are_commands() -> None:
+    group: Any = typer.main.get_command(app)
+    wrong = []
+    for page, words in commands():
+        command, rest = group, words
+        while rest and hasattr(command, "commands") and rest[0] in command.commands:
+            command, rest = command.commands[rest[0]], rest[1:]
+        if "--" in rest:
+            rest = rest[: rest.index("--")]
+        try:
+            command.make_context("rlix", list(rest), resilient_parsing=False)
+        except Exception as error:  # noqa: BLE001
+            wrong.append(f"{page}: rlix {' '.join(words)}: {error!r}")
+    named = {name for page in PAGES for name in re.findall(r"`rlix ([a-z][a-z-]*)", page.read_text())}
+    assert not wrong
+    assert len(named) > 20
+    assert not named - set(group.commands)
+
+
+def test_the_messages_of_troubleshooting_are_there() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = [
+        text for row in re.findall(r"^\| ([^|]*)\|", page, re.MULTILINE) for text in re.findall(r"`(.+?)`", row)
+    ]
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", code)  # of texts over several lines
+    assert messages
+    assert not [text for text in messages if text not in joined]
+
+
+def test_the_metrics_of_the_manual_are_metrics() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    columns = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    names = {name for column in columns for name in re.findall(r"`(?:eval/)?([a-z_]+)`", column)}
+    assert len(names) > 40
+    assert not names - set(re.findall(r"\w+", code))
 
 
 def defined(module: str) -> set[str]:
