@@ -20,7 +20,7 @@ help:
 	@echo "make lint   ruff and mypy only"
 	@echo "make docs   build the manual as a site, build/site, and check every link"
 	@echo "make tinker have Tinker's own client ask a server that runs (rlix serve --tinker) for all it can"
-	@echo "make bench  print the tables of docs/benchmarks.md"
+	@echo "make bench  print the tables of docs/benchmarks.md anew"
 	@echo "make clean  remove the environment, caches and run folders"
 
 # Both stamps live in the environment, so that removing .venv removes them too.
