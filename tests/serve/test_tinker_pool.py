@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -25,17 +26,18 @@ DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
 
 @pytest.fixture
 def served(ray_session: Any, tmp_path: Path) -> Iterator[tuple[str, ServedAdapters]]:
-    made: list[ServedAdapters] = []
+    made: SimpleQueue[ServedAdapters] = SimpleQueue()
 
     def start(spec: Any, run_dir: Path) -> ServedAdapters:
-        made.append(start_served(spec, run_dir, ray_session))
-        return made[-1]
+        pipeline = start_served(spec, run_dir, ray_session)
+        made.put(pipeline)
+        return pipeline
 
     prefork.warm(WORKER_ENVIRONMENT)
     model = {"path": str(tiny(tmp_path / "model")), "gpus": 2}
     settings = ServerSettings.model_validate({"models": {"tiny": model}, "keys": KEYS, "state_every": 2})
     with serving(settings, tmp_path, start) as server:
-        yield server.url, made[0]
+        yield server.url, made.get(timeout=60)
 
 
 def test_losses_survive_a_worker_and_replicas_answer_as_the_trainer_does(
