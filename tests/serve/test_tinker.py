@@ -602,7 +602,7 @@ def test_weights_that_were_saved_when_the_server_ended_are_there_and_no_mistake(
         future = client.post("save_weights", model_id=client.model, seq_id=client.number(), path="a")
         path = f"tinker://{client.model}/weights/a"
         while server.journal.checkpoint(path) is None:
-            assert server.base._thread.is_alive()
+            assert not server.base.live.has_ended
         server.journal.finish = finish  # type: ignore[method-assign]
         assert client.result(future)["path"] == path
         assert "there already" in client.operation("save_weights", path="a")["error"]
@@ -617,7 +617,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path) -> None:
         client, saves = server.client(), server.pipeline.save_training
         client.create()
 
-        def full(name: str, folder: Path) -> None:
+        def full(name: str, folder: Path, **_: bool) -> None:
             server.pipeline.save_training = saves  # type: ignore[method-assign]
             raise OSError(28, "No space left on device")
 
@@ -675,7 +675,7 @@ def test_a_sample_that_is_asked_for_twice_is_generated_once(server: Server, clie
     server.pipeline.asked.clear()
     operation = Operation(f"{sampler}:0", sampler, 0, "sample", SAMPLE)
     server.journal.ask(operation)
-    while not server.base.ready:
+    while not server.base.live.ready:
         pass
     server.base.sample(operation)
     server.base.sample(operation)
@@ -696,8 +696,8 @@ def test_states_of_models_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
         client = server.client()
         client.create()
         client.train(DATA, 1)
-        gone = tmp_path / "states" / client.model.replace(":", "_")
-        assert gone.exists()
+    gone = tmp_path / "states" / client.model.replace(":", "_")
+    assert gone.exists()
     server = Server(tmp_path)
     with server.http:  # its model is never loaded
         server.client().post("unload_model", model_id=client.model)

@@ -13,7 +13,7 @@ import pytest
 
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
-from rlix.pipeline.requests.served import ServedAdapters, start_served
+from rlix.pipeline.requests.served import ServedModel, start_served
 from rlix.protocol.messages import LeaseState
 from rlix.serve.tinker.server import serving
 from rlix.serve.tinker.settings import ServerSettings
@@ -25,23 +25,23 @@ DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
 
 
 @pytest.fixture
-def served(ray_session: Any, tmp_path: Path) -> Iterator[tuple[str, ServedAdapters]]:
-    made: SimpleQueue[ServedAdapters] = SimpleQueue()
+def served(ray_session: Any, tmp_path: Path) -> Iterator[tuple[str, ServedModel]]:
+    made: SimpleQueue[ServedModel] = SimpleQueue()
 
-    def start(spec: Any, run_dir: Path) -> ServedAdapters:
+    def start(spec: Any, run_dir: Path) -> ServedModel:
         pipeline = start_served(spec, run_dir, ray_session)
         made.put(pipeline)
         return pipeline
 
     prefork.warm(WORKER_ENVIRONMENT)
-    model = {"path": str(tiny(tmp_path / "model")), "gpus": 2}
+    model = {"path": str(tiny(tmp_path / "model")), "gpus": 2, "full": 1}
     settings = ServerSettings.model_validate({"models": {"tiny": model}, "keys": KEYS, "state_every": 2})
     with serving(settings, tmp_path, start) as server:
         yield server.url, made.get(timeout=60)
 
 
 def test_losses_survive_a_worker_and_replicas_answer_as_the_trainer_does(
-    served: tuple[str, ServedAdapters], ray_session: Any
+    served: tuple[str, ServedModel], ray_session: Any
 ) -> None:
     url, pipeline = served
     with httpx.Client(base_url=url, timeout=60.0) as http:
@@ -60,10 +60,19 @@ def test_losses_survive_a_worker_and_replicas_answer_as_the_trainer_does(
         assert found == wanted
         assert disturbed.train(DATA, 2) == undisturbed.train(DATA, 2)
 
-        made = disturbed.operation("save_weights_for_sampler", sampling_session_seq_id=1)
-        params = {"max_tokens": 6, "seed": 4, "stop": []}
-        (answer,) = samples_of(disturbed.sample(made["sampling_session_id"], [1, 4], sampling_params=params)).sequences
-        tokens = np.frombuffer(answer.tokens, np.int32).tolist()
-        passed = disturbed.result(disturbed.run_pass([datum([1, 4, *tokens])], forward_only=True))
-        trainer = log_probs_of(passed)[0][1:]
-        assert np.allclose(np.frombuffer(answer.logprobs, np.float32), trainer, atol=1e-4)
+        whole = Client(http, KEYS["alice"])
+        whole.create("tiny:full")
+        losses = whole.train(DATA, 3)
+        assert losses[-1] < losses[0]
+        for client in (disturbed, whole):
+            samples_as_it_was_trained(client)
+
+
+def samples_as_it_was_trained(client: Client) -> None:
+    made = client.operation("save_weights_for_sampler", sampling_session_seq_id=1)
+    params = {"max_tokens": 6, "seed": 4, "stop": []}
+    (answer,) = samples_of(client.sample(made["sampling_session_id"], [1, 4], sampling_params=params)).sequences
+    tokens = np.frombuffer(answer.tokens, np.int32).tolist()
+    passed = client.result(client.run_pass([datum([1, 4, *tokens])], forward_only=True))
+    trainer = log_probs_of(passed)[0][1:]
+    assert np.allclose(np.frombuffer(answer.logprobs, np.float32), trainer, atol=1e-4)

@@ -15,22 +15,30 @@ import torch
 from starlette.testclient import TestClient
 
 from rlix.engine.lora import WEIGHTS_FILE, AdapterConfig
+from rlix.engine.train import checkpoint
+from rlix.engine.train.materialize import Checkpoint
+from rlix.engine.weights.publication import apply
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import write_tiny_model
+from rlix.pipeline.requests.adapters import ServedAdapters
 from rlix.pipeline.requests.losses import RequestedLoss
 from rlix.pipeline.requests.module import AdamStep, requested_on_meta
+from rlix.pipeline.requests.turns import Turns
+from rlix.pipeline.requests.whole import ServedWhole, published
 from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import WorkerError
 from rlix.protocol.types import Phase
 from rlix.serve.tinker.app import Door, Results
-from rlix.serve.tinker.base import Base, shape_of
+from rlix.serve.tinker.base import bases_of, shape_of
 from rlix.serve.tinker.journal import Journal
 from rlix.serve.tinker.keys import Keys
+from rlix.serve.tinker.live import Means
 from rlix.serve.tinker.service import Service
-from rlix.serve.tinker.settings import OfferedModel, ServerSettings
+from rlix.serve.tinker.settings import ServerSettings
 from rlix.serve.tinker.store import Store
 from rlix.serve.tinker.wire import MESSAGES, Datum, Pass, pass_bytes
 from tests.pipeline.training_scenarios import built
@@ -100,15 +108,17 @@ class Pipeline:
             raise WorkerError(f"rank 0 died in {name}")
         return getattr(self.module, name)(*args, **named)
 
-    def add(self, name: str, config: AdapterConfig, seed: int) -> None:
+    def add(self, name: str, config: AdapterConfig | None, seed: int) -> None:
         self._call("add_adapter", name, config, OptimizerSpec(), 1, seed)
 
-    def has(self, name: str) -> bool:
-        return name in self.module.adapters()
-
     def drop(self, name: str) -> None:
-        if self.has(name):
+        if name in self.module.adapters():
             self._call("remove_adapter", name)
+
+    @contextmanager
+    def scoring(self, folder: Path | None) -> Iterator[str | None]:
+        with ServedAdapters.scoring(self, folder) as name:  # type: ignore[arg-type]
+            yield name
 
     def run_pass(self, name: str, batch: Any, loss: RequestedLoss, *, backward: bool) -> tuple[torch.Tensor, float]:
         answer = self._call("requested_pass", batch, loss, name, backward=backward)
@@ -122,7 +132,7 @@ class Pipeline:
         found: dict[str, torch.Tensor] = self._call("requested_scores", batch, several, name)
         return found
 
-    def save_training(self, name: str, folder: Path) -> None:
+    def save_training(self, name: str, folder: Path, *, weights: bool = True, optimizer: bool = True) -> None:
         self.module.save_adapter(name, folder, str(self.folder))
 
     def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None:
@@ -155,6 +165,80 @@ class Pipeline:
         return done
 
 
+class Actor:
+    """A train engine's calls, in this process."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **named: self._pipeline._call(name, *args, **named)
+
+    def load(self, folder: Path) -> None:
+        module = self._pipeline.module
+        Checkpoint.in_folder(folder, module).refill(0)
+
+    def save(self, folder: Path) -> None:
+        checkpoint.save_weights(self._pipeline.module, folder, str(self._pipeline.folder))
+
+    def load_state(self, folder: Path) -> None:
+        assert self._pipeline.held
+        checkpoint.load_state(self._pipeline.module, folder)
+
+    def save_state(self, folder: Path) -> None:
+        checkpoint.save_state(self._pipeline.module, folder)
+
+
+class WholePipeline(Pipeline):
+    """In place of a job of `ServedWhole`, whose code it is where that needs no pool."""
+
+    add, drop = ServedWhole.add, ServedWhole.drop
+    save_training, load_training = ServedWhole.save_training, ServedWhole.load_training
+    scoring, generate = ServedWhole.scoring, ServedWhole.generate
+    offer, withdraw, _take, _named = ServedWhole.offer, ServedWhole.withdraw, ServedWhole._take, ServedWhole._named
+
+    def _make(self) -> None:
+        super()._make()
+        self.model_path = self._held = self.folder
+        self.actor = Actor(self)
+        self.rollouts = self
+        self._offered: dict[str, Path] = {}
+        self._turns: Turns[Path, list[Trajectory]] = Turns(self._serve)
+
+    def run_pass(self, name: str, batch: Any, loss: RequestedLoss, *, backward: bool) -> tuple[torch.Tensor, float]:
+        return super().run_pass(None, batch, loss, backward=backward)
+
+    def take_step(self, name: str, adam: AdamStep) -> dict[str, float]:
+        self._held = None
+        return super().take_step(None, adam)
+
+    def score_prompt(self, name: str | None, batch: Any, several: int) -> dict[str, torch.Tensor]:
+        return super().score_prompt(None, batch, several)
+
+    def _serve(self, folder: Path) -> None:
+        self.served_folders = [*getattr(self, "served_folders", []), folder]
+        fresh = built(requested_on_meta(self.folder), self.folder)
+        apply(fresh, published(folder, self.folder, 1, "float32", put=np.array))
+        self.published = fresh
+
+    def submit(self, step: int, trajectories: Sequence[Trajectory]) -> "list[Future[Trajectory]]":
+        """The most likely tokens, by the weights that are there."""
+        asked: list[Future[Trajectory]] = []
+        for each in trajectories:
+            assert not each.adapter
+            for _ in range(each.sampling.max_new_tokens):
+                with torch.no_grad():
+                    ids = torch.tensor([[*each.prompt_ids, *each.token_ids]])
+                    log_p = self.published(input_ids=ids).logits[0, -1].log_softmax(-1)
+                each.token_ids.append(int(log_p.argmax()))
+                each.logprobs.append(float(log_p.max()))
+                each.versions.append(1)
+            each.finish_reason = "length"
+            asked.append(Future())
+            asked[-1].set_result(each)
+        return asked
+
+
 class Server:
     """A server on `home`; leave the block and make another one on it for a restart."""
 
@@ -164,11 +248,13 @@ class Server:
         *,
         dies: Callable[[str], bool] = lambda _: False,
         now: Callable[[], float] | None = None,
+        full: int = 0,
         **settings: Any,
     ) -> None:
         folder = tiny(home / "model")
-        given = {"models": {"tiny": {"path": str(folder)}}, "keys": KEYS, **settings}
+        given = {"models": {"tiny": {"path": str(folder), "full": full}}, "keys": KEYS, **settings}
         self.settings = ServerSettings.model_validate(given)
+        self.wholes: dict[str, WholePipeline] = {}  # by the name of their job
         clock = {} if now is None else {"now": now}
         self.journal = Journal(home / "journal.db", **clock)
         self.store, self.results = (
@@ -176,28 +262,30 @@ class Server:
             Results(),
         )
         self.pipeline = Pipeline(folder, dies)
-        base = Base(
-            *("tiny", OfferedModel(path=str(folder)), shape_of(folder)),
-            journal=self.journal,
-            store=self.store,
-            folder=home,
-            start=lambda _spec, _folder: self.pipeline,  # type: ignore[return-value, arg-type]
-            finished=self.results.finished,
-            state_every=self.settings.state_every,
-        )
-        self.base = base
-        self.service = Service(self.settings, self.journal, self.store, {"tiny": base}, **clock)
+
+        def start(spec: JobSpec, _: Path) -> Any:
+            if not spec.name.startswith("tinker-tiny-full"):
+                return self.pipeline
+            self.wholes[spec.name] = WholePipeline(folder, dies)
+            return self.wholes[spec.name]
+
+        means = Means(self.journal, self.store, home, start, self.results.finished, self.settings.state_every)
+        self.bases = {b.name: b for b in bases_of("tiny", self.settings.models["tiny"], shape_of(folder), means)}
+        self.base: Any = self.bases["tiny"]
+        self.service = Service(self.settings, self.journal, self.store, self.bases, **clock)
         keys = Keys(KEYS, b"secret", **clock)
         most = int(self.settings.max_body_mb * 1e6)
         self.http = TestClient(Door(self.service, keys, self.results, most=most, results_kept_s=3600).app())
 
     def __enter__(self) -> "Server":
         self.http.__enter__()
-        self.base.start()
+        for base in self.bases.values():
+            base.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.base.close()
+        for base in self.bases.values():
+            base.close()
         self.http.__exit__(None, None, None)
         self.journal.close()
 
@@ -236,10 +324,10 @@ class Client:
             assert response.json()["queue_state_reason"]
         return response.content if "protobuf" in response.headers["content-type"] else response.json()
 
-    def create(self, *, seed: int = 3, rank: int = 4, **lora: Any) -> dict[str, Any]:
+    def create(self, base: str = "tiny", *, seed: int = 3, rank: int = 4, **lora: Any) -> dict[str, Any]:
         self.session = self.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0")["session_id"]
         config = {"rank": rank, "seed": seed, "train_mlp": True, "train_attn": True, "train_unembed": True, **lora}
-        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": config}
+        body = {"session_id": self.session, "model_seq_id": 0, "base_model": base, "lora_config": config}
         answer: dict[str, Any] = self.result(self.post("create_model", **body))
         self.model = answer["model_id"]
         return answer

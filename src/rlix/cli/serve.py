@@ -43,7 +43,7 @@ def serve_tinker(path: Path, *, host: str, port: int, devices: int | None, priva
         prefork.warm(WORKER_ENVIRONMENT)
         start = partial(start_served, orchestrator=pool.orchestrator)
         with serving(offered, settings.home, start, host=host, port=port) as server:
-            console.print(f"{pool.said}\nTinker's API is at {server.url}; models: {', '.join(offered.models)}")
+            console.print(f"{pool.said}\nTinker's API is at {server.url}; models: {', '.join(server.models)}")
             for said in server.notes:
                 console.print(said, highlight=False, soft_wrap=True)
             console.print("  export TINKER_BASE_URL=" + server.url, highlight=False, soft_wrap=True)

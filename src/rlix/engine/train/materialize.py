@@ -183,6 +183,17 @@ class Checkpoint:
         stored = {name: InMemory(tensor) for name, tensor in tensors.items()}
         return cls("weights given", _imported(module, stored), module, named)
 
+    @property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Further names of tied tensors, by the first."""
+        return {name: more for name, more in tied_names(self._named).items() if more}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each that is stored, by its first name in the module."""
+        for name, source in self._source.items():
+            if source is not None:
+                yield name, self._stored[source].read()
+
     def fill(self, unit: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Give the unit's parameters that are still on meta their values, and its persistent buffers theirs."""
         for owner in unit.modules():

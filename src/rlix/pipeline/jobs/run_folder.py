@@ -301,11 +301,16 @@ def how_to_go_on(path: Path) -> str:
     return "`rlix run --resume` goes on from its newest checkpoint"
 
 
-def earlier_runs(path: Path) -> list[Path]:
-    """Runs of the same name that were moved aside and have checkpoints, the one last moved first."""
+def moved_aside(path: Path) -> list[Path]:
+    """Runs of the same name that were moved aside, the one last moved first."""
     name = re.compile(re.escape(path.name) + _ASIDE)
     found = [folder for folder in path.parent.glob(f"{glob.escape(path.name)}-*") if name.fullmatch(folder.name)]
-    return sorted((folder for folder in found if list_checkpoints(folder / "checkpoints")), reverse=True)
+    return sorted(found, reverse=True)
+
+
+def earlier_runs(path: Path) -> list[Path]:
+    """Of those, the ones that have checkpoints."""
+    return [folder for folder in moved_aside(path) if list_checkpoints(folder / "checkpoints")]
 
 
 def newest_checkpoint(path: Path) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:

@@ -120,6 +120,11 @@ class RequestedModule(PolicyModule):
         else:
             self._waiting.pop(adapter, None)
 
+    def begin_anew(self) -> None:
+        """The model that is trained whole has no gradients, and its optimizer has seen none."""
+        self.forget_gradients(None)
+        self.optimizer.state.clear()
+
     def _take_up(self, adapter: str | None) -> None:
         if adapter is not None:
             grads = self._waiting.pop(adapter, [])

@@ -3,27 +3,27 @@
 import itertools
 import logging
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from rlix.control.client import JobClient
 from rlix.control.rpc import get
-from rlix.engine.lora import WEIGHTS_FILE, AdapterConfig
+from rlix.engine.lora import AdapterConfig
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
-from rlix.engine.weights.publication import PublishedAdapter, publish
 from rlix.pipeline.batch import over_ranks
 from rlix.pipeline.ends import Ends
+from rlix.pipeline.full_finetune import FullFinetunePipeline
+from rlix.pipeline.jobs.coordinator import resolve_pipeline
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.lora_finetune import LoraFinetunePipeline
@@ -31,7 +31,6 @@ from rlix.pipeline.requests.losses import RequestedLoss
 from rlix.pipeline.requests.module import AdamStep, requested_on_meta
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.job import JobSpec
-from rlix.pipeline.spec.section import Count, Section
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus
@@ -43,27 +42,14 @@ _LOOK_S = 0.5
 _STATUS_S = 5.0
 
 
-class ServedOptions(Section):
-    adapters: Count = 16
-    """Most adapters that replicas hold at a time; where vLLM serves them, it makes room when it starts."""
-    rank: Count = 64
-    """The highest rank of an adapter."""
-
-
-class ServedAdapters(LoraFinetunePipeline):
-    """Adapters on one model. One thread asks for passes and steps, within `gang`; any thread submits trajectories."""
-
-    Options = ServedOptions
+class ServedModel(FullFinetunePipeline):
+    """One thread asks for passes and steps, within `gang`, each for a model by its name; any thread submits
+    trajectories, with the name in `adapter` that their weights are offered under."""
 
     def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
         super().__init__(pipeline_id, config, client)
         self.log_thread = f"served-{config.spec.name}"
         self.ready = threading.Event()
-
-    @property
-    def adapter_room(self) -> tuple[int, int]:  # type: ignore[override]
-        options = cast(ServedOptions, self.options)
-        return options.adapters, options.rank
 
     # ---- its life --------------------------------------------------------------------------------------------
 
@@ -76,10 +62,6 @@ class ServedAdapters(LoraFinetunePipeline):
         self.vocabulary, self.context = int(found.vocab_size), int(found.max_position_embeddings)
         self.pad_id = int(self.tokenizer.pad_token_id)
         self._start_engines()
-
-    def initialize(self) -> None:
-        with self.gang(Phase.ACTOR_TRAINING):
-            self.serve_base()
 
     def _train(self, first: int) -> str:
         self._event("job", event="first_step", detail=None)
@@ -99,6 +81,23 @@ class ServedAdapters(LoraFinetunePipeline):
     def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
         return self.build_train_engine(name, requested_on_meta(path), path, self.spec.optimizer)
 
+    def rebuild(self) -> None:
+        """A new engine, with the model as it is offered and nothing on it."""
+        logger.warning("%s: its training workers are started anew", self.spec.name)
+        with suppress(RlixError):
+            self.actor.close()
+        self.actor = self._policy_engine(ClusterName.ACTOR_TRAIN, self.model_path)
+
+    def waits_for(self) -> str:
+        """Who is in the way of what it waits for, in words."""
+        try:
+            asked = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE).status.remote()
+            status: ControlStatus = get(asked, what="the pool's status", timeout_s=_STATUS_S)
+        except (RlixError, RayError, ValueError) as error:
+            return f"the pool does not answer ({type(error).__name__})"
+        behind = [each.behind for each in status.waiting if each.pipeline_id == self.pipeline_id]
+        return "; ".join(behind) or "they are on their way"
+
     # ---- training --------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -108,15 +107,13 @@ class ServedAdapters(LoraFinetunePipeline):
             yield
         self.note_phase("waiting for requests")
 
-    def add(self, name: str, config: AdapterConfig, seed: int) -> None:
-        self.actor.add_adapter(name, config, self.spec.optimizer, 1, seed)
+    @abstractmethod
+    def add(self, name: str, config: AdapterConfig | None, seed: int) -> None:
+        """Have the engine hold the model, as it is before its first step. `config`: of an adapter; None: all of it."""
 
-    def has(self, name: str) -> bool:
-        return name in self.actor.adapters()
-
+    @abstractmethod
     def drop(self, name: str) -> None:
-        if self.has(name):
-            self.actor.remove_adapter(name)
+        """Hold it no longer, if it is there."""
 
     def run_pass(
         self, name: str, batch: Mapping[str, Tensor], loss: RequestedLoss, *, backward: bool
@@ -131,66 +128,50 @@ class ServedAdapters(LoraFinetunePipeline):
         metrics: dict[str, float] = self.actor.requested_step(adam, self._named(name))
         return metrics
 
-    def score_prompt(self, name: str | None, batch: Mapping[str, Tensor], several: int) -> dict[str, Tensor]:
-        """As `RequestedModule.requested_scores`; None: of the model without an adapter."""
-        answer: dict[str, Tensor] = self.actor.requested_scores(
-            NeedParallel(batch), several, None if name is None else self._named(name)
-        )
-        return answer
+    @abstractmethod
+    def save_training(self, name: str, folder: Path, *, weights: bool = True, optimizer: bool = True) -> None:
+        """The weights as other programs load them, and what training goes on from, or one of both at least. Takes no
+        device."""
 
-    def save_training(self, name: str, folder: Path) -> None:
-        """A folder that PEFT loads, with what training goes on from. Takes no device."""
-        self.actor.read("save_adapter", name, folder, str(self.base_path))
-
+    @abstractmethod
     def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """As it was saved; without `optimizer` only the weights. Gradients are dropped."""
-        self.actor.load_adapter(name, folder, self.spec.optimizer, 1, goes_on=optimizer)
-        self.actor.forget_gradients(name)
-
-    def rebuild(self) -> None:
-        """A new engine, with the model and nothing on it."""
-        logger.warning("%s: its training workers are started anew", self.spec.name)
-        with suppress(RlixError):
-            self.actor.close()
-        self.actor = self._policy_engine(ClusterName.ACTOR_TRAIN, self.model_path)
-        with self.gang(Phase.ACTOR_TRAINING):
-            self.served.serve_again(self.actor.publish(0))
-
-    def waits_for(self) -> str:
-        """Who is in the way of what it waits for, in words."""
-        try:
-            asked = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, NAMESPACE).status.remote()
-            status: ControlStatus = get(asked, what="the pool's status", timeout_s=_STATUS_S)
-        except (RlixError, RayError, ValueError) as error:
-            return f"the pool does not answer ({type(error).__name__})"
-        behind = [each.behind for each in status.waiting if each.pipeline_id == self.pipeline_id]
-        return "; ".join(behind) or "they are on their way"
 
     @property
     def ranks(self) -> int:
         """Parts that a batch is split into."""
         return len(self.actor.devices)
 
-    def _named(self, name: str) -> str | None:
-        return name
+    @abstractmethod
+    def _named(self, name: str | None) -> str | None:
+        """The adapter on the engine that is the model of this name; None: the engine's own weights are."""
 
     # ---- sampling --------------------------------------------------------------------------------------------
 
-    def offer(self, name: str, folder: Path, version: int) -> None:
-        """Have replicas serve the adapter in a folder under this name. Takes no device."""
-        named = sorted(load_file(folder / WEIGHTS_FILE).items())
-        weights = publish(iter(named), version, put=np.array)
-        self.served.put(PublishedAdapter(name, AdapterConfig.of_folder(folder), weights))
+    @abstractmethod
+    def scoring(self, folder: Path | None) -> AbstractContextManager[str | None]:
+        """Within the block, which is within `gang`, what `score_prompt` calls the weights in a folder; None: the model
+        as it is offered."""
 
+    def score_prompt(self, name: str | None, batch: Mapping[str, Tensor], several: int) -> dict[str, Tensor]:
+        """As `RequestedModule.requested_scores`."""
+        answer: dict[str, Tensor] = self.actor.requested_scores(NeedParallel(batch), several, self._named(name))
+        return answer
+
+    @abstractmethod
+    def offer(self, name: str, folder: Path, version: int) -> None:
+        """Have replicas serve the weights in a folder under this name. Takes no device."""
+
+    @abstractmethod
     def withdraw(self, name: str) -> None:
         """Nothing is asked of it any more."""
-        self.served.drop(name)
 
+    @abstractmethod
     def generate(self, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]":
-        return _together(self.served.rollouts.submit(0, trajectories))
+        """All of them, of one name; "" is the model as it is offered."""
 
 
-def _together(asked: "Sequence[Future[Trajectory]]") -> "Future[list[Trajectory]]":
+def together(asked: "Sequence[Future[Trajectory]]") -> "Future[list[Trajectory]]":
     """All of them, in order, or what the first of them raised, when all have ended."""
     done: Future[list[Trajectory]] = Future()
     left = itertools.count(len(asked) - 1, -1)
@@ -211,42 +192,47 @@ def _together(asked: "Sequence[Future[Trajectory]]") -> "Future[list[Trajectory]
 
 def served_job(
     name: str,
+    pipeline: type[ServedModel],
+    *,
     model: Mapping[str, Any],
-    rollout: Mapping[str, Any],
+    rollout: Mapping[str, Any] | None,
     clusters: Mapping[str, Any],
     options: Mapping[str, Any],
     micro_batch_tokens: int,
     seed: int,
 ) -> JobSpec:
-    """A served model as a job."""
-    return JobSpec.model_validate(
-        {
-            "name": name,
-            "seed": seed,
-            "steps": 1,
-            "pipeline": {"name": f"{ServedAdapters.__module__}:{ServedAdapters.__name__}", "options": dict(options)},
-            "model": dict(model),
-            "lora": {},
-            "rollout": {"max_new_tokens": 1, **rollout},
-            "training": {"micro_batch_tokens": micro_batch_tokens},
-            "clusters": dict(clusters),
-        }
-    )
+    """A served model as a job. `rollout`: None where nothing is sampled."""
+    given: dict[str, Any] = {
+        "name": name,
+        "seed": seed,
+        "steps": 1,
+        "pipeline": {"name": f"{pipeline.__module__}:{pipeline.__name__}", "options": dict(options)},
+        "model": dict(model),
+        "rollout": {"max_new_tokens": 1, **(rollout or {})},
+        "training": {"micro_batch_tokens": micro_batch_tokens},
+        "clusters": dict(clusters),
+    }
+    if issubclass(pipeline, LoraFinetunePipeline):
+        given["lora"] = {}
+    if rollout is None:  # it learns from what is given; from what, its requests say
+        given |= {"source": {"conversations": {"path": "requests"}}, "algorithm": {"name": "sft"}}
+        given["rollout"]["samples_per_prompt"] = 1
+    return JobSpec.model_validate(given)
 
 
-def start_served(spec: JobSpec, run_dir: Path, orchestrator: Any) -> ServedAdapters:
+def start_served(spec: JobSpec, run_dir: Path, orchestrator: Any) -> ServedModel:
     """Registers it, and has it build in the background: `ready` is set when it can be asked.
 
     This process is its program: the pool takes everything back when it ends.
     """
     pipeline_id = register(spec, orchestrator)
-    pipeline = ServedAdapters(pipeline_id, JobConfig(spec, run_dir))
+    pipeline = cast(type[ServedModel], resolve_pipeline(spec))(pipeline_id, JobConfig(spec, run_dir))
     pipeline.client.join(spec.name)
     threading.Thread(target=_live, args=(pipeline,), name=pipeline.log_thread, daemon=True).start()
     return pipeline
 
 
-def _live(pipeline: ServedAdapters) -> None:
+def _live(pipeline: ServedModel) -> None:
     try:
         pipeline.run()
     except Exception:  # noqa: BLE001 - its status and its log say what it was; who waits for it is told

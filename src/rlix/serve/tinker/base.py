@@ -1,32 +1,22 @@
-"""A base model that is offered: the job behind it, whatever becomes of that, and what clients ask of it."""
+"""A base model that is offered: the jobs behind it, and what clients ask of them."""
 
-import logging
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ray.exceptions import RayError
-
-from rlix.pipeline.requests.served import ServedAdapters, served_job
+from rlix.pipeline.requests.adapters import ServedAdapters
+from rlix.pipeline.requests.served import ServedModel, served_job
+from rlix.pipeline.requests.whole import ServedWhole
 from rlix.pipeline.spec.job import JobSpec
-from rlix.protocol.errors import RlixError
-from rlix.serve.tinker.batches import Limits
-from rlix.serve.tinker.journal import Journal, Operation
-from rlix.serve.tinker.operations import Work
-from rlix.serve.tinker.sampling import Samples
-from rlix.serve.tinker.settings import OfferedModel
-from rlix.serve.tinker.store import Store
-from rlix.serve.tinker.training import Trainer, state_folder
+from rlix.protocol.errors import SpecError
+from rlix.serve.tinker.journal import Model, Operation, Sampler
+from rlix.serve.tinker.live import Live, Means
+from rlix.serve.tinker.settings import FULL, OfferedModel
 
-logger = logging.getLogger(__name__)
-
-_LOOK_S = 0.2
-_AGAIN_S = 5.0
-_STOP_S = 60.0
-
-Start = Callable[[JobSpec, Path], ServedAdapters]
+_LONGEST_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,153 +29,219 @@ class Shape:
     architecture: str
 
 
-class Base:
-    """Builds the model's job in the background, and again whenever it ends before the server does.
+class Base(Protocol):
+    """By its name clients ask for models."""
 
-    Args:
-        shape: of the model. start: begins its job, in a run folder, in the background. finished: told the id of an
-            operation that has a result.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        offered: OfferedModel,
-        shape: Shape,
-        *,
-        journal: Journal,
-        store: Store,
-        folder: Path,
-        start: Start,
-        finished: Callable[[str], None],
-        state_every: int,
-    ) -> None:
-        self.name, self.offered, self.shape = name, offered, shape
-        self._journal, self._store, self._folder = journal, store, folder
-        self._begin, self._finished, self._state_every = start, finished, state_every
-        self._states = folder / "states"
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._trainer: Trainer | None = None
-        self._samples: Samples | None = None
-        self._why = "the model is being loaded"
-        self._thread = threading.Thread(target=self._live, name=f"base-{name}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(_STOP_S)
+    name: str
+    offered: OfferedModel
+    shape: Shape
 
     @property
-    def ready(self) -> bool:
-        return self._trainer is not None
+    def whole(self) -> bool:
+        """Whether every weight is trained."""
+        ...
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+    def admit(self, models: int) -> None:
+        """Raise SpecError if no more than these can be trained at a time."""
 
     def train(self, model: str) -> None:
-        """There is something to do for a model."""
-        if (trainer := self._trainer) is not None:
-            trainer.asked(model)
+        """There is something to do for a model, or soon will be."""
 
     def leave(self, model: str) -> None:
-        if (trainer := self._trainer) is not None:
-            trainer.leave(model)
+        """Nothing can be asked of a model any more."""
 
-    def sample(self, operation: Operation) -> None:
-        with self._lock:
-            if self._samples is not None:  # else it is in the journal, and found there when there are some
-                self._samples.start(operation)
+    def sample(self, operation: Operation) -> None: ...
 
     def state_folder(self, model: str, seq: int) -> Path:
         """Where the state of a model after an operation is kept."""
-        return state_folder(self._states, model, seq)
+        ...
 
     def why(self, target: str) -> str:
         """Why something that was asked of a model or a sampler has no result yet."""
-        trainer = self._trainer
-        if trainer is None:
-            return self._why
-        return trainer.why(target) if self._journal.model(target) is not None else "is generated"
+        ...
 
-    # ---- its life --------------------------------------------------------------------------------------------
 
-    def _live(self) -> None:
-        while not self._closing.is_set():
-            try:
-                self._serve()
-            except (RlixError, RayError, OSError) as error:
-                self._why = f"the model could not be loaded, and will be tried again: {error}"
-                logger.warning("%s: %s", self.name, self._why)
-            self._closing.wait(_AGAIN_S)
+class SharedBase:
+    """One job, with adapters of all clients."""
 
-    def _serve(self) -> None:
-        pipeline = self._begin(self._job(), self._folder / "runs" / _file_name(self.name))
-        try:
-            while not pipeline.ready.wait(_LOOK_S):
-                if self._closing.is_set() or pipeline.has_ended:
-                    raise RlixError(pipeline.status().error or "it ended while it was being loaded")
-                self._why = f"the model is being loaded: {pipeline.status().phase}"
-            trainer = self._open(pipeline)
-            while not (self._closing.wait(_LOOK_S) or pipeline.has_ended or trainer.has_ended):
-                pass
-        finally:
-            self._shut(pipeline)
+    whole = False
 
-    def _open(self, pipeline: ServedAdapters) -> Trainer:
-        limits = Limits(pipeline.vocabulary, pipeline.context, pipeline.pad_id)
-        work = Work(pipeline, limits, self._store, self.state_folder)
-        trainer = Trainer(
-            *(self.name, self._journal, pipeline, work, self._states),
-            state_every=self._state_every,
-            finished=self._finished,
+    def __init__(self, name: str, offered: OfferedModel, shape: Shape, means: Means) -> None:
+        self.name, self.offered, self.shape, self._means = name, offered, shape, means
+        options = {"adapters": offered.adapters + 1, "rank": offered.max_rank}
+        job = _job(offered, ServedAdapters, f"tinker-{name}", name, options=options)
+        self._live = Live(
+            job, means, trains=self._is_own, samples=lambda sampler: sampler.base == name, adapters=offered.adapters
         )
-        samples = Samples(
-            *(self._journal, pipeline, limits),
-            with_devices=trainer.with_devices,
-            finished=self._finished,
-            most=self.offered.adapters,
-        )
-        trainer.start()
+
+    def _is_own(self, model: Model) -> bool:
+        return model.base == self.name
+
+    def start(self) -> None:
+        self._live.start()
+
+    def close(self) -> None:
+        self._live.close()
+
+    @property
+    def live(self) -> Live:
+        return self._live
+
+    def admit(self, models: int) -> None:
+        """There is always room for one more."""
+
+    def train(self, model: str) -> None:
+        self._live.train(model)
+
+    def leave(self, model: str) -> None:
+        self._live.leave(model)
+
+    def sample(self, operation: Operation) -> None:
+        self._live.sample(operation)
+
+    def state_folder(self, model: str, seq: int) -> Path:
+        return self._means.state_folder(model, seq)
+
+    def why(self, target: str) -> str:
+        return self._live.why(target)
+
+
+class WholeBase:
+    """A job for each model that is trained, from when it is made to when it leaves, and one for all samplers."""
+
+    whole = True
+
+    def __init__(self, name: str, offered: OfferedModel, shape: Shape, means: Means) -> None:
+        self.name, self.offered, self.shape, self._means = f"{name}{FULL}", offered, shape, means
+        self._path = offered.path or name
+        self._trained: dict[str, Live] = {}
+        self._ending: list[Live] = []
+        self._sampled: Live | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Go on with what was asked before."""
+        journal = self._means.journal
+        waiting = {operation.target for operation in journal.queued()}
+        for model in journal.models():
+            if model.base == self.name and model.unloaded:
+                shutil.rmtree(self.state_folder(model.id, 0).parent, ignore_errors=True)
+            elif model.base == self.name and model.id in waiting:
+                self.train(model.id)
+        if any(sampler.base == self.name and sampler.id in waiting for sampler in journal.samplers()):
+            self._sampler()
+
+    def close(self) -> None:
         with self._lock:
-            self._trainer, self._samples = trainer, samples
-            own = {sampler.id for sampler in self._journal.samplers() if sampler.base == self.name}
-            for operation in self._journal.queued():
-                if operation.target in own:
-                    samples.start(operation)
-        return trainer
+            self._closed = True
+            live = [*self._trained.values(), *self._ending, *filter(None, [self._sampled])]
+        for each in live:
+            each.request_stop()
+        for each in live:
+            each.close()
 
-    def _shut(self, pipeline: ServedAdapters) -> None:
+    def admit(self, models: int) -> None:
+        if models >= self.offered.full:
+            raise SpecError(
+                f"{models} models of {self.name} are trained, and no more can be at a time (`full` of the server's "
+                "settings): ask again when one of them is unloaded or its session has ended, or train an adapter"
+            )
+
+    def train(self, model: str) -> None:
         with self._lock:
-            trainer, samples, self._trainer, self._samples = self._trainer, self._samples, None, None
-        if samples is not None:
-            samples.close()
-        if trainer is not None:
-            trainer.stop()
-        pipeline.request_stop()  # also of the wait for devices
-        if trainer is not None:
-            trainer.join()
-        pipeline.wait_ended()
-        self._why = "the model's job has ended and is started anew"
+            found = self._means.journal.model(model)
+            if self._closed or found is None or found.unloaded:
+                return
+            live = self._trained.get(model)
+            if live is None:
+                job = _job(self.offered, ServedWhole, f"tinker-{self.name}", self._path, model, samples=False)
+                live = Live(job, self._means, trains=lambda other: other.id == model, samples=_none)
+                self._trained[model] = live
+                live.start()
+        live.train(model)
 
-    def _job(self) -> JobSpec:
-        offered = self.offered
-        return served_job(
-            f"tinker-{_file_name(self.name)}"[:60],
-            {"path": offered.path or self.name, "dtype": offered.dtype},
-            {
-                "executor": offered.executor,
-                "executor_options": dict(offered.executor_options),
-                "max_num_seqs": offered.max_num_seqs,
-            },
-            {"actor_train": {"gpus": offered.gpus}, "actor_infer": {"tensor_parallel": offered.tensor_parallel}},
-            {"adapters": offered.adapters + 1, "rank": offered.max_rank},
-            offered.micro_batch_tokens,
-            offered.seed,
-        )
+    def leave(self, model: str) -> None:
+        kept = self.state_folder(model, 0).parent
+        with self._lock:
+            self._ending = [each for each in self._ending if not each.has_ended]
+            live = self._trained.pop(model, None)
+            if live is not None:
+                live.forget(kept)
+                self._ending.append(live)
+                return
+        shutil.rmtree(kept, ignore_errors=True)
+
+    def sample(self, operation: Operation) -> None:
+        if (live := self._sampler()) is not None:
+            live.sample(operation)
+
+    def _sampler(self) -> Live | None:
+        with self._lock:
+            if self._sampled is None and not self._closed:
+                job = _job(self.offered, ServedWhole, f"tinker-{self.name}", self._path)
+                self._sampled = Live(
+                    job, self._means, trains=_none, samples=self._is_own, adapters=self.offered.adapters
+                )
+                self._sampled.start()
+            return self._sampled
+
+    def _is_own(self, sampler: Sampler) -> bool:
+        return sampler.base == self.name
+
+    def state_folder(self, model: str, seq: int) -> Path:
+        return self._means.state_folder(model, seq)
+
+    def why(self, target: str) -> str:
+        live = self._trained.get(target, self._sampled)
+        return "its job is about to start" if live is None else live.why(target)
+
+
+def bases_of(name: str, offered: OfferedModel, shape: Shape, means: Means) -> Iterator[Base]:
+    """All that a model is offered as."""
+    yield SharedBase(name, offered, shape, means)
+    if offered.full:
+        yield WholeBase(name, offered, shape, means)
+
+
+def _none(_: object) -> bool:
+    return False
 
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+
+
+def _job(
+    offered: OfferedModel,
+    pipeline: type[ServedModel],
+    name: str,
+    path: str,
+    model: str = "",
+    *,
+    samples: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> JobSpec:
+    """`model`: whose job it is, if it is one model's."""
+    tail = _file_name(f"-{model}" if model else "")
+    rollout = {
+        "executor": offered.executor,
+        "executor_options": dict(offered.executor_options),
+        "max_num_seqs": offered.max_num_seqs,
+    }
+    return served_job(
+        _file_name(name)[: _LONGEST_NAME - len(tail)] + tail,
+        pipeline,
+        model={"path": offered.path or path, "dtype": offered.dtype},
+        rollout=rollout if samples else None,
+        clusters={"actor_train": {"gpus": offered.gpus}, "actor_infer": {"tensor_parallel": offered.tensor_parallel}},
+        options=options or {},
+        micro_batch_tokens=offered.micro_batch_tokens,
+        seed=offered.seed,
+    )
 
 
 def shape_of(folder: Path) -> Shape:

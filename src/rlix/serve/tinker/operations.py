@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from rlix.serve.tinker.answers import PROTOBUF, answer
 from rlix.serve.tinker.batches import Limits, batch_of, rows_of
 from rlix.serve.tinker.given import section
 from rlix.serve.tinker.journal import Model, Operation
-from rlix.serve.tinker.store import Store
+from rlix.serve.tinker.store import KINDS, Store
 from rlix.serve.tinker.wire import pass_answer, read_pass
 
 PASS, FORWARD, STEP = "forward_backward", "forward", "optim_step"
@@ -35,7 +36,7 @@ class Trained(Protocol):
     def ranks(self) -> int: ...
     def run_pass(self, name: str, batch: Any, loss: RequestedLoss, *, backward: bool) -> tuple[Tensor, float]: ...
     def take_step(self, name: str, adam: AdamStep) -> dict[str, float]: ...
-    def save_training(self, name: str, folder: Path) -> None: ...
+    def save_training(self, name: str, folder: Path, *, optimizer: bool) -> None: ...
 
 
 def needs_devices(operation: Operation) -> bool:
@@ -70,7 +71,9 @@ class Work:
             folder = self._state_folder(model.id, operation.seq)
             self._store.copy(source, folder, optimizer=bool(given.get("optimizer")))
             return answer(type=LOAD, path=given["path"], model_id=model.id)
-        return self._store.save(model, operation.kind, given, lambda place: self._engine.save_training(model.id, place))
+        goes_on = KINDS[operation.kind][1] == "training"
+        write = partial(self._engine.save_training, model.id, optimizer=goes_on)
+        return self._store.save(model, operation.kind, given, write)
 
     def do_again(self, model: Model, operation: Operation) -> None:
         """What an operation changed, changed again."""

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlix.engine.lora import AdapterConfig
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.seeds import stream_seed
@@ -28,7 +28,6 @@ _FIRST_SLICE = 32
 _MOST_SAMPLES, _MOST_TOP = 1024, 100
 _THREADS = 4
 _HIGHEST = 1e300
-_SCORER = "scored"  # name of the adapter under which prompts are scored
 
 
 class Replicas(Protocol):
@@ -41,9 +40,7 @@ class Replicas(Protocol):
     def offer(self, name: str, folder: Path, version: int) -> None: ...
     def withdraw(self, name: str) -> None: ...
     def generate(self, trajectories: Sequence[Trajectory]) -> "Future[list[Trajectory]]": ...
-    def add(self, name: str, config: AdapterConfig, seed: int) -> None: ...
-    def drop(self, name: str) -> None: ...
-    def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None: ...
+    def scoring(self, folder: Path | None) -> AbstractContextManager[str | None]: ...
     def score_prompt(self, name: str | None, batch: Any, several: int) -> dict[str, Any]: ...
 
 
@@ -180,9 +177,7 @@ class Samples:
         asked = read_sample(operation.body, operation.id, self._limits, self._replicas.ends)
         name = self._hold(sampler)
         trajectories = [
-            Trajectory(
-                f"{operation.id}/{index}", asked.prompt, stream_seed(asked.seed, index), asked.sampling, adapter=name
-            )
+            Trajectory(f"{operation.id}/{index}", asked.prompt, stream_seed(asked.seed, index), asked.sampling)
             for index in range(asked.count)
         ]
         self._go_on(operation, sampler, asked, name, trajectories)
@@ -191,7 +186,7 @@ class Samples:
         self, operation: Operation, sampler: Sampler, asked: Asked, name: str, trajectories: list[Trajectory]
     ) -> None:
         """Where strings end an answer it is looked at again and again, so that little is generated for nothing."""
-        open_ = [each for each in trajectories if each.finish_reason is None]
+        open_ = [replace(each, adapter=name) for each in trajectories if each.finish_reason is None]
         if not open_:
             self._release(name)
             self._scored(operation, sampler, asked, trajectories)
@@ -199,7 +194,11 @@ class Samples:
         if asked.strings:
             slices = [replace(each.sampling, max_new_tokens=_next_slice(each, asked)) for each in open_]
             open_ = [replace(each, sampling=part) for each, part in zip(open_, slices, strict=True)]
-        done = self._replicas.generate(open_)
+        try:
+            done = self._replicas.generate(open_)
+        except BaseException:  # raised again
+            self._release(name)
+            raise
         done.add_done_callback(
             lambda done: self._threads.submit(
                 self._guarded, operation, partial(self._looked_at, operation, sampler, asked, name, trajectories, done)
@@ -249,13 +248,9 @@ class Samples:
     def _score(
         self, sampler: Sampler, asked: Asked, trajectories: Sequence[Trajectory]
     ) -> tuple[Prompt, dict[str, Top]]:
-        """On the training engine, with the sampler's adapter on it for that long."""
-        engine, name = self._replicas, _SCORER if sampler.folder else None
-        if name is not None:
-            engine.drop(name)
-            engine.add(name, AdapterConfig.of_folder(Path(sampler.folder)), 0)
-            engine.load_training(name, Path(sampler.folder), optimizer=False)
-        try:
+        """On the training engine, with the sampler's weights on it for that long."""
+        engine = self._replicas
+        with engine.scoring(Path(sampler.folder) if sampler.folder else None) as name:
             prompt, tops = self._of_prompt(name, asked), {}
             for each in trajectories if asked.top_sample else ():
                 whole = [*asked.prompt, *each.token_ids]
@@ -264,9 +259,6 @@ class Samples:
                 rows = slice(len(asked.prompt) - 1, len(whole) - 1)
                 tops[each.id] = Top(answer["ids"][0][rows].numpy(), answer["best"][0][rows].numpy())
             return prompt, tops
-        finally:
-            if name is not None:
-                engine.drop(name)
 
     def _of_prompt(self, name: str | None, asked: Asked) -> Prompt:
         if not (asked.scores or asked.top_prompt or asked.targets is not None):

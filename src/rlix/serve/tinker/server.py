@@ -16,9 +16,10 @@ import uvicorn
 from rlix.pipeline.models import local_model
 from rlix.protocol.errors import RlixError
 from rlix.serve.tinker.app import Door, Results
-from rlix.serve.tinker.base import Base, Start, shape_of
+from rlix.serve.tinker.base import bases_of, shape_of
 from rlix.serve.tinker.journal import Journal
 from rlix.serve.tinker.keys import DEFAULT_USER, Keys, kept, new_key
+from rlix.serve.tinker.live import Means, Start
 from rlix.serve.tinker.service import Service
 from rlix.serve.tinker.settings import ServerSettings
 from rlix.serve.tinker.store import Store
@@ -31,10 +32,12 @@ _START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A server that runs. `keys`: by user. `notes`: what whoever started it should know."""
+    """A server that runs. `keys`: by user. `models`: that clients may ask for. `notes`: what whoever started it should
+    know."""
 
     url: str
     keys: dict[str, str]
+    models: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -60,30 +63,24 @@ def serving(
     with contextlib.ExitStack() as last:
         last.callback(journal.close)
         store, results = Store(folder / "checkpoints", journal, unnamed=settings.samplers_kept), Results()
-        bases = {
-            name: Base(
-                *(name, offered, shape_of(local_model(offered.path or name))),
-                journal=journal,
-                store=store,
-                folder=folder,
-                start=start,
-                finished=results.finished,
-                state_every=settings.state_every,
-            )
+        means = Means(journal, store, folder, start, results.finished, settings.state_every)
+        bases = [
+            base
             for name, offered in settings.models.items()
-        }
-        service = Service(settings, journal, store, bases)
+            for base in bases_of(name, offered, shape_of(local_model(offered.path or name)), means)
+        ]
+        service = Service(settings, journal, store, {base.name: base for base in bases})
         door = Door(
             *(service, keys, results),
             most=int(settings.max_body_mb * 1e6),
             results_kept_s=settings.results_kept_s,
         )
-        for base in bases.values():
+        for base in bases:
             base.start()
             last.callback(base.close)
         bound = last.enter_context(_listening(door, host, port))
         _publish(folder, last, bound, users)
-        yield Serving(bound, users, tuple(_notes(settings)))
+        yield Serving(bound, users, tuple(base.name for base in bases), tuple(_notes(settings)))
 
 
 def _notes(settings: ServerSettings) -> Iterator[str]:

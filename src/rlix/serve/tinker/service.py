@@ -16,7 +16,7 @@ from rlix.serve.tinker.base import Base
 from rlix.serve.tinker.given import number, section
 from rlix.serve.tinker.journal import Journal, Model, Operation, Sampler, Session, State
 from rlix.serve.tinker.operations import LOAD
-from rlix.serve.tinker.settings import ServerSettings
+from rlix.serve.tinker.settings import FULL, ServerSettings
 from rlix.serve.tinker.store import Store
 
 
@@ -96,6 +96,8 @@ class Service:
         if optimizer != "adamw":
             raise SpecError(f"optimizer {optimizer!r} is refused: it is AdamW here")
         base = self._base(given.get("base_model"))
+        if lora.get("rank") == 0 and not base.whole:
+            base = self._whole(base)
         return self._add(user, session, base, given, lora, "")
 
     def load_as_new(self, user: str, given: Mapping[str, Any]) -> str:
@@ -127,8 +129,9 @@ class Service:
             alive = [model for model in self.journal.models(user) if not model.unloaded]
             if len(alive) >= (most := self._settings.max_models_per_user):
                 raise SpecError(f"{user} has {most} models, and no more are allowed: finish a session with one of them")
-            config = self._config(id, base, lora)
-            rank, folder = int(lora.get("rank", 32)), ""
+            base.admit(sum(not each.unloaded for each in self.journal.models() if each.base == base.name))
+            config, rank = self._config(id, base, lora)
+            folder = ""
             if source:
                 folder = str(base.state_folder(id, 0))
                 self.store.copy(Path(source), base.state_folder(id, 0), optimizer=bool(given.get("optimizer")))
@@ -143,26 +146,32 @@ class Service:
                 ),
                 first,
             )
+        base.train(id)  # so that it is there when it is asked for
         return first.id
 
-    def _config(self, id: str, base: Base, lora: Mapping[str, Any]) -> dict[str, Any]:
+    def _config(self, id: str, base: Base, lora: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """What is trained of it, and the rank of the adapter; 0: all of it."""
+        seed = lora.get("seed")
+        drawn = {"seed": stream_seed("tinker", id) if seed is None else number(lora, "seed", -(2**63))}
+        if base.whole:
+            return drawn, 0
         rank, most = lora.get("rank", 32), base.offered.max_rank
-        if rank == 0:
-            raise SpecError(f"rank 0 is refused: not every weight of {base.name} can be trained here; take 1 to {most}")
         if not isinstance(rank, int) or not 0 < rank <= most:
             raise SpecError(f"rank is {rank!r}; on {base.name} it must be from 1 to {most}")
         attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
         targets = (base.shape.attention if attention else ()) + (base.shape.mlp if mlp else ())
         if not targets:
             raise SpecError("the head has no adapter here: set train_attn or train_mlp, or both")
-        seed = lora.get("seed")
-        return {
-            "alpha": base.offered.alpha,
-            "targets": sorted(targets),
-            "train_attn": bool(attention),
-            "train_mlp": bool(mlp),
-            "seed": stream_seed("tinker", id) if seed is None else number(lora, "seed", -(2**63)),
-        }
+        trained = {"train_attn": bool(attention), "train_mlp": bool(mlp)}
+        return {"alpha": base.offered.alpha, "targets": sorted(targets), **trained, **drawn}, rank
+
+    def _whole(self, base: Base) -> Base:
+        if (whole := self.bases.get(f"{base.name}{FULL}")) is not None:
+            return whole
+        raise SpecError(
+            f"rank 0 is refused: not every weight of {base.name} can be trained here (`full` of the server's "
+            f"settings); take 1 to {base.offered.max_rank}"
+        )
 
     def _base(self, name: object) -> Base:
         if not isinstance(name, str) or name not in self.bases:

@@ -13,6 +13,8 @@ from rlix.protocol.spec_file import problems_of, read_yaml
 
 KEY_PREFIX = "tml-"
 Key = Annotated[str, Field(pattern=rf"^{KEY_PREFIX}[A-Za-z0-9_-]{{8,}}$")]
+FULL = ":full"
+"""After the name of a base model: all of it is trained, and not an adapter."""
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)]
 UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$", max_length=64)]
 
@@ -34,6 +36,8 @@ class OfferedModel(Section):
     max_num_seqs: Count = 64
     adapters: Count = 16
     """Most adapters that replicas hold at a time."""
+    full: Annotated[int, Field(ge=0)] = 0
+    """Clients may train every weight of it, as `NAME:full`: so many at a time, each with `gpus` for its operations."""
     max_rank: Count = 64
     alpha: Positive = 32.0
     """Of every adapter: its part is scaled by alpha / rank."""

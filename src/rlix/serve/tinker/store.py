@@ -1,4 +1,4 @@
-"""Weights that clients save under a name: PEFT folders, which stay as they are."""
+"""Weights that clients save under a name: folders that PEFT or transformers loads, which stay as they are."""
 
 import hashlib
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlix.node.durable import sync, sync_folder
+from rlix.pipeline.requests.whole import STATE
 from rlix.pipeline.training.adapters import PROGRESS_FILE, STATE_FILE
 from rlix.protocol.errors import SpecError
 from rlix.serve.tinker.answers import answer
@@ -160,7 +161,7 @@ class Store:
 
 
 def write_whole(folder: Path, write: Callable[[Path], object], *, optimizer: bool = True) -> None:
-    """A folder has its name only when all of it is on the disk; without `optimizer` it is the adapter alone."""
+    """A folder has its name only when all of it is on the disk; without `optimizer` it is the weights alone."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +169,7 @@ def write_whole(folder: Path, write: Callable[[Path], object], *, optimizer: boo
     if not optimizer:
         for name in (STATE_FILE, PROGRESS_FILE):
             (partial / name).unlink(missing_ok=True)
+        shutil.rmtree(partial / STATE, ignore_errors=True)
     sync_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

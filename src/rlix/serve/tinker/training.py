@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,13 +37,12 @@ ATTEMPTS = 3
 
 
 class Backing(Protocol):
-    """The engine behind a base model; `ServedAdapters` is one."""
+    """The engine behind a base model; `ServedModel` is one."""
 
     def gang(self, phase: Phase) -> Any: ...
-    def add(self, name: str, config: AdapterConfig, seed: int) -> None: ...
-    def has(self, name: str) -> bool: ...
+    def add(self, name: str, config: AdapterConfig | None, seed: int) -> None: ...
     def drop(self, name: str) -> None: ...
-    def save_training(self, name: str, folder: Path) -> None: ...
+    def save_training(self, name: str, folder: Path, *, weights: bool) -> None: ...
     def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None: ...
     def rebuild(self) -> None: ...
     def waits_for(self) -> str: ...
@@ -56,24 +56,26 @@ class Trainer:
     """One thread that serves whoever was given least, an optimizer step at a time.
 
     Args:
+        name: of its engine, in logs. trains: whether a model is one of its own.
         work: does an operation on the engine.
-        folder: for the models' states.
+        state_folder: where a model's state after an operation is kept.
         finished: told the id of an operation that has a result.
     """
 
     def __init__(
         self,
-        base: str,
+        name: str,
+        trains: Callable[[Model], bool],
         journal: Journal,
         backing: Backing,
         work: Work,
-        folder: Path,
+        state_folder: Callable[[str, int], Path],
         *,
         state_every: int,
         finished: Callable[[str], None],
     ) -> None:
-        self._base, self._journal, self._backing, self._work = base, journal, backing, work
-        self._folder, self._every, self._finished = folder, state_every, finished
+        self._name, self._trains, self._journal, self._backing, self._work = name, trains, journal, backing, work
+        self._state, self._every, self._finished = state_folder, state_every, finished
         self._changed = threading.Condition()
         self._asked: set[str] = set()  # models that may have something to do
         self._gone: set[str] = set()  # models that are to leave the engine
@@ -86,13 +88,13 @@ class Trainer:
         self.doing = ""
         """What it does now, for whoever waits."""
         self.waits = False  # for devices
-        self._thread = threading.Thread(target=self._live, name=f"tinker-{base}", daemon=True)
+        self._thread = threading.Thread(target=self._live, name=f"tinker-{name}", daemon=True)
 
     def start(self) -> None:
         """Go on with what was asked before."""
         with self._changed:
             self._asked.update(operation.target for operation in self._journal.queued())
-            unloaded = [each.id for each in self._journal.models() if each.unloaded and each.base == self._base]
+            unloaded = [each.id for each in self._journal.models() if each.unloaded and self._trains(each)]
             self._gone.update(model for model in unloaded if self._state(model, 0).parent.exists())
         self._thread.start()
 
@@ -157,7 +159,7 @@ class Trainer:
             except (RlixError, RayError, OSError) as error:  # OSError: a full disk, say
                 if self._closing.is_set():
                     return
-                logger.warning("%s: %s", self._base, error)
+                logger.warning("%s: %s", self._name, error)
                 self._rebuild()
 
     def _rebuild(self) -> None:
@@ -168,7 +170,7 @@ class Trainer:
                 self._backing.rebuild()
                 return
             except (RlixError, RayError, OSError) as error:
-                logger.warning("%s: its training workers will be started again: %s", self._base, error)
+                logger.warning("%s: its training workers will be started again: %s", self._name, error)
             self._closing.wait(_AGAIN_S)
 
     def _serve(self) -> None:
@@ -213,7 +215,7 @@ class Trainer:
     def _ready(self, model: str) -> Operation | None:
         """What is next for a model, if it has arrived."""
         row, first = self._journal.model(model), self._journal.first_queued(model)
-        if row is None or row.unloaded or row.base != self._base or first is None or first.seq != row.applied + 1:
+        if row is None or row.unloaded or not self._trains(row) or first is None or first.seq != row.applied + 1:
             return None
         return first
 
@@ -272,7 +274,7 @@ class Trainer:
         model = self._journal.model(model.id) or model
         self.doing = "brings a model to the devices"
         self._backing.drop(model.id)
-        self._backing.add(model.id, AdapterConfig(**_config(model)), int(model.config["seed"]))
+        self._backing.add(model.id, _config(model), int(model.config["seed"]))
         if model.folder:
             self._backing.load_training(model.id, Path(model.folder), optimizer=True)
         self._steps[model.id] = 0
@@ -293,7 +295,7 @@ class Trainer:
         self._steps[model.id] += 1
         if self._steps[model.id] >= self._every:
             folder = self._state(model.id, operation.seq)
-            write_whole(folder, lambda place: self._backing.save_training(model.id, place))
+            write_whole(folder, partial(self._backing.save_training, model.id, weights=False))
             self._keep(model, operation.seq, folder)
             self._steps[model.id] = 0
 
@@ -302,9 +304,6 @@ class Trainer:
         for other in self._state(model.id, 0).parent.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-
-    def _state(self, model: str, seq: int) -> Path:
-        return state_folder(self._folder, model, seq)
 
     def _sweep(self) -> None:
         with self._changed:
@@ -327,11 +326,8 @@ class Trainer:
                 raise EngineLostError(f"a prompt could not be scored: {error}") from error
 
 
-def _config(model: Model) -> dict[str, Any]:
-    given = dict(model.config)
-    return {"rank": model.rank, "alpha": float(given["alpha"]), "targets": tuple(given["targets"])}
-
-
-def state_folder(folder: Path, model: str, seq: int) -> Path:
-    """Where the state of a model after an operation is kept."""
-    return folder / model.replace(":", "_") / f"step_{seq}"
+def _config(model: Model) -> AdapterConfig | None:
+    """Of its adapter; None: every weight of it is trained."""
+    if not model.rank:
+        return None
+    return AdapterConfig(model.rank, float(model.config["alpha"]), targets=tuple(model.config["targets"]))
