@@ -23,9 +23,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.algorithms.choice import build_algorithm
-from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
+from rlix.pipeline.training.policy import PolicyModule, policy_on_meta
 
 CASES: dict[str, dict[str, Any] | None] = {
     "one pass": None,

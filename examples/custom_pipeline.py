@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import rlix
-from rlix.pipeline import FullFinetunePipeline
+from rlix.pipeline import Trainer
 from rlix.pipeline.algorithms import groups_with_spread
 
 
-class BestOfGroup(FullFinetunePipeline):
+class BestOfGroup(Trainer):
     """Raise the likelihood of every group's best samples; a group whose samples are all as good teaches nothing."""
 
     def step(self, step: int) -> Mapping[str, float]:

@@ -14,10 +14,11 @@ import torch
 
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.pipeline.full_finetune import FullFinetunePipeline
+from rlix.pipeline.engines import Engines
 from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.trainer import Trainer
 from rlix.protocol.messages import Demand
 
 
@@ -93,7 +94,32 @@ class Engine:
     def close(self) -> None: ...
 
 
-class InProcess(FullFinetunePipeline):
+class LocalEngines(Engines):
+    """Of one process; what a policy generates is up to the job's `generator`."""
+
+    def start(self) -> None:
+        self.actor: Any = self.policy("actor_train", self.model_path)  # type: ignore[arg-type]
+        config = self.actor.module.config
+        self.rollouts = self._job.generator(int(config.vocab_size), int(config.eos_token_id))  # type: ignore[attr-defined]
+
+    def build(self, name: Any, module: Any, path: Path, optimizer: Any) -> Any:
+        return Engine(built_here(module, path, optimizer, self._job.spec), path)
+
+
+def built_here(module: Any, path: Path, optimizer: Any, spec: JobSpec) -> Any:
+    """A module with its weights, in this process."""
+    args, kwargs = module.rlix_init
+    torch.manual_seed(0)
+    made = ModuleSpec(module_class=type(module), args=args, kwargs=kwargs, weights_path=str(path))
+    built: Any = build_module(made, torch.device("cpu"), None)
+    built.configure_optimizer(optimizer)
+    built.declare_speed(spec.speed)
+    return built
+
+
+class InProcess(Trainer):
+    generator: type[Generator] = Generator
+
     def __init__(self, spec: JobSpec, folder: Path) -> None:
         self.spec, self.stop_requested = spec, threading.Event()
         self.folder = RunFolder(folder)
@@ -119,16 +145,5 @@ class InProcess(FullFinetunePipeline):
 
     def _update(self, **changes: object) -> None: ...
 
-    def _start_engines(self) -> None:
-        self.actor: Any = self._policy_engine("actor_train", self.model_path)  # type: ignore[arg-type]
-        end = int(self.actor.module.config.eos_token_id)
-        self.rollouts: Any = Generator(int(self.actor.module.config.vocab_size), end)
-
-    def build_train_engine(self, name: Any, module: Any, path: Path, optimizer: Any) -> Any:
-        args, kwargs = module.rlix_init
-        spec = ModuleSpec(module_class=type(module), args=args, kwargs=kwargs, weights_path=str(path))
-        torch.manual_seed(0)
-        built: Any = build_module(spec, torch.device("cpu"), None)
-        built.configure_optimizer(optimizer)
-        built.declare_speed(self.spec.speed)
-        return Engine(built, path)
+    def make_engines(self) -> Engines:
+        return LocalEngines(self)

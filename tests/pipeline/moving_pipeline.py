@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rlix.pipeline.full_finetune import FullFinetunePipeline
 from rlix.pipeline.holdings import Resident
 from rlix.pipeline.places import Asking, Places
+from rlix.pipeline.trainer import Trainer
 
 
 class Elsewhere(Places):
@@ -16,7 +16,7 @@ class Elsewhere(Places):
         return {"devices": choices[(choices.index(here) + 1) % 2]}
 
 
-class MovingPipeline(FullFinetunePipeline):
+class MovingPipeline(Trainer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.places = Elsewhere(self.spec.name, self.registration, self.spec.speed)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlix.pipeline import FullFinetunePipeline
+from rlix.pipeline import Trainer
 from rlix.pipeline.algorithms import Algorithm, Estimate
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn
 from rlix.pipeline.schedules import Schedule
@@ -87,7 +87,7 @@ class Twice(Schedule):
         return self._kept
 
 
-class Noted(FullFinetunePipeline):
+class Noted(Trainer):
     @dataclass(frozen=True)
     class Options:
         note: float = 0.0

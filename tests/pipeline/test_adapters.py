@@ -19,10 +19,10 @@ from rlix.engine.parallel import NeedParallel
 from rlix.engine.placement import pool_devices
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
-from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
+from rlix.pipeline.training.policy import policy_on_meta
 from rlix.protocol.errors import SpecError, WeightSyncError
 from tests.pipeline import plain_training as plain
 from tests.pipeline.training_scenarios import TEMPERATURE, Hangs, built, scenario, write_model

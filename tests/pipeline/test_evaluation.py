@@ -195,10 +195,7 @@ class Stuck(Generator):
 
 
 class StuckInEvaluation(InProcess):
-    def _start_engines(self) -> None:
-        super()._start_engines()
-        config = self.actor.module.config
-        self.rollouts = Stuck(int(config.vocab_size), int(config.eos_token_id))
+    generator = Stuck
 
 
 @pytest.mark.parametrize(("source", "schedule"), [("task", "ahead"), ("environment", "one_version")])

@@ -14,9 +14,9 @@ from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.jobs.export import export
 from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.models import describe_model
-from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import character_tokenizer
+from rlix.pipeline.training.policy import policy_on_meta
 from rlix.protocol.errors import SpecError
 from tests.engine.models import qwen
 

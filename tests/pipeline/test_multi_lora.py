@@ -21,24 +21,24 @@ from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.pipeline.algorithms import Algorithm
 from rlix.pipeline.base import Pipeline
+from rlix.pipeline.engines import Engines
 from rlix.pipeline.jobs import coordinator
 from rlix.pipeline.jobs.export import merge_adapter
 from rlix.pipeline.jobs.resume import note_runs, with_changed_runs
 from rlix.pipeline.jobs.status import JobConfig
-from rlix.pipeline.lora_finetune import LoraFinetunePipeline
-from rlix.pipeline.multi_lora import MultiLoraPipeline
-from rlix.pipeline.policy import policy_on_meta
-from rlix.pipeline.rollout.adapters import AdapterRollouts, Served
+from rlix.pipeline.multi_lora import MultiLora
+from rlix.pipeline.rollout.adapters import Served
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.rollout.shares import FairQueue, Share
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.tokenizer import load_tokenizer
+from rlix.pipeline.trainer import Trainer
 from rlix.pipeline.turns import Ticket, next_turn
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Registration
 from rlix.protocol.types import Phase
-from tests.pipeline.in_process import Engine, Generator, InProcess
+from tests.pipeline.in_process import Engine, Generator, LocalEngines, built_here
 
 WAIT_S = 120.0
 ROLLOUT = {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 5}
@@ -136,22 +136,27 @@ class Client:
         yield SimpleNamespace(devices=(0,), epoch=self.leases, cluster=cluster)
 
 
+class AdapterEngines(LocalEngines):
+    def start(self) -> None:
+        super().start()
+        self.served = Served(self.rollouts, store=lambda adapter: adapter)
+
+    def build(self, name: Any, module: Any, path: Path, optimizer: Any) -> Any:
+        return AdapterEngine(built_here(module, path, optimizer, self._job.spec), path)
+
+
 class Here:
     """In place of engines in other processes."""
 
-    def _start_engines(self: Any) -> None:
-        module = policy_on_meta(self.model_path)
-        built = InProcess.build_train_engine(self, "actor_train", module, self.model_path, self.spec.optimizer)
-        self.actor = AdapterEngine(built.module, self.model_path)
-        config = built.module.config
-        generator: Any = AdapterGenerator(int(config.vocab_size), int(config.eos_token_id))
-        self.served = Served(generator, store=lambda adapter: adapter)
-        self.rollouts = AdapterRollouts(self.served, self.adapter)
+    generator = AdapterGenerator
+
+    def make_engines(self: Any) -> Engines:
+        return AdapterEngines(self, (8, 64))
 
     def _write_lease_events(self) -> None: ...
 
 
-class Many(Here, MultiLoraPipeline):
+class Many(Here, MultiLora):
     """What its runs have on their first steps is `on_step`'s business."""
 
     def __init__(self, spec: JobSpec, folder: Path, *, resume: bool = False) -> None:
@@ -164,7 +169,7 @@ class Many(Here, MultiLoraPipeline):
         self.on_step.pop((run.adapter, run.status().step), lambda: None)()
 
 
-class Alone(Here, LoraFinetunePipeline):
+class Alone(Here, Trainer):
     """A job with one adapter."""
 
 
@@ -202,7 +207,7 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
     assert curves(tmp_path / "job", list(RUNS)) == each_alone
     written = [json.loads(line) for line in (tmp_path / "job/runs/ahead/metrics.jsonl").read_text().splitlines()]
     assert all(0 < row["train_s"] < row["gang_s"] < row["step_s"] for row in written), "it scores and publishes, too"
-    assert many.actor.module.adapters() == ()
+    assert many.engines.actor.module.adapters() == ()
     folder = tmp_path / "job" / "runs" / "small" / "checkpoints" / "step_3" / "adapter"
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
@@ -235,7 +240,7 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
     thread.start()
     assert paused.wait(WAIT_S)
     many._threads["dropped"].join(WAIT_S)
-    assert "dropped" not in many.actor.module.adapters()
+    assert "dropped" not in many.engines.actor.module.adapters()
     dropped = {run.name: run for run in many.status().runs}["dropped"]  # which may have been through before
     assert dropped.phase == {"stopped": "paused", "finished": "finished"}[dropped.state]
     with pytest.raises(SpecError, match="no run 'none'"):
@@ -251,11 +256,12 @@ def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str
     broken = {"source": {"task": f"{parts}:RefusesStepOne"}}
     torn = {"algorithm": {"name": f"{parts}:BreaksInStepOne", "options": {"sharpness": 1.0}}}
     many = Many(job({"small": RUNS["small"], "broken": broken, "torn": torn}), tmp_path / "job")
-    many.on_step["small", 1] = lambda: setattr(many.actor, "processes", {0: "another"})  # as after a call that hung
+    others = {0: "another"}  # as after a call that hung
+    many.on_step["small", 1] = lambda: setattr(many.engines.actor, "processes", others)
     with pytest.raises(RlixError, match=r"2 of 3 runs failed, .* broken: .*no prompts today.*; torn: .*no loss today"):
         many.run()
     assert curves(tmp_path / "job", ["small"])["small"] == each_alone["small"]
-    publications, stored = zip(*many.served.rollouts.bases, strict=True)
+    publications, stored = zip(*many.engines.served.rollouts.bases, strict=True)
     assert len(set(publications)) == 1, "replicas that have the model keep it"
     assert list(dict.fromkeys(stored)) == [("worker",), ("another",)], "and others find it"
     states = {"small": "finished", "broken": "failed", "torn": "failed"}
@@ -282,7 +288,7 @@ def test_a_run_whose_code_hangs_in_the_jobs_process_ends_the_job_which_says_wher
     def hang(algorithm: Algorithm, mask: torch.Tensor) -> float:
         if threading.current_thread().name == "run-stuck":
             many.checkpoints.begin(7, lambda folder: [saving(folder / "actor")])
-            many.actor.idle_s = 1e9
+            many.engines.actor.idle_s = 1e9
             entered.set()
             released.wait(WAIT_S)
         return denominator(algorithm, mask)
@@ -384,6 +390,7 @@ def test_what_does_not_fit_together_is_said_before_the_start(tmp_path: Path) -> 
         ({}, "runs: is missing"),
         ({"a b": {}}, r"runs\.a b.*\n.*should match pattern"),
         ({"a": {"algorithm": {"name": "ppo"}}}, r"runs\.a\.algorithm.*critic"),
+        ({"a": {"algorithm": {"name": "distill", "options": {"teacher": "/t"}}}}, r"runs\.a\.algorithm.*teacher"),
     ):
         with pytest.raises(ValueError, match=message):
             job(runs)

@@ -6,10 +6,10 @@ import torch
 
 from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.batch import collate
-from rlix.pipeline.critic import CriticBatch, CriticModule, critic_on_meta
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.spec.training import OptimizerSpec
+from rlix.pipeline.training.critic import CriticBatch, CriticModule, critic_on_meta
 
 
 def test_a_critic_takes_the_policys_trunk_and_learns_values(tmp_path: Path) -> None:

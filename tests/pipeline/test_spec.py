@@ -92,7 +92,7 @@ class TestGood:
     @pytest.mark.parametrize("spelling", ["4-8", "4 - 8", {"min": 4, "max": 8}])
     def test_a_range_in_a_pipeline_of_ones_own(self, tmp_path: Path, spelling: Any) -> None:
         clusters = {"actor_train": {"gpus": spelling, "tensor_parallel": 2}}
-        spec = load_job(write(tmp_path, with_keys(pipeline="rlix.pipeline:FullFinetunePipeline", clusters=clusters)))
+        spec = load_job(write(tmp_path, with_keys(pipeline="rlix.pipeline:Trainer", clusters=clusters)))
         cluster = spec.clusters.actor_train
         assert (cluster.mapping, cluster.count, cluster.least) == ({"min": 4, "max": 8}, 8, 4)
         assert load_job(write(tmp_path, spec.to_yaml(), "again.yaml")) == spec
@@ -373,7 +373,7 @@ class TestBad:
         (line,) = failure(tmp_path, with_keys(clusters={"actor_train": {"gpus": {"min": 2, "max": 4}}}))
         assert re.match(r"job\.yaml:\d+: clusters\.actor_train\.gpus: 2-4 is a range, but this job", line)
         assert "give one number, e.g. 'gpus: 4' (a range is for a pipeline of your own" in line
-        own = "rlix.pipeline:FullFinetunePipeline"
+        own = "rlix.pipeline:Trainer"
         text = with_keys(pipeline=own, clusters={"actor_train": {"gpus": "5-7", "tensor_parallel": 4}})
         assert "no multiple of shards 4 lies from 5 to 7" in failure(tmp_path, text)[0]
 

@@ -9,9 +9,9 @@ import torch
 from torch.testing import assert_close
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from rlix.pipeline.critic import critic_on_meta
-from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
+from rlix.pipeline.training.critic import critic_on_meta
+from rlix.pipeline.training.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.training.schedule import learning_rate_factor
 from tests.pipeline import plain_training as plain
 from tests.pipeline.training_scenarios import (

@@ -11,8 +11,8 @@ import torch
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import publication
-from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
+from rlix.pipeline.training.policy import policy_on_meta
 from tests.pipeline import plain_training as plain
 from tests.pipeline.test_train_modules import BATCH, CASES, TOKENS, same
 from tests.pipeline.training_scenarios import (

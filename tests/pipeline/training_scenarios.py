@@ -15,10 +15,10 @@ from rlix.engine.train.materialize import ModuleSpec, build_module
 from rlix.pipeline.algorithms import Algorithm
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import PolicyBatch
-from rlix.pipeline.critic import CriticModule, critic_on_meta
-from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.samples import Samples
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
+from rlix.pipeline.training.critic import CriticModule, critic_on_meta
+from rlix.pipeline.training.policy import PolicyModule, policy_on_meta
 from tests.pipeline import plain_training as plain
 from tests.pipeline.plain_samples import samples_of
 from tests.pipeline.plain_training import Batch

@@ -5,19 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlix.pipeline.base import Pipeline
-    from rlix.pipeline.full_finetune import FullFinetunePipeline
     from rlix.pipeline.jobs.coordinator import PipelineCoordinator
+    from rlix.pipeline.trainer import Trainer
+    from rlix.pipeline.trainer import Trainer as FullFinetunePipeline
 
 _LAZY = {
-    "Pipeline": "rlix.pipeline.base",
-    "PipelineCoordinator": "rlix.pipeline.jobs.coordinator",
-    "FullFinetunePipeline": "rlix.pipeline.full_finetune",
+    "Pipeline": "rlix.pipeline.base:Pipeline",
+    "PipelineCoordinator": "rlix.pipeline.jobs.coordinator:PipelineCoordinator",
+    "Trainer": "rlix.pipeline.trainer:Trainer",
+    "FullFinetunePipeline": "rlix.pipeline.trainer:Trainer",
 }
 
-__all__ = ["FullFinetunePipeline", "Pipeline", "PipelineCoordinator"]
+__all__ = ["FullFinetunePipeline", "Pipeline", "PipelineCoordinator", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        module, _, found = _LAZY[name].partition(":")
+        return getattr(import_module(module), found)
     raise AttributeError(f"module 'rlix.pipeline' has no attribute {name!r}")

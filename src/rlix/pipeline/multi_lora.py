@@ -6,25 +6,27 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rlix.control.client import JobClient
 from rlix.engine.train.engine import TrainEngine
-from rlix.engine.train.saving import SaveHandle
-from rlix.pipeline.holdings import Resident
+from rlix.pipeline.adapter_run import AdapterRun
+from rlix.pipeline.base import Pipeline
+from rlix.pipeline.engines import Engines
 from rlix.pipeline.jobs.resume import changed_runs, note_runs, with_changed_runs
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
-from rlix.pipeline.lora_finetune import LoraFinetunePipeline, adapter_config
-from rlix.pipeline.rollout.adapters import AdapterRollouts
+from rlix.pipeline.policy import adapter_config
 from rlix.pipeline.rollout.shares import Share
 from rlix.pipeline.samples import mean_or_none
+from rlix.pipeline.sources.base import Source
+from rlix.pipeline.sources.choice import build_source
+from rlix.pipeline.sources.surroundings import surroundings
 from rlix.pipeline.spec.environment import environment_problems
 from rlix.pipeline.spec.job import JobSpec
-from rlix.pipeline.spec.lora import LoraSpec, RunSpec
+from rlix.pipeline.spec.lora import RunSpec
 from rlix.pipeline.spec.runs import with_run
 from rlix.pipeline.turns import Turns
+from rlix.pipeline.warmup import conversations_of, warm_up
 from rlix.protocol.errors import NotResidentError, RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import ClusterName, Phase
@@ -37,107 +39,11 @@ _SPARE_ADAPTERS = 4
 _OF_THE_JOB = ("reward", "exact", "tokens", "tokens_per_s")
 
 
-class AdapterRun(LoraFinetunePipeline):
-    """One run: its own source, schedule, algorithm, adapter, optimizer, steps and run folder; the job's engines."""
-
-    def __init__(self, job: "MultiLoraPipeline", name: str, spec: JobSpec, *, resume: bool) -> None:
-        config = JobConfig(spec, job.runs_dir / name, resume)
-        super().__init__(job.pipeline_id, config, job.client)
-        self.job, self.adapter, self.paused = job, name, False
-        self._waited_s = self._had_s = 0.0  # for the gang and with it, in the step under way
-        self.log_thread = f"run-{name}"
-
-    @contextmanager
-    def phase(
-        self, cluster: str, phase: Phase, engine: Resident | None = None, *, stoppable: bool = True
-    ) -> Iterator[Any]:
-        """A turn on the job's gang."""
-        self.note_phase(f"waiting for {phase.name.lower()}")
-        asked = time.time()
-        try:
-            with self.job.turns.turn(self.adapter, phase, self.stop_requested), self.job.engine_lock:
-                begin = time.time()
-                self._waited_s += begin - asked
-                self.note_entered(phase)
-                try:
-                    yield None
-                finally:
-                    self._had_s += time.time() - begin
-                    self.job.look_after_base()
-        except InterruptedError:
-            if self.job.stop_requested.is_set():  # its wait for the gang may end before it has told its runs
-                self.request_stop()
-            raise
-
-    def step(self, step: int) -> dict[str, float]:
-        self._waited_s = self._had_s = 0.0
-        return {**super().step(step), "gang_s": self._had_s, "gang_wait_s": self._waited_s}
-
-    def status(self) -> JobStatus:
-        rollouts = getattr(self, "rollouts", None)
-        return replace(self._status, share=None if rollouts is None else rollouts.share)
-
-    @property
-    def whole_name(self) -> str:
-        return f"{self.job.spec.name}/{self.adapter}"
-
-    def local_model(self) -> Path:
-        return self.job.base_path
-
-    def _start_engines(self) -> None:
-        self.actor, self.served = self.job.actor, self.job.served
-        self.rollouts = AdapterRollouts(self.served, self.adapter, alone=False)
-
-    def initialize(self) -> None:
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
-            self.attach(self.outside)
-
-    def load(self, path: Path, step: int) -> None:
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING):
-            self.attach(path / "adapter", step)
-
-    def save(self, path: Path) -> list[SaveHandle]:
-        with self.job.engine_lock:
-            return super().save(path)
-
-    def teardown(self) -> None:
-        """Leave nothing on the devices; what was learnt is in the run folder."""
-        for evaluation in getattr(self, "evaluations", {}).values():
-            evaluation.close()
-        if (source := getattr(self, "source", None)) is not None:
-            source.close()
-        if (rollouts := getattr(self, "rollouts", None)) is not None:
-            rollouts.leave()
-            with (
-                suppress(InterruptedError, RlixError),
-                self.job.turns.turn(self.adapter, Phase.ACTOR_TRAINING, threading.Event()),
-                self.job.engine_lock,
-            ):
-                if self.adapter in self.actor.adapters():
-                    self.actor.remove_adapter(self.adapter)
-
-    def _one_step(self, step: int) -> dict[str, float]:
-        metrics = super()._one_step(step)
-        self.job.stepped(self, metrics)
-        return metrics
-
-    def _note_checkpoint(self, done: int, path: Path) -> None:
-        super()._note_checkpoint(done, path)
-        self.job.checkpointed()
-
-    def expect_gpu_s(self, left: float) -> None: ...
-
-    def _write_lease_events(self) -> None: ...
-
-
-class MultiLoraPipeline(LoraFinetunePipeline):
+class MultiLora(Pipeline):
     """Owns the model, its engines and the lease; gives the runs their turns and outlives what becomes of each."""
 
-    @cached_property
-    def adapter_room(self) -> tuple[int, int]:  # type: ignore[override]
-        """Of vLLM, which makes room when it starts: for some that join later, too."""
-        ranks = [adapter_config(run.lora or LoraSpec()).rank for run in self.spec.run_specs.values()]
-        return len(ranks) + _SPARE_ADAPTERS, max(ranks)
+    taught: Source | None = None
+    """What the model itself learns from before there is an adapter."""
 
     def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
         super().__init__(pipeline_id, config, client)
@@ -231,32 +137,44 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     # ---- its life --------------------------------------------------------------------------------------------
 
+    def make_engines(self) -> Engines:
+        """vLLM makes room for adapters when it starts: for some that join later, too."""
+        ranks = [adapter_config(run.lora).rank for run in self.spec.run_specs.values()]
+        return Engines(self, (len(ranks) + _SPARE_ADAPTERS, max(ranks)))
+
     def setup(self) -> None:
         note_runs(self.folder.path, self._added, self._removed)
-        self.reference = self.critic = None
-        self.model_path = self.local_model()
+        self.engines = self.make_engines()
         if self.spec.warmup is not None:
-            self.build_source()
-        self._start_engines()
+            model, name = self.engines.model_path, self.spec.name
+            around = surroundings(self.spec, name, model, self.stop_requested, lambda: self.engines.rollouts)
+            self.taught = conversations_of(self.spec, around) or build_source(self.spec.source, around)
+        self.engines.start()
         self.turns = Turns(self._held)
 
     def initialize(self) -> None:
-        self.warm_up()
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            if self.spec.warmup is not None:
-                self.actor.save(self.reference_path)
-            self.serve_base()
+        if self.taught is not None:
+            warm_up(self, self.engines.actor, self.taught)
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.engines.actor):
+            if self.taught is not None:
+                self.engines.keep_start()
+            self._serve_base()
         self.checkpoints.begin(0, self.save)
 
     def load(self, path: Path, step: int) -> None:
         self._steps = step
-        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor):
-            self.serve_base()
+        with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.engines.actor):
+            self._serve_base()
 
-    def save(self, path: Path) -> list[SaveHandle]:
+    def step(self, step: int) -> Mapping[str, float]:
+        raise NotImplementedError("its runs take steps")
+
+    def evaluate(self, done: int) -> Mapping[str, float]:
+        raise NotImplementedError("its runs are evaluated")
+
+    def save(self, path: Path) -> None:
         """The runs keep what they have learnt in folders of their own."""
-        (path / "base.txt").write_text(f"{self.base_path}\n")
-        return []
+        (path / "base.txt").write_text(f"{self.engines.base_path}\n")
 
     def teardown(self) -> None:
         for run in self._all_runs():
@@ -265,7 +183,9 @@ class MultiLoraPipeline(LoraFinetunePipeline):
             thread.join(timeout=_LEAVE_S)
         if (turns := getattr(self, "turns", None)) is not None:
             turns.close()
-        super().teardown()
+        for part in (self.taught, getattr(self, "engines", None)):
+            if part is not None:
+                part.close()
 
     def _train(self, first: int) -> str:
         self._event("job", event="first_step", detail=None)
@@ -326,7 +246,7 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     def _check_room(self, name: str, spec: JobSpec) -> None:
         """Where replicas made room when they started."""
-        rank, (most, highest) = adapter_config(spec.lora or LoraSpec()).rank, self.adapter_room
+        rank, (most, highest) = adapter_config(spec.lora).rank, self.engines.adapters or (0, 0)
         going = sum(thread.is_alive() for thread in self._threads.values())
         if spec.rollout.executor == "vllm" and (rank > highest or going >= most):
             raise SpecError(
@@ -359,21 +279,22 @@ class MultiLoraPipeline(LoraFinetunePipeline):
 
     # ---- the gang --------------------------------------------------------------------------------------------
 
-    def serve_base(self) -> None:
-        super().serve_base()
-        self._base_of = self.actor.processes
+    def _serve_base(self) -> None:
+        self.engines.serve_base()
+        self._base_of = self.engines.actor.processes
 
     def look_after_base(self) -> None:
         """Have workers that took the place of others, after a call that failed, publish the model that those had."""
-        if self.actor.processes not in ({}, self._base_of):  # {}: there are none any more
+        actor, served = self.engines.actor, self.engines.served
+        if served is not None and actor.processes not in ({}, self._base_of):  # {}: there are none any more
             with suppress(NotResidentError):  # they came with nothing
-                self.served.serve_again(self.actor.publish(0))
-            self._base_of = self.actor.processes
+                served.serve_again(actor.publish(0))
+            self._base_of = actor.processes
 
     @contextmanager
     def _held(self, phase: Phase) -> Iterator[None]:
         self._save_progress()
-        with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.actor, self.engine_lock)):
+        with self.phase(ClusterName.ACTOR_TRAIN, phase, _OneAtATime(self.engines.actor, self.engine_lock)):
             yield
 
 

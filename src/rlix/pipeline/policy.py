@@ -1,95 +1,125 @@
-"""The policy as a train module: what each rank computes, written as for one process."""
+"""What a trainer trains: every weight of a model, or an adapter on a model that stays as it is."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlix.nn import returns
+from rlix.engine.lora import AdapterConfig
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.train.saving import SaveHandle
+from rlix.engine.weights.publication import Published, PublishedAdapter
 from rlix.pipeline.algorithms.base import Algorithm
-from rlix.pipeline.algorithms.losses import mismatch
-from rlix.pipeline.algorithms.tensors import Terms, masked_mean
-from rlix.pipeline.batch import PolicyBatch, TokenBatch
-from rlix.pipeline.spec.training import OptimizerSpec
-from rlix.pipeline.training.causal_lm import CausalLmModule
+from rlix.pipeline.batch import PolicyBatch, over_ranks, tokens_of
+from rlix.pipeline.engines import Engines
+from rlix.pipeline.models import describe_model
+from rlix.pipeline.rollout.adapters import AdapterRollouts
+from rlix.pipeline.spec.algorithm import Needs
+from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.lora import LoraSpec
 
 
-class PolicyModule(CausalLmModule):
-    """Mixed into a causal LM class by `policy_class`. Batches arrive split: a rank sees its share of the rows.
+class Policy:
+    """Every weight of a model. Its engine is on devices whenever something is asked of it, but for `save`."""
 
-    `tokens` and `denominator` are those of the global batch, so that every token weighs the same on every layout, in
-    every micro-batch.
-    """
+    adapter: str | None = None
 
-    @returns("sum")
-    def supervised_step(self, batch: TokenBatch, tokens: float, learning_rate: float, max_grad_norm: float) -> float:
-        """One step on right answers at its own learning rate; returns this rank's part of the mean loss per token."""
-        optimizer = self._warmup_optimizer(learning_rate)
+    def __init__(self, engines: Engines, spec: JobSpec) -> None:
+        self.engines, self.spec = engines, spec
 
-        def loss_of(part: Mapping[str, Tensor]) -> Terms:
-            return self.global_mean(-self.scores(part).log_probs, part["mask"], total=tokens), {}
+    def rollouts(self) -> Any:
+        """What it generates with."""
+        return self.engines.rollouts
 
-        sums = self.accumulate(_tensors(batch), loss_of)
-        self.update({}, max_grad_norm, optimizer)
-        return sums["loss"]
+    def keeps_start(self, needs: Needs) -> bool:
+        """Whether the model as reinforcement learning finds it has to be kept."""
+        return needs.starting_policy
 
-    def finish_warmup(self) -> None:
-        """Forget the warm-up's optimizer: its moments belong to another loss."""
-        del self._warmup
+    def begin(self) -> None:
+        """Before a fresh run's first step."""
 
-    @torch.no_grad()
-    def log_probs(self, batch: TokenBatch, temperature: float, adapter: str | None = None) -> Tensor:
-        """Log-probability of each next token that the mask counts, 0 elsewhere: [batch, length - 1], on the CPU."""
-        with self.using(adapter):
-            return self.gathered(_tensors(batch), lambda part: self.scores(part, temperature).log_probs)
+    def load(self, path: Path) -> None:
+        """What `save` wrote."""
+        self.engines.actor.load_state(path / "state")
+        self.engines.actor.adjust_optimizer(self.spec.optimizer, self.spec.updates)
 
-    @returns("sum")
-    def policy_step(
-        self,
-        batch: PolicyBatch,
-        denominator: float,
-        algorithm: Algorithm,
-        temperature: float,
-        max_grad_norm: float,
-        adapter: str | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step on a minibatch, whose losses add up to a sum over `denominator`; of `adapter` alone.
+    def save(self, path: Path) -> list[SaveHandle]:
+        """Takes no device: between phases the engine waits in host memory."""
+        describe_model(self.engines.model_path, path / "model", self.spec.model.dtype)
+        return save_state(self.engines.actor, path / "state", asynchronous=self.spec.checkpoint.asynchronous)
 
-        Returns this rank's part of each metric's global value.
-        """
+    def score(self, batch: PolicyBatch) -> torch.Tensor:
+        """Log-probabilities of its tokens: [samples, length - 1]."""
+        return score(self.engines.actor, batch, self.spec.rollout.temperature, self.adapter)
 
-        def loss_of(part: Mapping[str, Tensor]) -> Terms:
-            scores = self.scores(part, temperature)
-            loss, metrics = algorithm.loss(scores, cast(PolicyBatch, part), denominator / self.dp_size)
-            more = {"entropy": masked_mean(scores.entropies, part["mask"])}
-            if (sampled := part.get("sampled_log_probs")) is not None:
-                more |= mismatch(scores.log_probs, sampled, part["mask"])
-            return loss, {**metrics, **more}
+    def train(self, batch: PolicyBatch, denominator: float, algorithm: Algorithm) -> dict[str, float]:
+        """One optimizer step on a minibatch."""
+        temperature, norm = self.spec.rollout.temperature, self.spec.optimizer.max_grad_norm
+        found = self.engines.actor.policy_step(
+            over_ranks(batch), denominator, algorithm, temperature, norm, self.adapter
+        )
+        return cast(dict[str, float], found)
 
-        with self.using(adapter):
-            return self.update(self.accumulate(_tensors(batch), loss_of), max_grad_norm)
-
-    def _warmup_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        if not hasattr(self, "_warmup"):
-            self._warmup = self.new_optimizer(OptimizerSpec(learning_rate=learning_rate))
-        return self._warmup
+    def publish(self, version: int) -> Published:
+        """What replicas need of it as it is now."""
+        return self.engines.actor.publish(version)
 
 
-def policy_on_meta(path: Path, mixin: type[PolicyModule] = PolicyModule) -> PolicyModule:
-    """The policy of a local Hugging Face causal LM folder, without weights; with the methods of `mixin`."""
-    config = AutoConfig.from_pretrained(path)
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    with torch.device("meta"):
-        return cast(PolicyModule, policy_class(model_class, mixin)(config))
+class AdapterPolicy(Policy):
+    """One adapter, `name`; only it goes to replicas and to disk. `alone`: on its engines."""
+
+    def __init__(self, engines: Engines, spec: JobSpec, name: str, *, alone: bool) -> None:
+        super().__init__(engines, spec)
+        self.adapter: str = name
+        self._alone = alone
+
+    def rollouts(self) -> Any:
+        served = self.engines.served
+        return self.engines.rollouts if served is None else AdapterRollouts(served, self.adapter, alone=self._alone)
+
+    def keeps_start(self, needs: Needs) -> bool:
+        """It is what the model is to itself, unless that was changed first."""
+        return self.spec.warmup is not None or needs.critic is not None
+
+    def begin(self) -> None:
+        """A new one, or with the values of the folder that the job names."""
+        path = None if self.spec.lora is None else self.spec.lora.path
+        self._attach(None if path is None else Path(path), goes_on=False)
+
+    def load(self, path: Path) -> None:
+        self._attach(path / "adapter", goes_on=True)
+
+    def save(self, path: Path) -> list[SaveHandle]:
+        """The adapter as PEFT has it, with its optimizer's state beside it."""
+        self.engines.actor.read("save_adapter", self.adapter, path / "adapter", str(self.engines.base_path))
+        return []
+
+    def publish(self, version: int) -> PublishedAdapter:
+        return cast(PublishedAdapter, self.engines.actor.read("publish_adapter", self.adapter, version))
+
+    def _attach(self, folder: Path | None, *, goes_on: bool) -> None:
+        spec, actor = self.spec, self.engines.actor
+        actor.add_adapter(self.adapter, adapter_config(spec.lora), spec.optimizer, spec.updates, spec.seed)
+        if folder is not None:
+            actor.load_adapter(self.adapter, folder, spec.optimizer, spec.updates, goes_on=goes_on)
 
 
-def policy_class(model_class: type, mixin: type[PolicyModule] = PolicyModule) -> type[Any]:
-    """`model_class` with the methods of `mixin`."""
-    return type(f"Policy{model_class.__name__}", (mixin, model_class), {})
+def adapter_config(spec: LoraSpec | None) -> AdapterConfig:
+    spec = spec or LoraSpec()
+    if spec.path is not None:
+        return AdapterConfig.of_folder(Path(spec.path))
+    alpha = 2.0 * spec.rank if spec.alpha is None else spec.alpha
+    return AdapterConfig(spec.rank, alpha, spec.dropout, spec.targets)
 
 
-def _tensors(batch: TokenBatch) -> Mapping[str, Tensor]:
-    return cast(Mapping[str, Tensor], batch)
+def score(engine: TrainEngine, batch: PolicyBatch, temperature: float, adapter: str | None = None) -> torch.Tensor:
+    """Log-probabilities of the batch's tokens under an engine's model: [samples, length - 1]."""
+    return cast(torch.Tensor, engine.log_probs(over_ranks(tokens_of(batch)), temperature, adapter))
+
+
+def save_state(engine: TrainEngine, path: Path, *, asynchronous: bool) -> list[SaveHandle]:
+    """What goes on writing to the folder beside the next steps, if anything may."""
+    if asynchronous:
+        return [engine.save_state(path, asynchronous=True)]
+    engine.save_state(path)
+    return []

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FULL = "rlix.pipeline.full_finetune:FullFinetunePipeline"
-_LORA = "rlix.pipeline.lora_finetune:LoraFinetunePipeline"
-_SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLoraPipeline"}
+_TRAINER = "rlix.pipeline.trainer:Trainer"
+_SHIPPED = {MULTI_LORA: "rlix.pipeline.multi_lora:MultiLora"}
 _PIPELINE_FORMS = "write file.py:Class or package.module:Class"
 _CHANGES = ("add", "pause", "resume", "remove")
 _LOOK_S = 1.0
@@ -245,7 +244,7 @@ def resolve_pipeline(spec: JobSpec) -> "type[Pipeline]":
     """
     from rlix.pipeline.base import Pipeline  # imports torch, which neither the coordinator nor `rlix status` needs
 
-    name = (_FULL if spec.lora is None else _LORA) if spec.pipeline is None else spec.pipeline.name
+    name = _TRAINER if spec.pipeline is None else spec.pipeline.name
     found = import_object(_SHIPPED.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Pipeline)):
         raise SpecError(f"pipeline: {name!r} is not a subclass of rlix.pipeline.Pipeline")

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from rlix.engine.lora import WEIGHTS_FILE, AdapterConfig
 from rlix.engine.weights.publication import PublishedAdapter, publish
-from rlix.pipeline.lora_finetune import LoraFinetunePipeline
 from rlix.pipeline.requests.served import ServedModel, together
+from rlix.pipeline.rollout.adapters import Served
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.section import Count, Section
 from rlix.protocol.types import Phase
@@ -27,19 +27,25 @@ class ServedOptions(Section):
     """The highest rank of an adapter."""
 
 
-class ServedAdapters(ServedModel, LoraFinetunePipeline):
+class ServedAdapters(ServedModel):
     """Adapters that are trained one at a time, and sampled together."""
 
     Options = ServedOptions
+    on_adapters = True
+
+    def setup(self) -> None:
+        options = cast(ServedOptions, self.options)
+        self.adapter_room = options.adapters, options.rank
+        super().setup()
 
     @property
-    def adapter_room(self) -> tuple[int, int]:  # type: ignore[override]
-        options = cast(ServedOptions, self.options)
-        return options.adapters, options.rank
+    def served(self) -> Served:
+        assert self.engines.served is not None
+        return self.engines.served
 
     def initialize(self) -> None:
         with self.gang(Phase.ACTOR_TRAINING):
-            self.serve_base()
+            self.engines.serve_base()
 
     def rebuild(self) -> None:
         super().rebuild()
@@ -58,7 +64,7 @@ class ServedAdapters(ServedModel, LoraFinetunePipeline):
             self.actor.remove_adapter(name)
 
     def save_training(self, name: str, folder: Path, *, weights: bool = True, optimizer: bool = True) -> None:
-        self.actor.read("save_adapter", name, folder, str(self.base_path))
+        self.actor.read("save_adapter", name, folder, str(self.engines.base_path))
 
     def load_training(self, name: str, folder: Path, *, optimizer: bool) -> None:
         self.actor.load_adapter(name, folder, self.spec.optimizer, 1, goes_on=optimizer)

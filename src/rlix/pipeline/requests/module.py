@@ -11,8 +11,8 @@ from torch import Tensor
 from rlix.engine import lora
 from rlix.nn import returns, undoes
 from rlix.pipeline.algorithms.tensors import Terms
-from rlix.pipeline.policy import PolicyModule, policy_on_meta
 from rlix.pipeline.requests.losses import RequestedLoss
+from rlix.pipeline.training.policy import PolicyModule, policy_on_meta
 
 _ROW = "row"
 

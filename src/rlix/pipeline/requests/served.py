@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +20,13 @@ from rlix.control.rpc import get
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.engine import TrainEngine
+from rlix.pipeline.base import Pipeline
 from rlix.pipeline.batch import over_ranks
 from rlix.pipeline.ends import Ends
-from rlix.pipeline.full_finetune import FullFinetunePipeline
+from rlix.pipeline.engines import Engines
 from rlix.pipeline.jobs.coordinator import resolve_pipeline
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig
-from rlix.pipeline.lora_finetune import LoraFinetunePipeline
 from rlix.pipeline.requests.losses import RequestedLoss
 from rlix.pipeline.requests.module import AdamStep, requested_on_meta
 from rlix.pipeline.rollout.router import Trajectory
@@ -42,9 +42,14 @@ _LOOK_S = 0.5
 _STATUS_S = 5.0
 
 
-class ServedModel(FullFinetunePipeline):
+class ServedModel(Pipeline):
     """One thread asks for passes and steps, within `gang`, each for a model by its name; any thread submits
     trajectories, with the name in `adapter` that their weights are offered under."""
+
+    on_adapters = False
+    """Whether adapters are trained and served, not the model itself."""
+    adapter_room: tuple[int, int] | None = None
+    """How many replicas serve at most, and of which rank."""
 
     def __init__(self, pipeline_id: str, config: JobConfig, client: JobClient | None = None) -> None:
         super().__init__(pipeline_id, config, client)
@@ -54,14 +59,14 @@ class ServedModel(FullFinetunePipeline):
     # ---- its life --------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        self.reference = self.critic = None
-        self.model_path = self.local_model()
+        self.engines = Engines(self, self.adapter_room, requested_on_meta)
+        self.model_path = self.engines.model_path
         self.tokenizer = load_tokenizer(self.model_path)
         self.ends = Ends(self.tokenizer, self.model_path)
         found = AutoConfig.from_pretrained(self.model_path).get_text_config()
         self.vocabulary, self.context = int(found.vocab_size), int(found.max_position_embeddings)
         self.pad_id = int(self.tokenizer.pad_token_id)
-        self._start_engines()
+        self.engines.start()
 
     def _train(self, first: int) -> str:
         self._event("job", event="first_step", detail=None)
@@ -78,15 +83,25 @@ class ServedModel(FullFinetunePipeline):
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
-    def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
-        return self.build_train_engine(name, requested_on_meta(path), path, self.spec.optimizer)
+    @property
+    def actor(self) -> TrainEngine:
+        return self.engines.actor
+
+    @property
+    def rollouts(self) -> Any:
+        return self.engines.rollouts
+
+    def teardown(self) -> None:
+        if (engines := getattr(self, "engines", None)) is not None:
+            engines.close()
+
+    def expect_gpu_s(self, left: float) -> None:
+        self.rollouts.expect_gpu_s(left)
 
     def rebuild(self) -> None:
         """A new engine, with the model as it is offered and nothing on it."""
         logger.warning("%s: its training workers are started anew", self.spec.name)
-        with suppress(RlixError):
-            self.actor.close()
-        self.actor = self._policy_engine(ClusterName.ACTOR_TRAIN, self.model_path)
+        self.engines.rebuild()
 
     def waits_for(self) -> str:
         """Who is in the way of what it waits for, in words."""
@@ -212,7 +227,7 @@ def served_job(
         "training": {"micro_batch_tokens": micro_batch_tokens},
         "clusters": dict(clusters),
     }
-    if issubclass(pipeline, LoraFinetunePipeline):
+    if pipeline.on_adapters:
         given["lora"] = {}
     if rollout is None:  # it learns from what is given; from what, its requests say
         given |= {"source": {"conversations": {"path": "requests"}}, "algorithm": {"name": "sft"}}

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 
 from rlix.engine.lora import AdapterConfig
-from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.materialize import Checkpoint
 from rlix.engine.weights.publication import PublishedWeights, publish
-from rlix.pipeline.policy import policy_on_meta
 from rlix.pipeline.requests.module import AdamStep
 from rlix.pipeline.requests.served import ServedModel, together
 from rlix.pipeline.requests.turns import Turns
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.protocol.types import ClusterName
+from rlix.pipeline.training.policy import policy_on_meta
 
 STATE = "training_state"
 """Folder of a saved model that training goes on from; beside it the weights are, as transformers loads them."""
@@ -35,6 +33,7 @@ class ServedWhole(ServedModel):
         self._turns: Turns[Path, list[Trajectory]] = Turns(self._serve)
         self._versions = 0
         super().setup()
+        self._held: Path | None = self.model_path  # the folder whose weights the engine has; None: those of no folder
 
     def initialize(self) -> None:
         """Nothing is on the replicas until somebody samples."""
@@ -44,9 +43,9 @@ class ServedWhole(ServedModel):
             turns.close()
         super().teardown()
 
-    def _policy_engine(self, name: ClusterName, path: Path) -> TrainEngine:
-        self._held: Path | None = path  # the folder whose weights the engine has; None: those of no folder
-        return super()._policy_engine(name, path)
+    def rebuild(self) -> None:
+        super().rebuild()
+        self._held = self.model_path
 
     # ---- training --------------------------------------------------------------------------------------------
 

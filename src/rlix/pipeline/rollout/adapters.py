@@ -61,7 +61,7 @@ class Served:
 
 
 class AdapterRollouts:
-    """What a source and a schedule see of a job's rollouts: their own adapter's."""
+    """What a source and a schedule see of a job's rollouts: their own adapter's. `alone`: there are no others."""
 
     def __init__(self, served: Served, name: str, *, alone: bool = True) -> None:
         self._served, self._name, self._alone = served, name, alone
@@ -81,7 +81,8 @@ class AdapterRollouts:
         self._rollouts.expect(demand, purpose, self._name)
 
     def expect_gpu_s(self, left: float) -> None:
-        self._rollouts.expect_gpu_s(left)
+        if self._alone:
+            self._rollouts.expect_gpu_s(left)
 
     @property
     def share(self) -> Share:

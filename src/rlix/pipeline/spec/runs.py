@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlix.pipeline.spec.algorithm import ALGORITHMS
+from rlix.pipeline.spec.algorithm import ALGORITHMS, Needs
 from rlix.pipeline.spec.lora import RunSpec, unknown_targets
 from rlix.pipeline.spec.old_keys import moved
 from rlix.pipeline.spec.sections import Sections
@@ -61,8 +61,11 @@ def run_problems(job: Sections) -> Iterator[Problem]:
             for problem in problems_of(error.errors(), type(job), run_data(job, run), moved):
                 yield Problem(f"runs.{name}.{problem.field}", problem.message)
         else:
-            if algorithm.name in ALGORITHMS and algorithm.needs(off_policy=False).critic:
-                yield Problem(f"runs.{name}.algorithm", "has a critic, which multi_lora has no place for; use another")
+            needs = algorithm.needs(off_policy=False) if algorithm.name in ALGORITHMS else Needs()
+            for part in ("critic", "teacher"):
+                if getattr(needs, part) is not None:
+                    why = f"has a {part}, which multi_lora has no place for; use another"
+                    yield Problem(f"runs.{name}.algorithm", why)
 
 
 def target_problems(job: Sections, linear: Collection[str]) -> Iterator[Problem]:

@@ -250,7 +250,7 @@ def shape_of(folder: Path) -> Shape:
     from transformers import AutoConfig
 
     from rlix.engine.lora import linear_layers
-    from rlix.pipeline.policy import policy_on_meta
+    from rlix.pipeline.training.policy import policy_on_meta
 
     module: Any = policy_on_meta(folder)
     linear = linear_layers(module)
