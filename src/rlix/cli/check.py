@@ -22,7 +22,12 @@ _GIB = 2**30
 
 
 def check_specs(
-    names: Sequence[str], *, memory_gib: float | None, devices: int | None, model_config: Path | None
+    names: Sequence[str],
+    given: Sequence[str] = (),
+    *,
+    memory_gib: float | None,
+    devices: int | None,
+    model_config: Path | None,
 ) -> None:
     """Print the memory that each phase of the jobs takes; raises SpecError for what is wrong with them."""
     from rlix.cli.plans import planned, pool_size
@@ -30,7 +35,7 @@ def check_specs(
     from rlix.pipeline.memory.shape import shape_of
 
     pool = None if devices is None else range(devices)
-    specs = [load_job(name, pool) for name in names]
+    specs = [load_job(name, pool, given) for name in names]
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     virtual = memory is None if memory_gib is None else None  # else they are those of another machine
     check_jobs(specs, pool, virtual=virtual)

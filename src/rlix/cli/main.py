@@ -13,7 +13,7 @@ import typer
 
 from rlix.cli import lora
 from rlix.cli.mistakes import one_message_per_mistake
-from rlix.cli.queue_commands import add_commands
+from rlix.cli.queue_commands import Given, add_commands
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
 from rlix.protocol.errors import SpecError
@@ -24,7 +24,6 @@ app = typer.Typer(
     name="rlix",
     help="Many reinforcement-learning post-training jobs on one pool of GPUs, each as if it had the pool to itself.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -66,6 +65,7 @@ def run(
     memory_check: Annotated[
         bool, typer.Option(help="On GPUs, refuse jobs that by the estimate of `rlix check` do not fit.")
     ] = True,
+    given: Given = None,
     trl: Annotated[
         bool, typer.Option("--trl", help="SPEC is a TRL script; what follows `--` is for the script.")
     ] = False,
@@ -90,6 +90,7 @@ def run(
             live=live,
             private=private,
             memory_check=memory_check,
+            given=tuple(given or ()),
         )
         code = run_jobs(options)
     raise typer.Exit(code)
@@ -105,12 +106,13 @@ def check(
     model_config: Annotated[
         Path | None, typer.Option(help="Folder with the model's config.json, where the job's model is not at hand.")
     ] = None,
+    given: Given = None,
 ) -> None:
     """Check jobs without starting anything, and say how much memory each phase will take on a device."""
     from rlix.cli.check import check_specs
 
     with one_message_per_mistake():
-        check_specs(specs, memory_gib=memory, devices=devices, model_config=model_config)
+        check_specs(specs, given or (), memory_gib=memory, devices=devices, model_config=model_config)
 
 
 @app.command()
@@ -270,6 +272,15 @@ def uncordon(node: Host) -> None:
     with one_message_per_mistake():
         code = cordon(node, wanted=False)
     raise typer.Exit(code)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of job files, for editors."""
+    from rlix.pipeline.spec.job import JobSpec
+
+    described = {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobSpec.model_json_schema()}
+    typer.echo(json.dumps(described, indent=1))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rlix.cli.view import make_console
 from rlix.control.settings import Settings
-from rlix.pipeline.spec.job import load_job, named_files, shipped_jobs, shipped_path
+from rlix.pipeline.spec.job import job_text, load_job, named_files, shipped_jobs, shipped_path
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.serve.api import models
 from rlix.serve.api.client import Client, UnreachableError, connect
@@ -38,6 +38,7 @@ class Wish:
     limit: str | None = None
     hold: bool = False
     dry_run: bool = False
+    given: tuple[str, ...] = ()
 
 
 def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
@@ -50,7 +51,7 @@ def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
     elif wish.dry_run:
         for job in jobs:
             _say(f"{job.name}: {job.gpus} GPUs for its largest gang, of {_pool_text(client)}; {job.reason}")
-        _print_memory(specs, client)
+        _print_memory(specs, wish.given, client)
     else:
         for job in jobs:
             typer.echo(str(job.id))
@@ -153,9 +154,9 @@ def duration(text: str, option: str) -> float:
 
 
 def _submission(spec: str, wish: Wish) -> models.Submission:
-    load_job(spec)
+    load_job(spec, given=wish.given)
     path = shipped_path(spec) if spec in shipped_jobs() and not Path(spec).is_file() else Path(spec)
-    names = named_files(path)
+    names = named_files(path, wish.given)
     wrong = [name for name in names if name.startswith("..") or not (path.parent / name).is_file()]
     if wrong:
         raise SpecError(
@@ -164,7 +165,7 @@ def _submission(spec: str, wish: Wish) -> models.Submission:
         )
     check_size((path.parent / name).stat().st_size for name in names)
     return models.Submission.model_construct(
-        spec=path.read_text(encoding="utf-8"),
+        spec=job_text(path, wish.given),
         files={name: (path.parent / name).read_bytes() for name in names},
         priority=wish.priority,
         preemptible=wish.preemptible,
@@ -188,11 +189,11 @@ def _submitted(client: Client, submission: models.Submission) -> models.JobView:
     raise RlixError("unreachable")
 
 
-def _print_memory(specs: Sequence[str], client: Client) -> None:
+def _print_memory(specs: Sequence[str], given: Sequence[str], client: Client) -> None:
     from rlix.cli.check import check_specs
 
     devices = client.get("/v1/pool", models.PoolView).devices
-    check_specs(specs, memory_gib=None, devices=devices or None, model_config=None)
+    check_specs(specs, given, memory_gib=None, devices=devices or None, model_config=None)
 
 
 def _client() -> Client:

@@ -12,6 +12,10 @@ Id = Annotated[int, typer.Argument(metavar="ID", help="A job's number, as `rlix 
 Ids = Annotated[list[int], typer.Argument(metavar="ID...", help="Jobs' numbers, as `rlix submit` prints them.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, by the schema of the API.")]
 Mine = Annotated[bool, typer.Option("--mine", help="Only jobs of yours.")]
+Given = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="In place of the job file's: rollout.temperature=0.8; repeatable."),
+]
 Class = Literal["low", "normal", "high"]
 
 _PORT = 7459
@@ -81,13 +85,14 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what it needs and when it would start; submit nothing.")
     ] = False,
+    given: Given = None,
     as_json: Json = False,
 ) -> None:
     """Queue jobs and go: print their numbers."""
     from rlix.cli import queue
 
     with one_message_per_mistake():
-        queue.submit(specs, queue.Wish(priority, preemptible, time, hold, dry_run), as_json=as_json)
+        queue.submit(specs, queue.Wish(priority, preemptible, time, hold, dry_run, tuple(given or ())), as_json=as_json)
 
 
 def ps(mine: Mine = False, as_json: Json = False) -> None:

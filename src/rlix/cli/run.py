@@ -48,6 +48,7 @@ class RunOptions:
     live: bool = True
     private: bool = False
     memory_check: bool = True
+    given: tuple[str, ...] = ()
 
 
 def run_jobs(options: RunOptions) -> int:
@@ -56,7 +57,7 @@ def run_jobs(options: RunOptions) -> int:
     Raises SpecError for a user's mistake (nothing has been started then) and RlixError when the control plane fails.
     """
     pool = None if options.devices is None else range(options.devices)
-    specs = [load_job(spec, pool) for spec in options.specs]
+    specs = [load_job(spec, pool, options.given) for spec in options.specs]
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
     _check_output(options.runs_dir)

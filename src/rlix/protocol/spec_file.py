@@ -1,9 +1,10 @@
 """Reading what users write in YAML so that every mistake can be reported by file, line, field and fix."""
 
+import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -28,12 +29,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a spec came from: a file, and the line of each dotted field in it. Never part of a spec's identity."""
+    """Where a spec came from: a file, and the line of each dotted field in it; `given` are the fields that were said
+    beside it. Never part of a spec's identity."""
 
     path: str = field(default="", compare=False)
     lines: Mapping[str, int] = field(default_factory=dict, compare=False)
+    given: tuple[str, ...] = field(default=(), compare=False)
 
     def describe(self, problem: Problem) -> str:
+        if any(f"{problem.field}.".startswith(f"{name}.") for name in self.given):
+            return f"--set {problem.field}: {problem.message}"
         parts = problem.field.split(".")
         # A missing key has no line of its own; the section it belongs to is the place to look.
         line = next((n for i in range(len(parts), 0, -1) if (n := self.lines.get(".".join(parts[:i])))), None)
@@ -95,6 +100,31 @@ def read_yaml(
         found = "empty" if data is None else f"a {type(data).__name__}"
         raise SpecError(f"{name}: is {found}; {what}")
     return data, Origin(name, lines)
+
+
+def with_values(data: dict[str, Any], origin: Origin, given: Sequence[str]) -> tuple[dict[str, Any], Origin]:
+    """The mapping with values set as by `--set section.key=value`, each read as YAML; sections that lack are made.
+
+    Raises SpecError: one is not of that form, or leads through what is no section.
+    """
+    result = copy.deepcopy(data)
+    names = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        keys = name.strip().split(".")
+        if not equals or not all(keys):
+            raise SpecError(f"--set {text}: must be key=value, such as rollout.temperature=0.8")
+        here: Any = result
+        for key in keys[:-1]:
+            here = here.setdefault(key, {}) if isinstance(here, dict) else None
+        if not isinstance(here, dict):
+            raise SpecError(f"--set {text}: {'.'.join(keys[:-1])} is no section of {origin.path}")
+        try:
+            here[keys[-1]] = _with_text_keys(yaml.load(value, _Loader))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise SpecError(f"--set {text}: its value is not valid YAML") from error
+        names.append(".".join(keys))
+    return result, replace(origin, given=tuple(names))
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:

@@ -20,7 +20,7 @@ from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
 from rlix.pipeline.spec.sections import Sections
 from rlix.protocol.errors import SpecError
-from rlix.protocol.spec_file import Origin, Problem, inconsistent, nearest, problems_of, read_yaml
+from rlix.protocol.spec_file import Origin, Problem, inconsistent, nearest, problems_of, read_yaml, with_values
 from rlix.protocol.types import ClusterName
 
 _NAMING = ("name", "task", "environment", "openai", "rewards", "options")
@@ -113,24 +113,35 @@ def shipped_path(name: str) -> Path:
     return Path(str(_examples() / f"{name}.yaml"))
 
 
-def load_job(path_or_name: str | Path, pool: Collection[int] | None = None) -> JobSpec:
+def load_job(path_or_name: str | Path, pool: Collection[int] | None = None, given: Sequence[str] = ()) -> JobSpec:
     """Read and check a job: a YAML file by path, or the name of one that ships with the package.
 
     Paths inside the file are relative to it, and absolute in the result. Raises SpecError with one line per problem,
     each naming file, line, field and fix; if there are any, also what a `pool` of devices with these ids lacks.
+
+    Args:
+        given: values in place of the file's, as `rollout.temperature=0.8`.
     """
     path = _find(path_or_name)
-    data, origin = read_yaml(path)
+    data, origin = with_values(*read_yaml(path), given)
     with _paths_of(origin):
         return _checked(_anchored(data, path.parent), origin, pool)
 
 
-def named_files(path: Path) -> tuple[str, ...]:
+def job_text(path: Path, given: Sequence[str] = ()) -> str:
+    """The job file; with values in place of its own, see `load_job`, one that says the same."""
+    if not given:
+        return path.read_text(encoding="utf-8")
+    data, _ = with_values(*read_yaml(path), given)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def named_files(path: Path, given: Sequence[str] = ()) -> tuple[str, ...]:
     """The paths in a job file that are relative to it, as they stand there: what must go with it to another machine.
 
     Raises SpecError for a file that cannot be read.
     """
-    data, origin = read_yaml(path)
+    data, origin = with_values(*read_yaml(path), given)
     with _paths_of(origin):
         return tuple(dict.fromkeys(_differing(data, _anchored(data, path.parent))))
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from rlix.pipeline.spec.section import Count, Index, Section, one_or_many
 
@@ -13,7 +13,7 @@ class WandbSpec(Section):
     project: Annotated[str, Field(min_length=1)]
     entity: str | None = None
     group: str | None = None
-    tags: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    tags: Annotated[tuple[str, ...], one_or_many(str), Field(strict=False)] = ()
     mode: Literal["online", "offline"] = "online"
     """offline writes to the run folder; `wandb sync` sends it later."""
 

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.evaluation import EvaluationSpec
@@ -26,7 +27,7 @@ class LoraSpec(Section):
     """The adapter's part is scaled by alpha / rank; left out: twice the rank."""
     dropout: Beta = 0.0
     """Of what goes into the adapter, in training steps."""
-    targets: Annotated[tuple[str, ...], BeforeValidator(one_or_many), Field(strict=False, min_length=1)] = ALL_LINEAR
+    targets: Annotated[tuple[str, ...], one_or_many(str), Field(strict=False, min_length=1)] = ALL_LINEAR
     """Last names of the linear layers that get one, such as `[q_proj, v_proj]`; `all-linear`: all but the head."""
     path: str | None = None
     """Folder of a PEFT adapter to go on from; its rank, alpha, dropout and targets are taken. What an algorithm
@@ -67,3 +68,7 @@ class RunSpec(Section):
     def _as_the_job(cls, given: Any) -> Any:
         """`runs: {plain: }` says nothing of its own."""
         return {} if given is None else given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "null"}, super().__get_pydantic_json_schema__(core_schema, handler)]}

@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, create_model
-from pydantic import model_validator as _model_validator
 from pydantic_core import InitErrorDetails
 
 from rlix.pipeline.spec.section import Section
@@ -32,15 +31,12 @@ _loading = threading.RLock()  # runs of a job may name the same file at the same
 class Named(Section):
     """Something that is called by name, with options of its own. A bare name is the same without options."""
 
+    bare = "name"
+
     name: str
     """What ships with RLix, or your own: `file.py:name` (relative to the job's file) or `package.module:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Checked by what is named."""
-
-    @_model_validator(mode="before")
-    @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 def is_own(name: str) -> bool:

@@ -1,8 +1,8 @@
 """The section of a job spec that leaves to a plan where the job's parts run."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section
 
@@ -10,6 +10,8 @@ from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section
 class PlanSpec(Section):
     """Widths and devices of the clusters come from a plan, made when the job starts (docs/flows.md). A mode alone may
     stand for the section: `plan: auto`."""
+
+    bare = "mode"
 
     mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = "auto"
     """The fastest plan, or the fastest of a mode."""
@@ -36,11 +38,6 @@ class PlanSpec(Section):
     """Likewise: seconds of it until rollouts are back on devices that others had."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """Likewise: of each cluster's work in a step."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"mode": value} if isinstance(value, str) else value
 
     @property
     def open(self) -> bool:

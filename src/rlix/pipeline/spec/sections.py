@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
@@ -35,10 +35,10 @@ class RolloutSpec(Section):
     top_p: Share = 1.0
     top_k: Index = 0
     """Sample among this many most likely tokens; 0 for all."""
-    stop: Annotated[tuple[_Text, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    stop: Annotated[tuple[_Text, ...], one_or_many(_Text), Field(strict=False)] = ()
     """Strings that end an answer and are part of it. One that is a token of the model's ends generation there; of what
     is generated after another one nothing is kept."""
-    stop_token_ids: Annotated[tuple[Index, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    stop_token_ids: Annotated[tuple[Index, ...], one_or_many(Index), Field(strict=False)] = ()
     """Tokens that end an answer, besides the end tokens of the tokenizer and of the model's folder."""
     executor: ExecutorName = "transformers"
     executor_options: dict[str, Any] = Field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from rlix.pipeline.spec.named import Named
 from rlix.pipeline.spec.section import Count, NonNegative, Positive, Seconds, Section, one_or_many
@@ -194,9 +194,11 @@ class SourceSpec(Section):
     """Where samples come from: `task`, `data` with `rewards`, `environment`, `openai`, `conversations`, or the `name`
     of your own."""
 
+    bare = "name"
+
     task: TaskSpec | None = None
     data: DataSpec | None = None
-    rewards: Annotated[tuple[RewardSpec, ...], BeforeValidator(one_or_many), Field(strict=False)] = ()
+    rewards: Annotated[tuple[RewardSpec, ...], one_or_many(RewardSpec), Field(strict=False)] = ()
     """What judges completions of prompts from `data`; one alone needs no list."""
     environment: EnvironmentSpec | None = None
     chat: ChatSpec = ChatSpec()
@@ -211,8 +213,3 @@ class SourceSpec(Section):
     def longest_prompt(self) -> int | None:
         """Tokens of the longest prompt that is used, where the job says it."""
         return None if self.data is None else self.data.max_prompt_tokens
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
