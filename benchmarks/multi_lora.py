@@ -81,7 +81,7 @@ def measure(jobs: list[dict[str, Any]], devices: int) -> dict[str, Any]:
         for path, job in zip(paths, jobs, strict=True):
             path.write_text(yaml.safe_dump(job))
         runs = Path(folder) / "runs"
-        command = [sys.executable, "-m", "rlix.cli", "run", "--private", "--no-live", "--devices", str(devices)]
+        command = [sys.executable, "-m", "rlix.cli", "run", "--private", "--no-live", "--gpus", str(devices)]
         start = time.time()
         process = subprocess.Popen(
             [*command, "--runs-dir", str(runs), *map(str, paths)],

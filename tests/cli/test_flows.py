@@ -28,8 +28,8 @@ def test_a_flow_is_planned_from_its_tables(rlix_home: Path) -> None:
     assert "runner-up" in planned.output
     assert "disaggregated: " in run(app, ["plan", EXAMPLE, "--mode", "disaggregated"]).output
     assert run(app, ["plan", EXAMPLE, "--mode", "fast"]).exit_code == 2
-    for gigabytes in ("0", "-1", "nan"):
-        refused = run(app, ["plan", EXAMPLE, "--gigabytes", gigabytes])
+    for gib in ("0", "-1", "nan"):
+        refused = run(app, ["plan", EXAMPLE, "--memory", gib])
         assert (refused.exit_code, "must be above 0" in refused.output) == (2, True)
 
 

@@ -63,12 +63,12 @@ def test_misspelled_key_names_file_and_key(tmp_path: Path) -> None:
 
 def test_too_few_devices_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlix.cli.run._control_plane", lambda *_: pytest.fail("Ray was started"))
-    message = mistake("run", GOOD_SPEC, "--devices", "1", "--runs-dir", str(tmp_path))
+    message = mistake("run", GOOD_SPEC, "--gpus", "1", "--runs-dir", str(tmp_path))
     assert "device" in message
     assert "clusters." in message
 
 
-@pytest.mark.parametrize("devices", [(), ("--devices", "4")])
+@pytest.mark.parametrize("devices", [(), ("--gpus", "4")])
 def test_the_same_job_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...]) -> None:
     monkeypatch.setattr("rlix.cli.run._control_plane", lambda *_: pytest.fail("Ray was started"))
     assert "rename" in mistake("run", GOOD_SPEC, GOOD_SPEC, *devices, "--runs-dir", str(tmp_path))
@@ -82,7 +82,7 @@ def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_no_devices_at_all() -> None:
-    assert "--devices" in mistake("run", GOOD_SPEC, "--devices", "0")
+    assert "--gpus" in mistake("run", GOOD_SPEC, "--gpus", "0")
     assert "--memory" in mistake("check", GOOD_SPEC, "--memory", "inf")
     for option in ("--width", "--batch"):
         assert option in mistake("profile", GOOD_SPEC, option, "0")

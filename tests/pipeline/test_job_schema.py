@@ -1,6 +1,7 @@
 """The schema of job files that editors read, and values that are given beside a file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,5 @@ def test_a_file_that_is_given_beside_the_job_file_goes_with_it(tmp_path: Path) -
     ],
 )
 def test_a_mistake_in_a_value_is_told_as_that(given: str, why: str) -> None:
-    with pytest.raises(SpecError, match="(?s).*") as raised:
+    with pytest.raises(SpecError, match=re.escape(why)):
         load_job("sort_digits", given=[given])
-    assert why in str(raised.value)

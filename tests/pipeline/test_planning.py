@@ -268,7 +268,7 @@ def test_rlix_plan_explains_a_job(tmp_path: Path, rlix_home: Path) -> None:
     assert "runner-up" in shown.output
     assert "so parts only take turns" in shown.output
     assert "with `schedule: ahead`, samples up to a step old, it would be" in shown.output
-    checked = CliRunner().invoke(app, ["check", str(file), "--devices", "4", "--memory", "80"])
+    checked = CliRunner().invoke(app, ["check", str(file), "--gpus", "4", "--memory", "80"])
     assert checked.exit_code == 0, checked.output
     assert "job: plan: disaggregated" in checked.output
     assert "actor_training" in checked.output

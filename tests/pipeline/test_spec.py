@@ -460,7 +460,7 @@ class TestPool:
             spec.check_devices([0, 1, 5])
         assert str(caught.value) == (
             f"{tmp_path}/job.yaml:9: clusters.actor_infer.devices: device 2 does not exist: the pool has devices 0-1, "
-            "5; list those, let RLix choose with 'gpus: 4', or run on a larger pool (without GPUs: --devices N makes N "
+            "5; list those, let RLix choose with 'gpus: 4', or run on a larger pool (without GPUs: --gpus N makes N "
             "virtual ones)"
         )
         with pytest.raises(SpecError, match="RLIX_VIRTUAL_GPUS"):

@@ -67,7 +67,7 @@ def profile_flow(
     typer.echo(f"kept in {path_of(Settings.from_env().home, flow.name)}")
 
 
-def plan_flow(name: str, gpus: int, gigabytes: float | None, mode: str) -> None:
+def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str) -> None:
     """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
     logging.getLogger("rlix.flow").setLevel(logging.WARNING)
     flow = load_flow(name)
@@ -75,6 +75,6 @@ def plan_flow(name: str, gpus: int, gigabytes: float | None, mode: str) -> None:
     if mode not in ("auto", *Mode):
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
     only = None if mode == "auto" else Mode(mode)
-    planned = flow.plan(known, gpus, device_bytes=gigabytes * 1e9 if gigabytes else float("inf"), mode=only)
+    planned = flow.plan(known, gpus, device_bytes=memory_gib * 2**30 if memory_gib else float("inf"), mode=only)
     typer.echo(known.describe())
     typer.echo(planned.explain())

@@ -50,7 +50,7 @@ def main(
 def run(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Job files, or names of jobs RLix ships with.")],
     runs_dir: Annotated[Path, typer.Option(help="Where run folders and the report go.")] = Path("runs"),
-    devices: Annotated[
+    gpus: Annotated[
         int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or 8 virtual).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from each job's latest checkpoint.")] = False,
@@ -79,11 +79,11 @@ def run(
 
     with one_message_per_mistake():
         if trl:
-            run_script(specs, runs_dir, devices)
+            run_script(specs, runs_dir, gpus)
         options = RunOptions(
             specs=tuple(specs),
             runs_dir=runs_dir,
-            devices=devices,
+            devices=gpus,
             resume=resume,
             split=split,
             as_json=as_json,
@@ -102,7 +102,7 @@ def check(
     memory: Annotated[
         float | None, typer.Option(min=0.1, max=1e6, help="GiB of memory of a device (default: of the machine's GPUs).")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Devices in the pool.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the pool.")] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="Folder with the model's config.json, where the job's model is not at hand.")
     ] = None,
@@ -112,7 +112,7 @@ def check(
     from rlix.cli.check import check_specs
 
     with one_message_per_mistake():
-        check_specs(specs, given or (), memory_gib=memory, devices=devices, model_config=model_config)
+        check_specs(specs, given or (), memory_gib=memory, devices=gpus, model_config=model_config)
 
 
 @app.command()
@@ -340,9 +340,9 @@ def plan(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Devices to run on (default: of a flow 4, of a job as `rlix run` has).")
     ] = None,
-    gigabytes: Annotated[
+    memory: Annotated[
         float | None,
-        typer.Option(help="Memory of a device (default: of a flow no limit, of a job this machine's GPUs')."),
+        typer.Option(help="GiB of memory of a device (default: of a flow no limit, of a job this machine's GPUs')."),
     ] = None,
     mode: Annotated[
         str | None, typer.Option(help="auto, collocated, disaggregated or hybrid (default: as a job says, or auto).")
@@ -352,11 +352,11 @@ def plan(
     from rlix.cli.flows import is_flow, plan_flow
 
     with one_message_per_mistake():
-        if gigabytes is not None and not 0 < gigabytes < float("inf"):
-            raise SpecError(f"--gigabytes {gigabytes:g}: must be above 0")
+        if memory is not None and not 0 < memory < float("inf"):
+            raise SpecError(f"--memory {memory:g}: must be above 0")
         if is_flow(name):
-            plan_flow(name, gpus or 4, gigabytes, mode or "auto")
+            plan_flow(name, gpus or 4, memory, mode or "auto")
         else:
             from rlix.cli.plans import plan_job_file
 
-            plan_job_file(name, gpus, gigabytes, mode)
+            plan_job_file(name, gpus, memory, mode)

@@ -96,14 +96,14 @@ def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
     return load_run(folder / trial.spec.name)
 
 
-def plan_job_file(name: str, gpus: int | None, gigabytes: float | None, mode: str | None) -> None:
+def plan_job_file(name: str, gpus: int | None, memory_gib: float | None, mode: str | None) -> None:
     """Explain the fastest plan of a job and its runner-up; what the job says of its clusters' widths does not count."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
     wanted = spec.plan or PlanSpec()
     if mode not in (None, "auto", *Mode):
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
     devices = gpus or pool_size(spec)
-    memory = int(gigabytes * 1e9) if gigabytes else machine_memory()
+    memory = int(memory_gib * 2**30) if memory_gib else machine_memory()
     spec = spec.model_copy(update={"plan": wanted.model_copy(update={"gpus": devices, "mode": mode or wanted.mode})})
     chosen = choose(spec, range(devices), settings.home, memory)
     typer.echo(chosen.source)

@@ -126,7 +126,7 @@ def shared_pool(settings: Settings, wanted: int | None, enough: int) -> Iterator
             pool = _in_cluster(settings)
             found = len(StatusSource(pool)().devices)
             if wanted not in (None, found):
-                raise SpecError(f"--devices={wanted}: the pool at {settings.ray_address} has {found}; leave it out")
+                raise SpecError(f"--gpus={wanted}: the pool at {settings.ray_address} has {found}; leave it out")
         else:
             pool = _of_daemon(settings, wanted, enough)
         yield pool
@@ -181,7 +181,7 @@ def _join(settings: Settings, found: Announcement | None) -> Pool | None:
 
 def _of_daemon(settings: Settings, wanted: int | None, enough: int) -> Pool:
     found, started = find_or_start_daemon(settings.home, wanted or enough)
-    check_size(found, wanted, "--devices")
+    check_size(found, wanted, "--gpus")
     pool = _join(settings, found)
     assert pool is not None
     if not started:

@@ -36,7 +36,7 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="Serve Tinker's API instead; FILE says which models are offered."),
     ] = None,
-    devices: Annotated[
+    gpus: Annotated[
         int | None, typer.Option(min=1, help="With --tinker: use this many virtual GPUs (default: GPUs, or 8 virtual).")
     ] = None,
     private: Annotated[
@@ -55,7 +55,7 @@ def serve(
             if certificate or key:
                 raise SpecError("--tinker: there is no https here; put a proxy with TLS in front")
             at = PORT if port is None else port
-            serve_tinker(tinker, host=host, port=at, devices=devices, private=private)
+            serve_tinker(tinker, host=host, port=at, devices=gpus, private=private)
             return
         try:
             from rlix.serve.service import ServeOptions

@@ -140,7 +140,7 @@ def _run_to_end(
             status = StatusSource(pool)
             devices = status().devices
             if options.private and all(device.kind is DeviceKind.CPU for device in devices):
-                console.print(f"{len(devices)} virtual GPUs (another number: --devices N)", highlight=False)
+                console.print(f"{len(devices)} virtual GPUs (another number: --gpus N)", highlight=False)
             ids = [device.id for device in devices]
             resumed = options.runs_dir if options.resume else None
             specs = planned(specs, ids, smallest_memory(devices), console, resumed)

@@ -19,7 +19,7 @@ from rlix.protocol.spec_file import Problem
 from rlix.protocol.types import ClusterName
 
 _RANGE = re.compile(r"(\d+) *- *(\d+)")
-_LARGER_POOL = "or run on a larger pool (without GPUs: --devices N makes N virtual ones)"
+_LARGER_POOL = "or run on a larger pool (without GPUs: --gpus N makes N virtual ones)"
 
 
 class GpuRange(Section):
