@@ -29,6 +29,15 @@ How commands belong together is said on the pages of their tasks: [share a pool]
 Commands work on the control plane that runs *here*: the Ray cluster that `RAY_ADDRESS` names, else that of `RLIX_HOME`.
 A `SPEC` is a job file, or the name of a job that ships with RLix. A `JOB` is a job's name, or its id (`ft_1`).
 
+`--json` makes every command but `serve`, `deploy` and `schema` print one JSON value on stdout (`logs` one for each
+part, a line each); anything else goes to stderr. Those of the queue print what [its API](http-api.md) answers,
+`run`, `watch` and `report` the summary of [the report](reports.md), `simulate` its rows; `rlix schema --answers`
+describes the others. `--gpus` counts GPUs, `--memory` is in GiB. `rlix --install-completion` lets the shell complete
+commands and options.
+
+An editor with the YAML language server completes and checks a job file that begins with
+`# yaml-language-server: $schema=job.schema.json`, beside what `rlix schema > job.schema.json` has written.
+
 | exit code | |
 |---|---|
 | 0 | done; of `run` and `watch`: every job finished, or `watch` was left |

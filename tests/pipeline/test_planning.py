@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlix.cli import plans, run
+from rlix.cli.answers import CheckAnswer, PlanAnswer
 from rlix.cli.main import app
 from rlix.flow.planner import Mode, Point
 from rlix.flow.profiler.profile import PartProfile, Profile
@@ -272,5 +273,13 @@ def test_rlix_plan_explains_a_job(tmp_path: Path, rlix_home: Path) -> None:
     assert checked.exit_code == 0, checked.output
     assert "job: plan: disaggregated" in checked.output
     assert "actor_training" in checked.output
+    found = CliRunner().invoke(
+        app, ["check", str(file), "--gpus", "4", "--memory", "80", "--set", "name=mine", "--json"]
+    )
+    answer = CheckAnswer.model_validate_json(found.stdout)
+    assert (answer.memory, [job.name for job in answer.jobs]) == (80 * 2**30, ["mine"])
+    assert all(phase.total == sum(phase.parts.values()) for phase in answer.jobs[0].phases)
+    plan = PlanAnswer.model_validate_json(CliRunner().invoke(app, ["plan", str(file), "--gpus", "4", "--json"]).stdout)
+    assert (plan.mode, plan.seconds) == ("disaggregated", min(plan.modes.values()))
     wrong = CliRunner().invoke(app, ["plan", str(file), "--mode", "fast"])
     assert wrong.exit_code == 2

@@ -49,13 +49,12 @@ def workload(tmp_path: Path) -> Path:
     return file
 
 
-def test_results_go_to_files_and_a_table(app: typer.Typer, workload: Path, tmp_path: Path) -> None:
-    out, page = tmp_path / "out.json", tmp_path / "out.html"
+def test_results_are_a_page_and_rows(app: typer.Typer, workload: Path, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
     arguments = [str(workload), "--policy", "rlix", "--policy", "slots", "--seeds", "2"]
-    result = CliRunner().invoke(app, [*arguments, "--json", str(out), "--html", str(page)])
+    result = CliRunner().invoke(app, [*arguments, "--json", "--html", str(page)])
     assert result.exit_code == 0, result.output
-    assert "rlix" in result.output
-    rows = json.loads(out.read_text())
+    rows = json.loads(result.stdout)
     assert [(row["policy"], row["seed"]) for row in rows] == [("rlix", 0), ("slots", 0), ("rlix", 1), ("slots", 1)]
     assert all(field in row for row in rows for field in FIELDS)
     assert all(row["makespan_s"] >= row["bound_s"] for row in rows)
@@ -64,15 +63,16 @@ def test_results_go_to_files_and_a_table(app: typer.Typer, workload: Path, tmp_p
 
 
 def test_gangs_move_is_a_workload_of_its_own(app: typer.Typer, workload: Path) -> None:
-    result = CliRunner().invoke(app, [str(workload), "--policy", "rlix", "--gangs-move", "--json", "-"])
+    result = CliRunner().invoke(app, [str(workload), "--policy", "rlix", "--gangs-move", "--json"])
     assert result.exit_code == 0, result.output
     assert [row["workload"] for row in json.loads(result.stdout)] == [f"{GOOD['name']}-moving"]
 
 
-def test_json_on_stdout_is_all_there_is(app: typer.Typer, workload: Path) -> None:
-    result = CliRunner().invoke(app, [str(workload), "--policy", "static", "--json", "-", "--gpus", "4"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)[0]["gpus"] == 4
+def test_a_table_is_for_people_and_json_for_programs(app: typer.Typer, workload: Path) -> None:
+    arguments = [str(workload), "--policy", "static", "--gpus", "4"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0 and "static" in shown.stdout, shown.output
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)[0]["gpus"] == 4
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_mistakes_end_with_one_message_and_code_2(app: typer.Typer, arguments: l
 
 
 def test_a_file_that_cannot_be_written_is_named(app: typer.Typer, workload: Path, tmp_path: Path) -> None:
-    target = tmp_path / "missing" / "out.json"
-    result = CliRunner().invoke(app, [str(workload), "--policy", "static", "--json", str(target)])
+    target = tmp_path / "missing" / "out.html"
+    result = CliRunner().invoke(app, [str(workload), "--policy", "static", "--html", str(target)])
     assert result.exit_code == 2
-    assert "--json" in result.stderr
+    assert "--html" in result.stderr

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from rlix.cli.answers import CheckAnswer, MemoryAnswer, PhaseAnswer, print_answer
 from rlix.cli.view import make_console
 from rlix.node.devices import machine_memory
 from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
@@ -28,6 +29,7 @@ def check_specs(
     memory_gib: float | None,
     devices: int | None,
     model_config: Path | None,
+    as_json: bool = False,
 ) -> None:
     """Print the memory that each phase of the jobs takes; raises SpecError for what is wrong with them."""
     from rlix.cli.plans import planned, pool_size
@@ -40,11 +42,13 @@ def check_specs(
     virtual = memory is None if memory_gib is None else None  # else they are those of another machine
     check_jobs(specs, pool, virtual=virtual)
     check_rows(specs, None)
-    console, problems = make_console(), []
+    console, problems = make_console(stderr=as_json), []
+    answers: list[MemoryAnswer] = []
     known = memory if model_config is None else None
     for spec in [planned([s], range(devices or pool_size(s)), known, console)[0] for s in specs]:
         if spec.pipeline is not None and not spec.multi_lora:
             console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
+            answers.append(MemoryAnswer(name=spec.name, phases=()))
             continue
         try:
             shape = shape_of(spec.model, model_config)
@@ -55,11 +59,23 @@ def check_specs(
         if spec.pipeline is None or spec.multi_lora:
             problems += _looked_at(spec)
         found = job_memory(spec, shape, memory)
-        print_memory(spec, found, memory, console)
+        answers.append(_answer(spec.name, found))
+        if not as_json:
+            print_memory(spec, found, memory, console)
         if memory is not None:
             problems += [spec.described(problem) for problem in memory_problems(spec, found, memory)]
     if problems:
         raise SpecError("\n".join(problems))
+    if as_json:
+        print_answer(CheckAnswer(memory=memory, jobs=tuple(answers)))
+
+
+def _answer(name: str, found: "JobMemory") -> MemoryAnswer:
+    needs = found.needs
+    phases = (
+        PhaseAnswer(phase=n.phase, cluster=n.cluster, devices=n.devices, parts=n.parts, total=n.total) for n in needs
+    )
+    return MemoryAnswer(name=name, phases=tuple(phases), fitting=found.fitting)
 
 
 def check_rows(specs: Sequence[JobSpec], most_bytes: int | None) -> None:

@@ -8,6 +8,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
+from rlix.cli.answers import DoctorAnswer, DoctorHostAnswer, print_answer
 from rlix.cli.pool import running_pool
 from rlix.cli.view import make_console
 from rlix.control.rpc import get
@@ -22,9 +23,9 @@ _TIMEOUT_S = 90.0
 _LEAST_SHM_BYTES = 2**30
 
 
-def examine(runs_dir: Path, paths: Sequence[Path]) -> int:
+def examine(runs_dir: Path, paths: Sequence[Path], *, as_json: bool = False) -> int:
     """Print what each host has, and what is wrong; returns 1 when anything is."""
-    console = make_console()
+    console = make_console(stderr=as_json)
     token = Token(runs_dir.absolute())
     try:
         asked = [str(token.path), *(str(path.absolute()) for path in paths)]
@@ -40,10 +41,13 @@ def examine(runs_dir: Path, paths: Sequence[Path]) -> int:
                 hosts = tuple(sorted(hosts, key=lambda each: each.node_id != here))
     finally:
         token.remove()
-    console.print(_table(hosts))
     named = {str(token.path): f"{runs_dir.absolute()}, which {host_name()} sees: runs of several hosts need it shared"}
     wrong = [str(node) for node in nodes if node.state is NodeState.MISCONFIGURED]
     wrong += [line for each in hosts for line in problems(each, hosts, named)]
+    if as_json:
+        print_answer(DoctorAnswer(hosts=tuple(map(_answer, hosts)), problems=tuple(wrong)))
+        return EXIT_FAILED if wrong else 0
+    console.print(_table(hosts))
     for line in wrong:
         console.print(f"[bold red]![/] {line}", highlight=False, soft_wrap=True)
     _verdict(console, wrong, len(hosts))
@@ -61,6 +65,18 @@ def problems(one: Host, hosts: Sequence[Host], named: dict[str, str]) -> list[st
     if any(each.locks != one.locks for each in hosts[:1]):
         found.append(f"{who} keeps device locks in {one.locks}, {hosts[0].name} in {hosts[0].locks} (RLIX_LOCK_DIR)")
     return found
+
+
+def _answer(each: Host) -> DoctorHostAnswer:
+    return DoctorHostAnswer(
+        name=each.name,
+        address=each.address,
+        own_name=each.own_name,
+        versions=each.software.versions,
+        shm=each.memory[0],
+        shm_free=each.memory[1],
+        locks=each.locks,
+    )
 
 
 def _table(hosts: Sequence[Host]) -> Table:

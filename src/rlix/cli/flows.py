@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
+from rlix.cli.said_plans import say_plan, say_profile
 from rlix.control.connect import IMPORT_FROM
 from rlix.control.program import attach
 from rlix.control.settings import Settings
@@ -56,18 +55,24 @@ def load_flow(name: str) -> Flow:
 
 
 def profile_flow(
-    name: str, gpus: int, widths: Sequence[int], batches: Sequence[int], repeats: int, timeout_s: float | None
+    name: str,
+    gpus: int,
+    widths: Sequence[int],
+    batches: Sequence[int],
+    repeats: int,
+    timeout_s: float | None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Measure every part on `gpus` devices, and keep the tables of this kind of machine."""
     flow = load_flow(name)
     grid = Grid(tuple(widths) or halves(gpus), tuple(batches) or halves(flow.items, flow.items // 16), repeats)
     with attach(f"profile {flow.name}"[:LONGEST_NAME], gangs={GANG: gpus}, stay=True) as job:
         found = measured(flow, job, timeout_s or DEFAULT_TIMEOUT_S, grid)
-    typer.echo(found.describe())
-    typer.echo(f"kept in {path_of(Settings.from_env().home, flow.name)}")
+    say_profile(found, path_of(Settings.from_env().home, flow.name), as_json=as_json)
 
 
-def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str) -> None:
+def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str, *, as_json: bool = False) -> None:
     """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
     logging.getLogger("rlix.flow").setLevel(logging.WARNING)
     flow = load_flow(name)
@@ -76,5 +81,4 @@ def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str) -> None
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
     only = None if mode == "auto" else Mode(mode)
     planned = flow.plan(known, gpus, device_bytes=memory_gib * 2**30 if memory_gib else float("inf"), mode=only)
-    typer.echo(known.describe())
-    typer.echo(planned.explain())
+    say_plan(planned, known.describe(), planned.explain(), as_json=as_json)

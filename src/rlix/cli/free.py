@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from rlix.cli.answers import FreeAnswer, print_answer
 from rlix.cli.pool import StatusSource, running_pool
 from rlix.cli.text import device_list
 from rlix.cli.view import alarms, make_console
@@ -14,9 +15,9 @@ CALL_TIMEOUT_S = 30.0
 EXIT_FAILED = 1
 
 
-def free_device(device: int, *, sure: bool, ask: Callable[[str], bool]) -> int:
+def free_device(device: int, *, sure: bool, ask: Callable[[str], bool], as_json: bool = False) -> int:
     """End what keeps a quarantined device, once `ask` has been told what that is, unless the user is `sure`."""
-    console = make_console()
+    console = make_console(stderr=as_json)
     with running_pool(Settings.from_env()) as pool:
         if pool is None:
             raise SpecError("no control plane runs here, so no device is in quarantine")
@@ -30,8 +31,11 @@ def free_device(device: int, *, sure: bool, ask: Callable[[str], bool]) -> int:
         ended: tuple[Lease, ...] = get(
             pool.orchestrator.give_up_device.remote(device), what=f"freeing device {device}", timeout_s=CALL_TIMEOUT_S
         )
-    freed = device_list(tuple(sorted({d for lease in ended for d in lease.devices})))
-    console.print(f"free again: {freed}", markup=False, highlight=False)
+    freed = tuple(sorted({d for lease in ended for d in lease.devices}))
+    if as_json:
+        print_answer(FreeAnswer(devices=freed))
+    else:
+        console.print(f"free again: {device_list(freed)}", markup=False, highlight=False)
     return 0
 
 

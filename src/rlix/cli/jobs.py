@@ -15,10 +15,12 @@ import ray
 from ray.exceptions import RayError
 from rich.console import Console
 
+from rlix.cli.answers import DownAnswer, JobsAnswer, StatusAnswer, print_answer
 from rlix.cli.hosts import host_lines
-from rlix.cli.outcome import exit_code, print_failures, print_report, write_reports
+from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.pool import STATUS_TIMEOUT_S, Pool, StatusSource, elsewhere, running_pool
 from rlix.cli.programs import AttachedProgram, asking, find_programs
+from rlix.cli.said_status import job_answer, status_answer
 from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render
@@ -39,6 +41,7 @@ from rlix.control.rpc import in_words
 from rlix.control.settings import Settings
 from rlix.pipeline.jobs.handle import STOPPED_BY, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
+from rlix.protocol.messages import NodeStatus
 
 if TYPE_CHECKING:
     from rlix.pipeline.jobs.status import JobStatus
@@ -53,17 +56,26 @@ _DOWN = "`rlix down`"
 EXIT_FAILED = 1
 
 
-def show_status() -> int:
+def show_status(*, as_json: bool = False) -> int:
     """Print what runs, and who holds what."""
     console = make_console()
     with running_pool(Settings.from_env()) as pool:
         if pool is None:
-            _say_nothing_runs(console)
+            print_answer(StatusAnswer(running=False, said=_nothing_runs())) if as_json else _say_nothing_runs(console)
             return 0
         asked = pool.orchestrator.nodes.remote()
         source = StatusSource(pool)
         before, jobs, control = source(), find_jobs(pool.orchestrator), source()
         statuses = tuple(job.known for job in jobs)
+        launched = {job.pipeline_id for job in jobs}
+        there = {pipeline.pipeline_id for pipeline in before.pipelines}  # others began after the jobs were looked for
+        programs = [pipeline for pipeline in control.pipelines if pipeline.pipeline_id in there - launched]
+        if as_json:
+            hosts: tuple[NodeStatus, ...] = ()
+            with contextlib.suppress(RayError):
+                hosts = ray.get(asked, timeout=STATUS_TIMEOUT_S)
+            print_answer(status_answer(pool.said, jobs, programs, control, hosts))
+            return 0
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
         sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
         _say(console, pool.said)
@@ -73,12 +85,9 @@ def show_status() -> int:
             unknown = "" if status.state == "starting" else ", no run folder"  # it has not said yet
             where = f", {job.run_dir}" if job.run_dir else unknown
             _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}{where}")
-        launched = {job.pipeline_id for job in jobs}
-        there = {pipeline.pipeline_id for pipeline in before.pipelines}  # others began after the jobs were looked for
-        for pipeline in control.pipelines:
-            if pipeline.pipeline_id in there - launched:
-                state = f"ending: {pipeline.ending}" if pipeline.ending else "a program of its own"
-                _say(console, f"{pipeline.name or pipeline.pipeline_id} ({pipeline.pipeline_id}): {state}")
+        for program in programs:
+            state = f"ending: {program.ending}" if program.ending else "a program of its own"
+            _say(console, f"{program.name or program.pipeline_id} ({program.pipeline_id}): {state}")
         with contextlib.suppress(RayError):
             for line in host_lines(ray.get(asked, timeout=STATUS_TIMEOUT_S)):
                 _say(console, line)
@@ -87,43 +96,60 @@ def show_status() -> int:
     return 0
 
 
-def watch_jobs(names: Sequence[str], *, live: bool) -> int:
+def watch_jobs(names: Sequence[str], *, live: bool, as_json: bool = False) -> int:
     """Follow jobs to their end, whoever started them, and report. Ctrl-C leaves; the jobs go on."""
-    console, interrupts = make_console(), Interrupts()
+    console, interrupts = make_console(stderr=as_json), Interrupts()
     with running_pool(Settings.from_env()) as pool:
         jobs = [] if pool is None else select(_all_jobs(pool), names)
         if pool is None or not jobs:
             _say(console, "no job runs here") if pool else _say_nothing_runs(console)
             return EXIT_FAILED if names else 0
-        with interrupts.handled(), screen_on(console, live=live) as screen:
+        with interrupts.handled(), screen_on(console, live=live and not as_json) as screen:
             statuses = watch(jobs, StatusSource(pool), screen, interrupts, time.monotonic, only_look=True)
     if any(status.state not in FINAL_STATES for status in statuses):
         going = ", ".join(status.name for status in statuses if status.state not in FINAL_STATES)
         _say(console, f"left; still running: {going}. Stop them with `rlix stop`.")
         return 0
-    _report(jobs, statuses, console)
+    _report(jobs, statuses, console, as_json=as_json)
     print_failures(statuses)
     return exit_code(statuses, None)
 
 
-def stop_jobs(names: Sequence[str], *, everything: bool, now: bool) -> int:
+def stop_jobs(names: Sequence[str], *, everything: bool, now: bool, as_json: bool = False) -> int:
     """Have jobs write a checkpoint and end, or end at once; returns when they have."""
     if bool(names) == everything:
         raise SpecError("rlix stop: name jobs, or say --all")
-    console = make_console()
+    console = make_console(stderr=as_json)
     with running_pool(Settings.from_env()) as pool:
         if pool is None:
             _say_nothing_runs(console)
+            if as_json:
+                print_answer(JobsAnswer(jobs=()))
             return 0 if everything else EXIT_FAILED
         # Whoever says "all" means the jobs that have checkpoints to write; a program is ended when it is named.
         jobs = select(_all_jobs(pool) if names else find_jobs(pool.orchestrator), names)
         by = "`rlix stop --now`" if now else "`rlix stop`"
-        return 0 if _stop(jobs, console, by, now=now) else EXIT_FAILED
+        ended = _stop(jobs, console, by, now=now)
+        if as_json:
+            print_answer(JobsAnswer(jobs=tuple(job_answer(job.status(), job.run_dir) for job in jobs)))
+        return 0 if ended else EXIT_FAILED
 
 
-def take_down() -> int:
+def take_down(*, as_json: bool = False) -> int:
     """Stop every job, then end the control plane, whatever of it is dead or stopped."""
-    console, settings = make_console(), Settings.from_env()
+    console, settings = make_console(stderr=as_json), Settings.from_env()
+    said = _taken_down(console, settings)
+    if as_json:
+        print_answer(DownAnswer(ended=bool(said), said=said or _nothing_runs()))
+    elif said:
+        _say(console, said)
+    else:
+        _say_nothing_runs(console)
+    return 0
+
+
+def _taken_down(console: Console, settings: Settings) -> str:
+    """What was ended; "" where nothing runs."""
     if elsewhere(settings):
         return _leave_cluster(settings, console)
     if read_announcement(settings.home) is None and is_claimed(settings.home):
@@ -131,8 +157,7 @@ def take_down() -> int:
         await_start(settings.home)
     found = read_announcement(settings.home)
     if found is None:
-        _say_nothing_runs(console)
-        return 0
+        return ""
     try:
         with running_pool(settings) as pool:
             if pool is not None:
@@ -143,23 +168,20 @@ def take_down() -> int:
         logger.warning("%s; ending it all the same", in_words(error) if isinstance(error, RayError) else error)
     note_end(settings.home, found, f"ended by {_DOWN}")
     _end(found, settings)
-    _say(console, f"ended the control plane of process {found.pid}")
-    return 0
+    return f"ended the control plane of process {found.pid}"
 
 
-def _leave_cluster(settings: Settings, console: Console) -> int:
+def _leave_cluster(settings: Settings, console: Console) -> str:
     with running_pool(settings) as pool:
         if pool is None:
-            _say_nothing_runs(console)
-            return 0
+            return ""
         _stop(find_jobs(pool.orchestrator), console, _DOWN)
         # Who followed a job removes its coordinator once it has reported.
         _wait(lambda: not find_jobs(pool.orchestrator), LEAVE_TIMEOUT_S)
         for job in find_jobs(pool.orchestrator):
             job.close(f"{STOPPED_BY}{_DOWN}")
         shutdown()
-        _say(console, f"ended {pool.said}; its Ray goes on")
-    return 0
+        return f"ended {pool.said}; its Ray goes on"
 
 
 def _end(found: Announcement, settings: Settings) -> None:
@@ -234,9 +256,13 @@ def select(jobs: Sequence[LocalJob], names: Sequence[str]) -> list[LocalJob]:
     return chosen
 
 
-def _report(jobs: Sequence[LocalJob], statuses: Sequence["JobStatus"], console: Console) -> None:
+def _report(
+    jobs: Sequence[LocalJob], statuses: Sequence["JobStatus"], console: Console, *, as_json: bool = False
+) -> None:
     ended = [(job.run_dir, status) for job, status in zip(jobs, statuses, strict=True) if job.run_dir is not None]
     if not ended:
+        if as_json:
+            print_json(None, statuses, Path("runs"))
         return
     run_dirs = [Path(status.moved_to or run_dir) for run_dir, status in ended]
     runs_dir = Path(os.path.commonpath([run_dir.parent for run_dir in run_dirs]))
@@ -244,6 +270,9 @@ def _report(jobs: Sequence[LocalJob], statuses: Sequence["JobStatus"], console: 
         report = write_reports(run_dirs, runs_dir)
     except OSError as error:  # their folders are somebody else's
         _say(console, f"no report: {error}")
+        return
+    if as_json:
+        print_json(report, statuses, runs_dir)
         return
     print_report(report, [status for _, status in ended], run_dirs, runs_dir, console)
 
@@ -257,11 +286,14 @@ def _say(console: Console, text: str) -> None:
 
 
 def _say_nothing_runs(console: Console) -> None:
+    _say(console, _nothing_runs())
+
+
+def _nothing_runs() -> str:
     settings = Settings.from_env()
     if not elsewhere(settings) and is_claimed(settings.home):
-        _say(console, f"a control plane is starting or ending here (RLIX_HOME is {settings.home}); try again soon")
-    else:
-        _say(console, f"no control plane runs here (RLIX_HOME is {settings.home}); `rlix run` starts one")
+        return f"a control plane is starting or ending here (RLIX_HOME is {settings.home}); try again soon"
+    return f"no control plane runs here (RLIX_HOME is {settings.home}); `rlix run` starts one"
 
 
 def _wait(done: Callable[[], bool], timeout_s: float) -> bool:

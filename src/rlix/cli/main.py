@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import typer
 
 from rlix.cli import lora
+from rlix.cli.answers import ExportAnswer, print_answer
 from rlix.cli.mistakes import one_message_per_mistake
-from rlix.cli.queue_commands import Given, add_commands
+from rlix.cli.queue_commands import Given, Json, add_commands
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
 from rlix.protocol.errors import SpecError
@@ -57,7 +58,7 @@ def run(
     split: Annotated[
         bool, typer.Option("--split", help="Give each job a fixed equal part of the devices, to compare with sharing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON, on stdout.")] = False,
+    as_json: Json = False,
     live: Live = True,
     private: Annotated[
         bool, typer.Option("--private", help="Use a control plane that ends with this run and is not shared.")
@@ -107,12 +108,13 @@ def check(
         Path | None, typer.Option(help="Folder with the model's config.json, where the job's model is not at hand.")
     ] = None,
     given: Given = None,
+    as_json: Json = False,
 ) -> None:
     """Check jobs without starting anything, and say how much memory each phase will take on a device."""
     from rlix.cli.check import check_specs
 
     with one_message_per_mistake():
-        check_specs(specs, given or (), memory_gib=memory, devices=gpus, model_config=model_config)
+        check_specs(specs, given or (), memory_gib=memory, devices=gpus, model_config=model_config, as_json=as_json)
 
 
 @app.command()
@@ -123,7 +125,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="Where the page goes (default: report.html in or beside the folders).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write report.html about finished (or still running) jobs and print its tables."""
     from rlix.monitor.report import build_report, summary, write_report
@@ -154,6 +156,7 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16 (default: as rollouts held the weights).")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a run's policy as a Hugging Face folder: configuration, weights (safetensors) and tokenizer."""
     with one_message_per_mistake():
@@ -165,16 +168,19 @@ def export(
 
         wanted: int | Literal["best"] | None = "best" if step == "best" else None if step is None else int(step)
         _, source = write(run_dir, out, step=wanted, dtype=dtype)
+    if as_json:
+        print_answer(ExportAnswer(run_dir=str(run_dir), checkpoint=source.name, folder=str(out)))
+        return
     make_console().print(f"{source.name} of {run_dir}: {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
-def status() -> None:
+def status(as_json: Json = False) -> None:
     """Show the jobs that run here, and who holds which device."""
     from rlix.cli.jobs import show_status
 
     with one_message_per_mistake():
-        code = show_status()
+        code = show_status(as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -182,12 +188,13 @@ def status() -> None:
 def doctor(
     paths: Annotated[list[Path] | None, typer.Argument(metavar="[PATH...]", help="What all hosts must have.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    as_json: Json = False,
 ) -> None:
     """Examine the hosts of the pool: versions, names, addresses, what they share and whether they reach each other."""
     from rlix.cli.doctor import examine
 
     with one_message_per_mistake():
-        code = examine(runs_dir, paths or [])
+        code = examine(runs_dir, paths or [], as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -197,12 +204,13 @@ def watch(
         list[str] | None, typer.Argument(metavar="[JOB...]", help="Names or ids; all, if left out.")
     ] = None,
     live: Live = True,
+    as_json: Json = False,
 ) -> None:
     """Follow running jobs, whoever started them, and report at their end. Ctrl-C leaves; the jobs go on."""
     from rlix.cli.jobs import watch_jobs
 
     with one_message_per_mistake():
-        code = watch_jobs(jobs or [], live=live)
+        code = watch_jobs(jobs or [], live=live, as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -211,22 +219,23 @@ def stop(
     jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB...]", help="Names or ids of jobs.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every job that runs here.")] = False,
     now: Annotated[bool, typer.Option("--now", help="End them at once, without a checkpoint.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Have running jobs write a checkpoint and end."""
     from rlix.cli.jobs import stop_jobs
 
     with one_message_per_mistake():
-        code = stop_jobs(jobs or [], everything=everything, now=now)
+        code = stop_jobs(jobs or [], everything=everything, now=now, as_json=as_json)
     raise typer.Exit(code)
 
 
 @app.command()
-def down() -> None:
+def down(as_json: Json = False) -> None:
     """Stop every job that runs here, then end the control plane."""
     from rlix.cli.jobs import take_down
 
     with one_message_per_mistake():
-        code = take_down()
+        code = take_down(as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -234,6 +243,7 @@ def down() -> None:
 def free(
     device: Annotated[int, typer.Argument(help="Id of a device that `rlix status` shows as quarantined.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Give a quarantined device back to the pool, on your word that nobody's memory is on it any more.
 
@@ -243,7 +253,7 @@ def free(
     from rlix.cli.free import free_device
 
     with one_message_per_mistake():
-        code = free_device(device, sure=yes, ask=typer.confirm)
+        code = free_device(device, sure=yes, ask=typer.confirm, as_json=as_json)
     raise typer.Exit(code)
 
 
@@ -251,7 +261,7 @@ Host = Annotated[str, typer.Argument(metavar="NODE", help="Host name, address, o
 
 
 @app.command()
-def drain(node: Host) -> None:
+def drain(node: Host, as_json: Json = False) -> None:
     """Take a host out of service, before maintenance: its devices leave the pool as they become free.
 
     Nothing that runs there is ended: rollouts give their bundles back, gangs finish their phase. `rlix status` says
@@ -260,26 +270,33 @@ def drain(node: Host) -> None:
     from rlix.cli.hosts import cordon
 
     with one_message_per_mistake():
-        code = cordon(node, wanted=True)
+        code = cordon(node, wanted=True, as_json=as_json)
     raise typer.Exit(code)
 
 
 @app.command()
-def uncordon(node: Host) -> None:
+def uncordon(node: Host, as_json: Json = False) -> None:
     """Bring a host back into service that was drained."""
     from rlix.cli.hosts import cordon
 
     with one_message_per_mistake():
-        code = cordon(node, wanted=False)
+        code = cordon(node, wanted=False, as_json=as_json)
     raise typer.Exit(code)
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    answers: Annotated[bool, typer.Option("--answers", help="Of what commands print with --json instead.")] = False,
+) -> None:
     """Print the JSON schema of job files, for editors."""
-    from rlix.pipeline.spec.job import JobSpec
+    if answers:
+        from rlix.cli.answers import schema_of_answers
 
-    described = {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobSpec.model_json_schema()}
+        described = schema_of_answers()
+    else:
+        from rlix.pipeline.spec.job import JobSpec
+
+        described = {"$schema": "https://json-schema.org/draft/2020-12/schema", **JobSpec.model_json_schema()}
     typer.echo(json.dumps(described, indent=1))
 
 
@@ -321,17 +338,18 @@ def profile(
         float | None,
         typer.Option(min=1, help="Seconds for one call of a part (default 600), for one trial of a job (3600)."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what the parts of a flow or of a job cost on this kind of machine."""
     from rlix.cli.flows import is_flow, profile_flow
 
     with one_message_per_mistake():
         if is_flow(name):
-            profile_flow(name, gpus or 4, width or (), batch or (), repeats, timeout)
+            profile_flow(name, gpus or 4, width or (), batch or (), repeats, timeout, as_json=as_json)
         else:
             from rlix.cli.plans import profile_job_file
 
-            profile_job_file(name, gpus, width or (), batch or (), repeats, timeout)
+            profile_job_file(name, gpus, width or (), batch or (), repeats, timeout, as_json=as_json)
 
 
 @app.command()
@@ -347,6 +365,7 @@ def plan(
     mode: Annotated[
         str | None, typer.Option(help="auto, collocated, disaggregated or hybrid (default: as a job says, or auto).")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Say how a flow or a job runs fastest, and what the runner-up would take."""
     from rlix.cli.flows import is_flow, plan_flow
@@ -355,8 +374,8 @@ def plan(
         if memory is not None and not 0 < memory < float("inf"):
             raise SpecError(f"--memory {memory:g}: must be above 0")
         if is_flow(name):
-            plan_flow(name, gpus or 4, memory, mode or "auto")
+            plan_flow(name, gpus or 4, memory, mode or "auto", as_json=as_json)
         else:
             from rlix.cli.plans import plan_job_file
 
-            plan_job_file(name, gpus, memory, mode)
+            plan_job_file(name, gpus, memory, mode, as_json=as_json)

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from rlix.cli.pool import shared_pool
+from rlix.cli.said_plans import say_plan, say_profile
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
@@ -63,6 +64,8 @@ def profile_job_file(
     prompts: Sequence[int],
     repeats: int,
     timeout_s: float | None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Run a few steps of the job for each width, alone where nobody else is in the pool, and keep the tables."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
@@ -75,13 +78,12 @@ def profile_job_file(
     sizes = tuple(prompts) or halves(most, most // 4)
     wanted = trials(spec, devices, tuple(widths) or halves(devices), sizes, repeats)
     with shared_pool(settings, None, devices) as pool, TemporaryDirectory(prefix="rlix-profile-") as folder:
-        typer.echo(pool.said)
+        typer.echo(pool.said, err=as_json)
         runs = [(trial.width, _run(trial, Path(folder), timeout_s or TRIAL_S)) for trial in wanted]
     found = measured(spec, runs, machine())
     path = profile_path(settings.home, spec)
     found.write(path)
-    typer.echo(found.describe())
-    typer.echo(f"kept in {path}")
+    say_profile(found, path, as_json=as_json)
 
 
 def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
@@ -92,11 +94,13 @@ def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
         handle.close()
     if last.state != "finished":
         raise RlixError(f"profile: {trial.spec.name} {last.state}: {last.error or 'it was stopped'}")
-    typer.echo(f"measured on {trial.width} rank(s)")
+    typer.echo(f"measured on {trial.width} rank(s)", err=True)
     return load_run(folder / trial.spec.name)
 
 
-def plan_job_file(name: str, gpus: int | None, memory_gib: float | None, mode: str | None) -> None:
+def plan_job_file(
+    name: str, gpus: int | None, memory_gib: float | None, mode: str | None, *, as_json: bool = False
+) -> None:
     """Explain the fastest plan of a job and its runner-up; what the job says of its clusters' widths does not count."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
     wanted = spec.plan or PlanSpec()
@@ -106,5 +110,5 @@ def plan_job_file(name: str, gpus: int | None, memory_gib: float | None, mode: s
     memory = int(memory_gib * 2**30) if memory_gib else machine_memory()
     spec = spec.model_copy(update={"plan": wanted.model_copy(update={"gpus": devices, "mode": mode or wanted.mode})})
     chosen = choose(spec, range(devices), settings.home, memory)
-    typer.echo(chosen.source)
-    typer.echo(explain(spec, chosen.planned, devices, settings.home, memory))
+    explanation = explain(spec, chosen.planned, devices, settings.home, memory)
+    say_plan(chosen.planned, chosen.source, explanation, as_json=as_json)

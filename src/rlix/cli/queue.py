@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import json
 import re
 import sys
 import time
@@ -15,6 +14,7 @@ import typer
 from pydantic import BaseModel
 from rich.table import Table
 
+from rlix.cli.answers import print_answer
 from rlix.cli.view import make_console
 from rlix.control.settings import Settings
 from rlix.pipeline.spec.job import job_text, load_job, named_files, shipped_jobs, shipped_path
@@ -47,7 +47,7 @@ def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
     client = _client()
     jobs = [_submitted(client, one) for one in asked]
     if as_json:
-        _print_json(models.JobList(jobs=jobs))
+        print_answer(models.JobList(jobs=jobs))
     elif wish.dry_run:
         for job in jobs:
             _say(f"{job.name}: {job.gpus} GPUs for its largest gang, of {_pool_text(client)}; {job.reason}")
@@ -62,7 +62,7 @@ def ps(*, mine: bool, as_json: bool) -> None:
     client = _client()
     jobs = client.jobs(mine=mine)
     if as_json:
-        _print_json(models.JobList(jobs=jobs))
+        print_answer(models.JobList(jobs=jobs))
         return
     _say(_pool_text(client))
     _print_jobs(jobs)
@@ -73,11 +73,11 @@ def history(id: int | None, *, mine: bool, as_json: bool) -> None:
     client = _client()
     if id is None:
         jobs = client.jobs(ended=True, mine=mine)
-        _print_json(models.JobList(jobs=jobs)) if as_json else _print_jobs(jobs)
+        print_answer(models.JobList(jobs=jobs)) if as_json else _print_jobs(jobs)
         return
     found = client.get(f"/v1/jobs/{id}/history", models.History)
     if as_json:
-        _print_json(found)
+        print_answer(found)
         return
     for change in found.changes:
         _say(f"{_when(change.time)}  {change.what}{f' by {change.by}' if change.by else ''}")
@@ -86,7 +86,7 @@ def history(id: int | None, *, mine: bool, as_json: bool) -> None:
 def explain(id: int, *, as_json: bool) -> None:
     """One sentence: why a job waits, what it does, how it ended."""
     job = _client().job(id)
-    _print_json(job) if as_json else _say(f"{job.name} ({job.id}) {_sentence(job)}")
+    print_answer(job) if as_json else _say(f"{job.name} ({job.id}) {_sentence(job)}")
 
 
 def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json: bool) -> None:
@@ -94,14 +94,15 @@ def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json
     client = _client()
     jobs = [client.post(f"/v1/jobs/{id}/{verb}", models.JobView, body) for id in ids]
     if as_json:
-        _print_json(models.JobList(jobs=jobs))
+        print_answer(models.JobList(jobs=jobs))
         return
     for job in jobs:
         _say(f"{job.name} ({job.id}) {_sentence(job)}")
 
 
-def logs(id: int, *, follow: bool, sleep: Callable[[float], None] = time.sleep) -> None:
-    """A job's log so far; with `follow` until it has ended, also while the service is started again."""
+def logs(id: int, *, follow: bool, as_json: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
+    """A job's log so far; with `follow` until it has ended, also while the service is started again. As JSON an object
+    for each part, one a line."""
     client, offset, tries = _client(), 0, 0
     while True:
         try:
@@ -116,7 +117,7 @@ def logs(id: int, *, follow: bool, sleep: Callable[[float], None] = time.sleep) 
             client = _anew(client)
             continue
         tries = 0
-        sys.stdout.write(part.text)
+        sys.stdout.write(f"{part.model_dump_json()}\n" if as_json else part.text)
         sys.stdout.flush()
         if part.next == offset and (not follow or part.ended):
             return
@@ -130,7 +131,7 @@ def usage(since: str, *, as_json: bool, as_csv: bool) -> None:
     at = time.time() - duration(since, "--since")
     found = _client().get("/v1/usage", models.UsageList, since=at)
     if as_json:
-        _print_json(found)
+        print_answer(found)
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, list(models.UsageRow.model_fields), lineterminator="\n")
         writer.writeheader()
@@ -139,10 +140,10 @@ def usage(since: str, *, as_json: bool, as_csv: bool) -> None:
         _print_usage(found)
 
 
-def add_user(name: str, team: str, *, admin: bool) -> None:
+def add_user(name: str, team: str, *, admin: bool, as_json: bool) -> None:
     """Prints the token, which nobody can ask for later."""
     token = _client().post("/v1/users", models.Token, models.NewUser(name=name, team=team, admin=admin))
-    typer.echo(token.token)
+    print_answer(token) if as_json else typer.echo(token.token)
 
 
 def duration(text: str, option: str) -> float:
@@ -251,10 +252,6 @@ def _print_usage(found: models.UsageList) -> None:
 
 def _when(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _print_json(found: BaseModel) -> None:
-    sys.stdout.write(json.dumps(found.model_dump(mode="json"), indent=2) + "\n")
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from rlix.protocol.errors import SpecError
 
 Id = Annotated[int, typer.Argument(metavar="ID", help="A job's number, as `rlix submit` prints it.")]
 Ids = Annotated[list[int], typer.Argument(metavar="ID...", help="Jobs' numbers, as `rlix submit` prints them.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, by the schema of the API.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; anything else goes to stderr.")]
 Mine = Annotated[bool, typer.Option("--mine", help="Only jobs of yours.")]
 Given = Annotated[
     list[str] | None,
@@ -124,13 +124,15 @@ def explain(id: Id, as_json: Json = False) -> None:
 
 
 def logs(
-    id: Id, follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False
+    id: Id,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print a job's log."""
     from rlix.cli import queue
 
     with one_message_per_mistake():
-        queue.logs(id, follow=follow)
+        queue.logs(id, follow=follow, as_json=as_json)
 
 
 def cancel(ids: Ids, as_json: Json = False) -> None:
@@ -182,12 +184,13 @@ def user(
     admin: Annotated[
         bool, typer.Option("--admin", help="May do with every job what its owner may, and add users.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Add a user of the queue, and print the token that the user sets as RLIX_TOKEN."""
     from rlix.cli import queue
 
     with one_message_per_mistake():
-        queue.add_user(name, team, admin=admin)
+        queue.add_user(name, team, admin=admin, as_json=as_json)
 
 
 def _act(ids: list[int], verb: str, as_json: bool) -> None:

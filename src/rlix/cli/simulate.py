@@ -30,7 +30,9 @@ def simulate(
     gangs_move: Annotated[bool, typer.Option("--gangs-move", help="Let gangs run on any block of their size.")] = False,
     gangs_narrow: Annotated[bool, typer.Option("--gangs-narrow", help="And on any block of fewer GPUs.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Repeat with this many seeds.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here ('-': stdout).")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON on stdout; anything else goes to stderr.")
+    ] = False,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")] = None,
     check_every: Annotated[int, typer.Option(min=1, help="Validate every n-th plan.")] = 1,
 ) -> None:
@@ -45,14 +47,14 @@ def simulate(
             policy_named(name)
         with _quiet():
             rows = _run(loaded, names, seeds, check_every, html_file is not None, messages)
-        if json_file is not None:
-            _write(json_file, json.dumps([row.to_json() for row in rows], indent=1) + "\n", "--json")
         if html_file is not None:
             _write(html_file, render(loaded.name, loaded.description, rows), "--html")
     except RlixError as error:
         messages.print(f"[bold red]rlix:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, SpecError) else 1) from None
-    if json_file is None or str(json_file) != "-":
+    if as_json:
+        typer.echo(json.dumps([row.to_json() for row in rows], indent=1))
+    else:
         _show(loaded, rows)
 
 
@@ -96,9 +98,6 @@ def _run(
 
 
 def _write(path: Path, text: str, option: str) -> None:
-    if str(path) == "-":
-        typer.echo(text, nl=False)
-        return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
