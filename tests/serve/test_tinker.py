@@ -691,6 +691,27 @@ def test_a_sampler_that_is_made_again_has_its_copies(client: Client) -> None:
     assert client.post("join_sampling_session", sampling_session_id=sampler)["client_counter"] == 2
 
 
+def test_what_is_asked_while_training_begins_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+    looked, begin = threading.Event(), threading.Event()
+    start = training.Trainer.start
+
+    def slowly(self: training.Trainer) -> None:
+        start(self)
+        looked.set()
+        assert begin.wait(WAIT_S)
+
+    monkeypatch.setattr(training.Trainer, "start", slowly)
+    with Server(tmp_path) as server:
+        client._http = server.http
+        assert looked.wait(WAIT_S)
+        future = client.run_pass(DATA)
+        begin.set()
+        assert loss_of(client.result(future)) > 0
+
+
 def test_states_of_models_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
     with Server(tmp_path, state_every=1) as server:
         client = server.client()

@@ -173,9 +173,9 @@ class Live:
             finished=means.finished,
             most=self._adapters,
         )
-        trainer.start()
         with self._lock:
             self._trainer, self._samples = trainer, samples
+            trainer.start()  # after it is known: what was asked before is in the journal, and it is told of the rest
             own = {sampler.id for sampler in journal.samplers() if self._samples_of(sampler)}
             for operation in journal.queued():
                 if operation.target in own:

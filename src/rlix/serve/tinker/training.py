@@ -129,7 +129,8 @@ class Trainer:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float = 30.0) -> None:
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def why(self, model: str) -> str:
         """Why an operation of a model is not through, in a sentence."""
