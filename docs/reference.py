@@ -144,7 +144,37 @@ def http_api() -> str:
         ]
         about = [_line(schema["description"]), ""] if "description" in schema else []
         parts += [f"## {name}", "", *about, "| field | type | |", "|---|---|---|", *rows, ""]
-    return "\n".join(parts)
+    return "\n".join([*parts, *prometheus()])
+
+
+def prometheus() -> list[str]:
+    rows = []
+    for node in ast.walk(ast.parse((SOURCES / "serve" / "api" / "metrics.py").read_text())):
+        if isinstance(node, ast.Call):
+            given, kind = node.args, getattr(node.func, "id", "")
+        elif isinstance(node, ast.Tuple):
+            given, kind = node.elts, "a counter of a job" if len(node.elts) == 4 else "a gauge of a job"
+        else:
+            continue
+        texts = [one.value for one in given[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        if len(texts) == 2 and texts[0].startswith("rlix_"):
+            labels = _labels(node, kind)
+            name = texts[0] + ("_total" if "counter" in kind.lower() and not texts[0].endswith("_total") else "")
+            rows.append((node.lineno, f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {texts[1]} |"))
+    head = ["## `GET /metrics`", "", "For Prometheus, with a token like everything else.", ""]
+    return [*head, "| metric | labels | |", "|---|---|---|", *(row for _, row in sorted(rows)), ""]
+
+
+def _labels(node: ast.Call | ast.Tuple, kind: str) -> list[str]:
+    if isinstance(node, ast.Tuple):
+        own = node.elts[2] if len(node.elts) == 4 else None
+        return ["id", "name", "owner", "team", *(_texts(own) if own else [])]
+    given = [one.value for one in node.keywords if one.arg == "labels"]
+    return _texts(given[0]) or ["team"] if given else []
+
+
+def _texts(node: ast.expr) -> list[str]:
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
 
 
 def _body(content: dict[str, Any] | None) -> str:
