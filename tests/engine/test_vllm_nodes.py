@@ -52,8 +52,6 @@ with two_raylets(1) as address:
     engine.update_weights(publish(named_weights(model(4, CONFIG)).items(), 9))
     got["updated"] = answers() == expected(model(4, CONFIG))
     got["held"] = holders()
-    engine.cpu()
-    engine.cuda()
     with TrainEngine((Policy, CONFIG)).build(seed=3, devices=devices[:1]) as trainer:
         got["transports"] = trainer.p2p_weight_sync(engine, transport="direct").transports
         trained = model(0, CONFIG)
