@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import ControlStatus, LeaseRecord
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.api.client import Client, UnreachableError, connect
 from rlix.serve.api.models import JobView, Submission
@@ -46,6 +47,9 @@ class EndlessRunner:
     def control(self) -> Control:
         return Control()
 
+    def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
+        return ControlStatus((), (), (), 0), ()
+
     def start(self, work: Work) -> None: ...
 
     def look(self, works: Sequence[Work]) -> Mapping[int, Seen]:
@@ -65,6 +69,9 @@ class InstantRunner:
 
     def control(self) -> Control:
         return Control()
+
+    def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
+        return ControlStatus((), (), (), 0), ()
 
     def start(self, work: Work) -> None:
         note = work.folder / f"note-{work.attempt}"

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-MAY_SKIP = {"gpu", "root"}
+MAY_SKIP = {"gpu", "root", "browser"}
 """Markers of what a machine may lack. Everything else that the suite needs is installed with it."""
 
 

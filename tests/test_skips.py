@@ -1,4 +1,4 @@
-"""A test that does not run says nothing: only a GPU, or root, may be what a run lacks."""
+"""A test that does not run says nothing: only a GPU, a browser, or root, may be what a run lacks."""
 
 import subprocess
 import sys
@@ -42,4 +42,4 @@ def test_a_skip_for_anything_else_fails_the_run(tmp_path: Path) -> None:
         cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert "1 failed, 2 skipped, 1 xfailed, 2 errors" in run.stdout, run.stdout
-    assert "only ['gpu', 'root'] may be missing" in run.stdout
+    assert "only ['browser', 'gpu', 'root'] may be missing" in run.stdout

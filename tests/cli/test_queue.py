@@ -15,6 +15,7 @@ from benchmarks.queue_service import Served
 from rlix.cli.main import app
 from rlix.cli.queue import FOLLOW_TRIES, logs
 from rlix.serve.api.client import UnreachableError, connect
+from rlix.serve.api.models import TimelineView
 from tests.cli.commands import END_TIMEOUT_S, JOB, Command
 
 OWN = """
@@ -174,6 +175,8 @@ def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
             ended = sorted(client.jobs(ended=True), key=lambda job: job.id)
             time.sleep(0.5)
         assert [(job.outcome, job.reason, job.requeues) for job in ended] == [("finished", "", 0)] * 2
+        timeline = client.get("/v1/timeline", TimelineView, seconds=3600)
+        assert len(timeline.lanes) == 8 and {"rollout", "actor_training"} <= set(timeline.phases), "the page has it"
         for job in ended:
             rows = (Path(job.run_dir) / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(row)["step"] for row in rows] == [0, 1, 2, 3]

@@ -3,7 +3,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.cli.stalls import Stalls, waits
+from rlix.cli.stalls import Stalls
+from rlix.monitor.waits import waits
 from rlix.protocol.messages import Cluster, ControlStatus, Demand, LeaseState, LeaseStatus, PipelineStatus, Waiting
 from rlix.protocol.types import Phase
 from tests.cli.fakes import control, job_status, lease
@@ -11,6 +12,7 @@ from tests.cli.fakes import control, job_status, lease
 TRAIN = Cluster("actor_train", 2, (0, 1))
 INFER = Cluster("actor_infer", 1, (0, 1, 2, 3), elastic=True)
 SORT, COPY = job_status("sort", "ft_1"), job_status("copy", "ft_2")
+CALLED = {"ft_1": "sort", "ft_2": "copy"}
 
 
 def pipeline(
@@ -33,18 +35,18 @@ def test_who_waits_for_what_and_on_whom() -> None:
             lease(3, "ft_2", (3,)),
         ),
     )
-    first, second = waits(status, [SORT, COPY])
+    first, second = waits(status, CALLED)
     assert first.sentence("0:01:10") == (
         "sort waits since 0:01:10 for devices 0–1 (actor train): copy holds 0 for rollout, giving way; "
         "ft_3 holds 1 for critic training; copy waits for 0–1, too"
     )
     assert second.sentence().startswith("copy waits for devices 0–1 (actor train): ")
     asked = Waiting("ft_1", "actor_train", Phase.ACTOR_TRAINING, 1e9, "", ((1,),))  # a part of its devices
-    first, _ = waits(replace(status, waiting=(asked,)), [SORT, COPY])
+    first, _ = waits(replace(status, waiting=(asked,)), CALLED)
     held, rival = "sort waits for devices 1 (actor train): ft_3 holds 1 for critic training", "copy waits for 0–1, too"
     assert first.sentence() == f"{held}; {rival}"
     others = [Waiting("ft_2", "actor_train", Phase.ACTOR_TRAINING, 1e9, "", c) for c in (((0,),), ((1,), (0,)))]
-    elsewhere, perhaps_there = (waits(replace(status, waiting=(asked, other)), [SORT, COPY])[0] for other in others)
+    elsewhere, perhaps_there = (waits(replace(status, waiting=(asked, other)), CALLED)[0] for other in others)
     assert elsewhere.sentence() == held
     assert perhaps_there.sentence() == f"{held}; copy waits for 1, too"
 
@@ -52,28 +54,28 @@ def test_who_waits_for_what_and_on_whom() -> None:
 def test_a_wait_says_since_when_the_control_plane_knows_of_it() -> None:
     asked = Waiting("ft_1", "actor_train", Phase.ACTOR_TRAINING, 1e9, "")
     status = replace(pool(pipeline("ft_1", "actor_train"), pipeline("ft_2", demand=5)), waiting=(asked,))
-    assert [wait.since for wait in waits(status, [SORT, COPY])] == [1e9, None]
+    assert [wait.since for wait in waits(status, CALLED)] == [1e9, None]
 
 
 def test_its_own_rollout_may_be_in_the_way_but_not_the_lease_it_is_about_to_get() -> None:
     own = LeaseStatus(replace(lease(1, "ft_1", (0, 1)).lease, cluster="actor_train"), LeaseState.PENDING)
     status = pool(pipeline("ft_1", "actor_train"), leases=(own, lease(2, "ft_1", (1,), LeaseState.DRAINING)))
-    (wait,) = waits(status, [SORT])
+    (wait,) = waits(status, CALLED)
     assert wait.reasons == ("sort holds 1 for rollout, giving way",)
 
 
 def test_a_rollout_without_any_device_waits() -> None:
     holder = lease(1, "ft_2", (0, 1, 2, 3), phase=Phase.ACTOR_TRAINING)
-    (wait,) = waits(pool(pipeline("ft_1", demand=5), leases=(holder,)), [SORT, COPY])
+    (wait,) = waits(pool(pipeline("ft_1", demand=5), leases=(holder,)), CALLED)
     assert wait.sentence() == (
         "sort waits for a rollout device out of 0–3 (actor infer): copy holds 0–3 for actor training"
     )
-    assert waits(pool(pipeline("ft_1", demand=0)), [SORT]) == ()
-    assert waits(pool(pipeline("ft_1", demand=5), leases=(lease(1, "ft_1", (3,)),)), [SORT]) == ()
+    assert waits(pool(pipeline("ft_1", demand=0)), CALLED) == ()
+    assert waits(pool(pipeline("ft_1", demand=5), leases=(lease(1, "ft_1", (3,)),)), CALLED) == ()
 
 
 def test_nobody_in_the_way_is_said_too() -> None:
-    (wait,) = waits(pool(pipeline("ft_1", "actor_train")), [SORT])
+    (wait,) = waits(pool(pipeline("ft_1", "actor_train")), CALLED)
     assert wait.reasons == ("nobody holds them: the scheduler has not come to it",)
 
 

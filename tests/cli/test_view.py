@@ -9,8 +9,9 @@ from ray._private import worker as ray_worker
 from rich.console import Console
 
 from rlix.cli.pool import _let_ray_print
-from rlix.cli.text import count, device_list, still
+from rlix.cli.text import count, still
 from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
+from rlix.monitor.waits import device_list
 from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Process
 from rlix.protocol.types import Phase

@@ -133,6 +133,9 @@ def test_two_jobs_take_turns_and_epochs_grow(make_job: MakeJob, ray_session: Any
     assert records[2].waited_s is not None
     assert records[2].waited_s > 0.0
     assert second.client.lease_log(records[2].number) == records[3:]
+    everybodys = ask(ray_session.leases_since.remote(records[1].number))
+    assert [r for r in everybodys if r.lease.pipeline_id == second.id] == list(records[2:])
+    assert all(r.number > records[1].number for r in everybodys)
 
 
 def test_priority_decides_who_is_next(make_job: MakeJob) -> None:

@@ -1,8 +1,11 @@
 """A pool on a clock that a test turns: what runs there, until the test says otherwise."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rlix.protocol.errors import RlixError
+from rlix.protocol.messages import ControlStatus, Device, DeviceKind, Lease, LeaseRecord, LeaseState, LeaseStatus
+from rlix.protocol.types import Phase
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.queue.runner import Control, Is, Seen, Work
 
@@ -24,11 +27,30 @@ class FakePool:
         self.runs: dict[tuple[int, int], Seen] = {}  # by job and attempt
         self.started: list[tuple[int, int]] = []
         self.stopped: list[tuple[int, bool]] = []
+        found = tuple(Device(i, "node", "127.0.0.1", i, DeviceKind.CPU) for i in range(devices))
+        self.status = ControlStatus(found, (), (), 0)
+        self.records: list[LeaseRecord] = []
 
     def devices(self) -> int:
         if self.away:
             raise RlixError(self.away)
         return self.size
+
+    def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
+        self.devices()
+        return self.status, [record for record in self.records if record.number > since]
+
+    def lend(self, clock: Clock, pipeline_id: str, devices: Sequence[int], epoch: int, phase: Phase) -> None:
+        """From now on."""
+        lease = Lease(epoch, pipeline_id, "actor_train", phase, tuple(devices))
+        self.records.append(LeaseRecord(int(clock.now * 1e6) + epoch, "granted", lease, clock.now))
+        self.status = replace(self.status, leases=(*self.status.leases, LeaseStatus(lease, LeaseState.ACTIVE)))
+
+    def give_back(self, clock: Clock, epoch: int) -> None:
+        (lease,) = (status.lease for status in self.status.leases if status.lease.epoch == epoch)
+        self.records.append(LeaseRecord(int(clock.now * 1e6) + epoch, "released", lease, clock.now))
+        left = tuple(status for status in self.status.leases if status.lease is not lease)
+        self.status = replace(self.status, leases=left)
 
     def control(self) -> Control:
         self.devices()

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from rlix.cli.answers import FreeAnswer, print_answer
 from rlix.cli.pool import StatusSource, running_pool
-from rlix.cli.text import device_list
 from rlix.cli.view import alarms, make_console
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
+from rlix.monitor.waits import device_list
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import ControlStatus, Lease, LeaseState
 

@@ -21,7 +21,6 @@ from rlix.cli.outcome import exit_code, print_failures, print_json, print_report
 from rlix.cli.pool import STATUS_TIMEOUT_S, Pool, StatusSource, elsewhere, running_pool
 from rlix.cli.programs import AttachedProgram, asking, find_programs
 from rlix.cli.said_status import job_answer, status_answer
-from rlix.cli.stalls import waits
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render
 from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, watch
@@ -39,6 +38,7 @@ from rlix.control.init import shutdown
 from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import in_words
 from rlix.control.settings import Settings
+from rlix.monitor.waits import waits
 from rlix.pipeline.jobs.handle import STOPPED_BY, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import NodeStatus
@@ -77,7 +77,10 @@ def show_status(*, as_json: bool = False) -> int:
             print_answer(status_answer(pool.said, jobs, programs, control, hosts))
             return 0
         elapsed_s = time.time() - pool.daemon.started if pool.daemon else 0.0
-        sentences = tuple(wait.sentence(_time_of_day(wait.since)) for wait in waits(control, statuses))
+        sentences = tuple(
+            wait.sentence(_time_of_day(wait.since))
+            for wait in waits(control, {status.pipeline_id: status.name for status in statuses})
+        )
         _say(console, pool.said)
         console.print(render(Snapshot(statuses, control, elapsed_s, None, stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):

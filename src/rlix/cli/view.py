@@ -11,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlix.cli.text import clock, device_list, words
+from rlix.cli.text import clock
+from rlix.monitor.waits import device_list, pipeline_names, process_list, words
 from rlix.protocol.messages import ControlStatus, LeaseState, LeaseStatus
 
 if TYPE_CHECKING:
@@ -111,18 +112,6 @@ def _kept_by(control: ControlStatus, status: LeaseStatus) -> str:
     pids = process_list(control, status, limit=None)
     name = pipeline_names(control).get(status.lease.pipeline_id, status.lease.pipeline_id)
     return f"{name} ({words(status.lease.phase.name.lower())}{f', process {pids}' if pids else ''})"
-
-
-def pipeline_names(control: ControlStatus) -> dict[str, str]:
-    """What people call each pipeline, by its id."""
-    return {pipeline.pipeline_id: pipeline.name or pipeline.pipeline_id for pipeline in control.pipelines}
-
-
-def process_list(control: ControlStatus, status: LeaseStatus, limit: int | None = 3) -> str:
-    """ "4711, 4712 +6": whose bytes are under a lease; the first `limit` of them, and how many more."""
-    pids = [str(process.pid) for process in control.holders.get(status.lease.epoch, ())]
-    more = f" +{len(pids) - limit}" if limit is not None and len(pids) > limit else ""
-    return ", ".join(pids[:limit]) + more
 
 
 def render(snapshot: Snapshot) -> Group:

@@ -1,12 +1,14 @@
 """What happened to each pipeline's leases, for the job's own record."""
 
 from collections import deque
+from itertools import takewhile
 from typing import Literal
 
 from rlix.protocol.messages import Lease, LeaseRecord, ReleaseReason
 
 KEPT_RECORDS = 10_000
 KEPT_PIPELINES = 256
+MOST_TOLD = 50_000
 
 
 class LeaseLog:
@@ -40,6 +42,14 @@ class LeaseLog:
     def since(self, pipeline_id: str, number: int) -> tuple[LeaseRecord, ...]:
         """The records after `number` (0: all that are kept), oldest first."""
         return tuple(record for record in self._records.get(pipeline_id, ()) if record.number > number)
+
+    def all_since(self, number: int) -> tuple[LeaseRecord, ...]:
+        """Of every pipeline, the records after `number`, those of one in order; the latest, where they are many."""
+        found = [
+            r for records in self._records.values() for r in takewhile(lambda r: r.number > number, reversed(records))
+        ]
+        found.sort(key=lambda record: record.number)
+        return tuple(found[-MOST_TOLD:])
 
     def gave_back(self, pipeline_id: str, epoch: int) -> bool:
         """Whether the lease has ended, and by its holder's word."""

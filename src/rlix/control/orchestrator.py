@@ -11,7 +11,16 @@ from rlix.control.status import unpacked
 from rlix.control.watchdog import here, watch_over, watch_over_coordinators
 from rlix.node.host import Host
 from rlix.node.memory import KEPT, set_oom_score
-from rlix.protocol.messages import ControlStatus, Device, Lease, NodeStatus, Process, Registration, StartNeed
+from rlix.protocol.messages import (
+    ControlStatus,
+    Device,
+    Lease,
+    LeaseRecord,
+    NodeStatus,
+    Process,
+    Registration,
+    StartNeed,
+)
 from rlix.protocol.types import NAMESPACE, RESOURCE_MANAGER_ACTOR_NAME, SCHEDULER_ACTOR_NAME
 
 CALL_TIMEOUT_S = 30.0
@@ -110,6 +119,11 @@ class Orchestrator:
     def status(self) -> ControlStatus:
         """Everything a terminal view shows; cheap enough to poll."""
         return unpacked(*self._ask("status"))
+
+    def leases_since(self, number: int) -> tuple[LeaseRecord, ...]:
+        """What happened to all leases after record `number` (a unix time in microseconds), as far as kept."""
+        records: tuple[LeaseRecord, ...] = self._ask("leases_since", number)
+        return records
 
     def devices(self) -> tuple[Device, ...]:
         """The pool's devices, by id; nodes come and go, so ids have gaps."""

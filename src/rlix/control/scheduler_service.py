@@ -376,6 +376,10 @@ class Scheduler:
         """What happened to the pipeline's leases after record number `since`."""
         return (await self._core()).known.log.since(pipeline_id, since)
 
+    async def leases_since(self, number: int) -> tuple[LeaseRecord, ...]:
+        """What happened to all leases after record number `number`, as far as it is kept."""
+        return (await self._core()).known.log.all_since(number)
+
     async def why_ended(self, pipeline_id: str) -> str:
         """Why a pipeline ends or has ended; "" when nothing is known of that."""
         core = await self._core()

@@ -155,7 +155,7 @@ def load_run(directory: Path) -> RunRecord:
         kind = row.get("type")
         if kind in _PARSERS:
             by_type[kind].append(_parse(where, row, _PARSERS[kind]))
-    rows = [_parse(where, row, _metrics_row) for where, row in _read_lines(directory / "metrics.jsonl")]
+    rows = [_parse(where, row, metrics_row) for where, row in _read_lines(directory / "metrics.jsonl")]
     metrics = {row["step"]: row for row in rows}  # a step done again after a resume replaces its first try
     return RunRecord(
         name=str(spec.get("name") or directory.resolve().name),
@@ -167,7 +167,7 @@ def load_run(directory: Path) -> RunRecord:
         job_events=tuple(by_type["job"]),
         devices=by_type["pool"][-1] if by_type["pool"] else (),
         checkpoints=tuple(by_type["checkpoint"]),
-        samples=tuple(_parse(where, row, _sample) for where, row in _read_lines(directory / "samples.jsonl")),
+        samples=tuple(_parse(where, row, sample_text) for where, row in _read_lines(directory / "samples.jsonl")),
     )
 
 
@@ -217,7 +217,8 @@ def runs_of(record: RunRecord) -> tuple[RunRecord, ...]:
     return tuple(replace(load_run(folder), name=f"{record.name}/{folder.name}") for folder in folders)
 
 
-def _metrics_row(row: dict[str, Any]) -> dict[str, float]:
+def metrics_row(row: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of `metrics.jsonl`. Raises KeyError: it says no step."""
     if "step" not in row:
         raise KeyError("step")
     return {key: float(value) for key, value in row.items() if isinstance(value, int | float) and isfinite(value)}
@@ -263,7 +264,8 @@ def _checkpoint(row: dict[str, Any]) -> Checkpoint:
     return Checkpoint(step=int(row["step"]), path=str(row["path"]), time=float(row["time"]))
 
 
-def _sample(row: dict[str, Any]) -> SampleText:
+def sample_text(row: dict[str, Any]) -> SampleText:
+    """A line of `samples.jsonl`. Raises KeyError, TypeError or ValueError: it is none."""
     return SampleText(
         step=int(row["step"]),
         evaluation=bool(row.get("evaluation")),

@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rlix.monitor.accounting import Accounting, account, adapter_use, contended_window, device_ids, lanes, shared_window
+from rlix.monitor.curves import cut, short
 from rlix.monitor.records import PoolDevice, RunRecord, SampleText, load_run, runs_of
 from rlix.monitor.split import SplitEstimate, split_estimate
 from rlix.monitor.tables import (
@@ -29,7 +30,6 @@ from rlix.monitor.tables import (
 from rlix.protocol.types import REPORT_FILE, REPORTS_FOLDER, Phase
 
 SCRIPTS = ("common.js", "timeline.js", "curves.js", "start.js")
-LONGEST_TEXT = 2000  # characters of a sample
 PHASE_ORDER = {phase.name.lower(): phase.value for phase in Phase}
 
 
@@ -195,13 +195,7 @@ def _chosen(samples: Sequence[SampleText]) -> list[SampleText]:
         steps = {sample.step for sample in of_kind}
         ends = {min(steps), max(steps)} if steps else set()
         chosen += [sample for sample in of_kind if sample.step in ends]
-    return [replace(s, prompt=_cut(s.prompt, head=False), completion=_cut(s.completion)) for s in chosen]
-
-
-def _cut(text: str, *, head: bool = True) -> str:
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} …" if head else f"… {text[-LONGEST_TEXT:]}"
+    return [replace(s, prompt=cut(s.prompt, head=False), completion=cut(s.completion)) for s in chosen]
 
 
 def _job_data(record: RunRecord, origin: float) -> dict[str, Any]:
@@ -210,14 +204,9 @@ def _job_data(record: RunRecord, origin: float) -> dict[str, Any]:
         "name": record.name,
         "step": [int(row["step"]) for row in record.metrics],
         "time": [round(row.get("time", origin) - origin, 3) for row in record.metrics],
-        "metrics": {key: [_short(row.get(key)) for row in record.metrics] for key in keys},
+        "metrics": {key: [short(row.get(key)) for row in record.metrics] for key in keys},
         "events": [{"name": event.event, "time": round(event.time - origin, 3)} for event in record.job_events],
     }
-
-
-def _short(value: float | None) -> float | None:
-    """Six digits are more than a curve can show."""
-    return None if value is None else float(f"{value:.6g}")
 
 
 def _embed(data: dict[str, Any]) -> str:

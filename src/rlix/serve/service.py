@@ -14,13 +14,14 @@ import uvicorn
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import State
 from rlix.serve.api.app import Service, make_app
+from rlix.serve.page.live import Live
 from rlix.serve.queue.accounts import Accounts, read_run
 from rlix.serve.queue.config import FILE as CONFIG_FILE
 from rlix.serve.queue.config import load_config
 from rlix.serve.queue.keeper import Keeper
 from rlix.serve.queue.runner import Runner
 from rlix.serve.queue.store import FILE, Store
-from rlix.serve.queue.users import Users
+from rlix.serve.queue.users import TOKEN_FILE, Users
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ def serve(options: ServeOptions, runner: Runner) -> None:
         users.first(options.home)
         keeper = Keeper(store, runner, config, options.home, options.runs_dir.absolute(), now=time.time)
         accounts = Accounts(store, keeper.usage)
-        app = make_app(Service(keeper, users, accounts))
+        live = Live(keeper, accounts, time.time)
+        app = make_app(Service(keeper, users, accounts, live))
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -68,10 +70,10 @@ def serve(options: ServeOptions, runner: Runner) -> None:
                 ssl_keyfile=options.key,
             )
         )
-        asyncio.run(_run(server, keeper, accounts, options))
+        asyncio.run(_run(server, keeper, accounts, live, options))
 
 
-async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, options: ServeOptions) -> None:
+async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, live: Live, options: ServeOptions) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:
         if serving.done():
@@ -81,7 +83,7 @@ async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, optio
     scheme = "https" if options.certificate is not None else "http"
     _announce(options.home, f"{scheme}://{options.host}:{port}")
     others = [asyncio.create_task(keeper.run()), asyncio.create_task(_account(keeper, accounts))]
-    others.append(asyncio.create_task(_forget(keeper)))
+    others += [asyncio.create_task(_forget(keeper)), asyncio.create_task(live.run())]
     try:
         done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -125,4 +127,6 @@ def _announce(home: Path, url: str) -> None:
     partial = home / f"{ADDRESS_FILE}.partial"
     partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     partial.rename(home / ADDRESS_FILE)
-    logger.warning("the queue answers at %s", url)
+    logger.warning(
+        "the queue answers at %s; open it in a browser, and sign in with the token in %s", url, home / TOKEN_FILE
+    )

@@ -24,6 +24,13 @@ function clock(seconds, step = 1) {
   return `${Math.floor(seconds / 3600)}:${String(Math.floor(seconds / 60) % 60).padStart(2, "0")}:${padded}`;
 }
 
+// A time of the timeline: since the first job started or, where `data` says when that was, of the day.
+function stamp(seconds, step) {
+  if (data.origin === undefined) return clock(seconds, step);
+  const day = new Date((data.origin + seconds) * 1000);
+  return day.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...(step < 60 ? { second: "2-digit" } : {}), hour12: false });
+}
+
 function niceStep(range, count, time) {
   const raw = range / Math.max(1, count);
   if (time && raw > 5) return [10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400].find((s) => s >= raw) ?? 86400;

@@ -23,7 +23,7 @@ function chart(box, key, axis) {
   const width = Math.max(280, box.clientWidth), height = 240, left = 46, bottom = 24, top = 8;
   box.replaceChildren();
   const svg = node(box, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${key} of each job` });
-  const lines = [...data.jobs, ...data.runs].map((job, index) => ({ index, name: job.name, xs: job[axis], ys: job.metrics[key] ?? [] }))
+  const lines = curved().map((job, index) => ({ index, name: job.name, xs: job[axis], ys: job.metrics[key] ?? [] }))
     .filter((line) => line.ys.some((y) => y !== null))
     // An evaluation is not part of every step: its points are joined over the steps between.
     .map((line) => (key.startsWith("eval/") ? { ...line, xs: line.xs.filter((_, i) => line.ys[i] !== null), ys: line.ys.filter((v) => v !== null) } : line));
@@ -74,14 +74,20 @@ function chart(box, key, axis) {
   svg.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); hideTip(); };
 }
 
-const keys = [...new Set([...data.jobs, ...data.runs].flatMap((job) => Object.keys(job.metrics)))].sort();
+const curved = () => data.curves ?? [...data.jobs, ...data.runs];
 const charts = [...document.querySelectorAll(".charts .card")].map((card) => {
   const metric = card.querySelector(".metric"), axis = card.querySelector(".axis"), box = card.querySelector(".chart");
   const wanted = metric.dataset.default;
-  for (const key of keys.includes(wanted) ? keys : [wanted, ...keys]) {
-    metric.add(new Option({ exact: "exact match", kl: "KL" }[key] ?? words(key), key, false, key === wanted));
-  }
-  const redraw = () => chart(box, metric.value, axis.value);
+  let before = null;
+  const fill = () => {
+    const keys = [...new Set([wanted, ...curved().flatMap((job) => Object.keys(job.metrics))])].sort();
+    if (keys.join() === before) return;
+    before = keys.join();
+    const chosen = keys.includes(metric.value) ? metric.value : wanted;
+    metric.replaceChildren();
+    for (const key of keys) metric.add(new Option({ exact: "exact match", kl: "KL" }[key] ?? words(key), key, false, key === chosen));
+  };
+  const redraw = () => { fill(); chart(box, metric.value, axis.value); };
   metric.onchange = axis.onchange = redraw;
   return redraw;
 });

@@ -2,13 +2,26 @@
 const timeline = document.getElementById("timeline");
 const overview = document.getElementById("overview");
 const colourBy = document.getElementById("color-by");
-const end = Math.max(data.end, 1e-3);
-const view = { start: 0, end };
-const LEFT = 34, AXIS = 22, LANE = data.devices.length > 16 ? 16 : 32, GAP = 6;
-const lanes = new Map(data.devices.map((device, index) => [device.id, { index, spans: [] }]));
-for (const [device, job, phase, kind, from, to, step] of data.spans) {
-  lanes.get(device).spans.push({ job, phase: data.phases[phase], kind, from, to, step });
+const LEFT = data.left ?? 34, AXIS = 22;
+const view = { start: 0, end: 0 };
+let end, lanes, LANE, GAP, stacked;
+
+// What is drawn of `data`; to be called again when that has changed.
+function load() {
+  const count = data.devices.length;
+  end = Math.max(data.end, 1e-3);
+  LANE = count > 32 ? 10 : count > 16 ? 16 : 32;
+  GAP = count > 32 ? 3 : 6;
+  stacked = null;
+  lanes = new Map(data.devices.map((device, index) => [device.id, { index, spans: [], shared: false }]));
+  for (const [device, job, phase, kind, from, to, step, share = 1] of data.spans) {
+    const lane = lanes.get(device);
+    lane.spans.push({ job, phase: data.phases[phase], kind, from, to, step, share });
+    lane.shared ||= share < 1;
+  }
 }
+load();
+view.end = end;
 
 function setView(start, stop) {
   const width = clamp(stop - start, Math.min(end, 0.05), end);
@@ -21,6 +34,7 @@ const zoom = (factor, at = (view.start + view.end) / 2) =>
 
 function paint(span) {
   if (SWITCHING.has(span.kind)) return [css("--switch"), 1];
+  if (span.job < 0) return [css("--held"), 1];
   if (colourBy.value === "phase") return [colour(data.phases.indexOf(span.phase)), 1];
   return [colour(span.job), strength(span.phase)];
 }
@@ -32,7 +46,7 @@ function firstVisible(spans) {
     const middle = (low + high) >> 1;
     if (spans[middle].to < view.start) low = middle + 1; else high = middle;
   }
-  return Math.max(0, low - 4);
+  return Math.max(0, low - (data.overlap ?? 4));
 }
 
 const scale = (width) => (time) => LEFT + (time - view.start) / (view.end - view.start) * (width - LEFT);
@@ -49,14 +63,14 @@ function draw() {
     context.fillStyle = css("--line");
     context.fillRect(x(time), 0, 1, height - AXIS + 3);
     context.fillStyle = css("--dim");
-    if (x(time) < width - 18) context.fillText(clock(time, step), x(time), height - AXIS / 2 + 2);
+    if (x(time) < width - 18) context.fillText(stamp(time, step), x(time), height - AXIS / 2 + 2);
   }
   for (const [device, lane] of lanes) {
     const y = lane.index * (LANE + GAP);
     context.globalAlpha = 1;
     context.fillStyle = css("--dim");
     context.textAlign = "left";
-    context.fillText(`${device}`, 8, y + LANE / 2);
+    context.fillText(data.devices[lane.index].label ?? `${device}`, 8, y + LANE / 2);
     context.globalAlpha = 0.75;
     context.fillStyle = css("--lane");
     context.fillRect(LEFT, y, width - LEFT, LANE);
@@ -64,7 +78,7 @@ function draw() {
     let last = first;
     while (last < lane.spans.length && lane.spans[last].from <= view.end) last++;
     const visible = lane.spans.slice(first, last);
-    if (visible.length > (width - LEFT) / 3) drawDense(context, visible, y, width);
+    if (lane.shared || visible.length > (width - LEFT) / 3) drawDense(context, visible, y, width);
     else drawSpans(context, visible, x, y, width);
   }
   context.globalAlpha = 1;
@@ -93,7 +107,7 @@ function drawDense(context, spans, y, width) {
     if (!shares.has(look)) shares.set(look, { job: SWITCHING.has(span.kind) ? Infinity : span.job, sums: new Float64Array(bins) });
     const sums = shares.get(look).sums, from = span.from - view.start, to = span.to - view.start;
     for (let b = Math.max(0, Math.floor(from / bin)); b < bins && b * bin < to; b++) {
-      sums[b] += Math.max(0, Math.min(to, (b + 1) * bin) - Math.max(from, b * bin)) / bin;
+      sums[b] += span.share * Math.max(0, Math.min(to, (b + 1) * bin) - Math.max(from, b * bin)) / bin;
     }
   }
   const base = new Float64Array(bins);
@@ -132,14 +146,13 @@ function drawEvents(context, x, width, height) {
 }
 
 // ---- the strip below: busy devices over the whole run, stacked by job -----------------------------------------------
-let stacked = null;
 function stack(bins) {
   const sums = data.jobs.map(() => new Float64Array(bins));
   const bin = end / bins;
-  for (const [, job, , kind, from, to] of data.spans) {
-    if (SWITCHING.has(kind)) continue;
+  for (const [, job, , kind, from, to, , share = 1] of data.spans) {
+    if (SWITCHING.has(kind) || job < 0) continue;
     for (let b = Math.max(0, Math.floor(from / bin)); b < bins && b * bin < to; b++) {
-      sums[job][b] += Math.max(0, Math.min(to, (b + 1) * bin) - Math.max(from, b * bin)) / bin;
+      sums[job][b] += share * Math.max(0, Math.min(to, (b + 1) * bin) - Math.max(from, b * bin)) / bin;
     }
   }
   return sums;
@@ -154,7 +167,7 @@ function drawOverview() {
   for (let b = 0; b < bins; b++) {
     let base = height;
     stacked.sums.forEach((sums, job) => {
-      const tall = sums[b] / data.devices.length * height;
+      const tall = sums[b] / Math.max(1, data.devices.length) * height;
       context.fillStyle = colour(job);
       context.globalAlpha = 0.75;
       context.fillRect(LEFT + b * inner / bins, base - tall, inner / bins, tall);
@@ -222,8 +235,12 @@ function hover(event) {
   if (!row || time < view.start) return hideTip();
   const slack = (view.end - view.start) / 600;
   const hits = lanes.get(row.id).spans.filter((span) => span.from - slack <= time && time <= span.to + slack);
-  const name = `device ${row.id}${row.kind ? ` (${row.kind})` : ""} at ${clock(time, 0.01)}`;
+  const name = `device ${row.label ?? row.id}${row.kind ? ` (${row.kind})` : ""} at ${stamp(time, 0.01)}`;
   if (!hits.length) return showTip(event, `${name}\nidle`);
+  if (data.live) {
+    const shares = hits.map((h) => `${data.jobs[h.job]?.name ?? "others"}${h.phase ? `, ${words(h.phase)}` : ""}${h.share < 1 ? `: ${(100 * h.share).toFixed(0)} %` : ""}`);
+    return showTip(event, [name, ...shares].join("\n"));
+  }
   const span = hits.find((s) => s.from <= time && time <= s.to) ?? hits[0];
   const kind = span.kind === "busy" ? "" : ` (${span.kind})`;
   showTip(event, `${name}\n${data.jobs[span.job].name}, step ${span.step}\n${words(span.phase)}${kind}, ${((span.to - span.from) * 1000).toFixed(0)} ms`);
@@ -242,6 +259,7 @@ overview.addEventListener("pointerup", (event) => {
   brush = null;
 });
 
+const LEGEND = 24; // jobs
 function legend() {
   const box = document.getElementById("legend");
   box.replaceChildren();
@@ -252,12 +270,15 @@ function legend() {
     item.append(mark, text);
     box.append(item);
   };
-  if (colourBy.value === "phase") data.phases.forEach((phase, index) => add(colour(index), 1, words(phase)));
+  if (colourBy.value === "phase") data.phases.forEach((phase, index) => { if (phase) add(colour(index), 1, words(phase)); });
   else {
-    data.jobs.forEach((job, index) => add(colour(index), 1, job.name));
-    const shades = data.phases.slice().sort((a, b) => strength(a) - strength(b));
+    const shown = data.live ? new Set(data.spans.map((span) => span[1])) : null;
+    const jobs = data.jobs.map((job, index) => [index, job.name]).filter(([index]) => !shown || shown.has(index));
+    for (const [index, name] of jobs.slice(0, LEGEND)) add(colour(index), 1, name);
+    if (jobs.length > LEGEND) add("transparent", 1, `and ${jobs.length - LEGEND} more: point at a lane`);
+    const shades = data.phases.filter(Boolean).sort((a, b) => strength(a) - strength(b));
     for (const phase of shades) add(css("--text"), 0.75 * strength(phase), words(phase));
   }
-  add("var(--switch)", 1, "load, offload, sync");
+  if (!data.live) add("var(--switch)", 1, "load, offload, sync");
 }
 colourBy.onchange = () => { legend(); draw(); };

@@ -137,15 +137,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`jobs`: those that have not ended. `used`: GPU-seconds that were given, decayed, by team and owner. `drained`:
-    who wants nothing to start; "": nobody."""
+    """`jobs`: those that have not ended. `used`: GPU-seconds that were given, decayed, by team and owner."""
 
     now: float
     pool: Pool
     jobs: tuple[Job, ...]
     teams: Mapping[str, Team] = field(default_factory=dict)
     used: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    drained: str = ""
 
     def team(self, name: str) -> Team:
         return self.teams.get(name, Team())

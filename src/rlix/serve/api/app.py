@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,6 +19,8 @@ from rlix.scheduler.queue.jobs import PRIORITIES, Job, QueueError, State
 from rlix.serve.api import metrics, models
 from rlix.serve.api.openapi import Door, describe
 from rlix.serve.api.views import view, view_of
+from rlix.serve.page.files import page_routes
+from rlix.serve.page.live import LONGEST_S, Live
 from rlix.serve.queue.accounts import Accounts
 from rlix.serve.queue.keeper import Asked, Keeper
 from rlix.serve.queue.runner import JOB_FILE
@@ -43,6 +47,7 @@ class Service:
     keeper: Keeper
     users: Users
     accounts: Accounts
+    live: Live
 
 
 Handler = Callable[[Request, User], Awaitable[BaseModel]]
@@ -77,8 +82,9 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
             models.JobView,
         ),
         Door("GET", "/v1/pool", "The pool, and who asks", doors.pool, None, models.PoolView),
-        Door("POST", "/v1/queue/drain", "Start nothing any more", doors.drain, models.Draining, models.PoolView),
-        Door("POST", "/v1/queue/resume", "Start jobs again", doors.resume, None, models.PoolView),
+        Door("GET", "/v1/overview", "What the page shows", doors.overview, None, models.Overview),
+        Door("GET", "/v1/timeline", "Devices over time", doors.timeline, None, models.TimelineView),
+        Door("GET", "/v1/jobs/{id}/run", "Its metrics and samples", doors.run, None, models.RunView),
         Door("GET", "/v1/usage", "What jobs were given since `since`", doors.usage, None, models.UsageList),
         Door("POST", "/v1/users", "Add a user, or give one a new token", doors.add_user, models.NewUser, models.Token),
     ]
@@ -95,7 +101,8 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
         return Response(exposed(), media_type=metrics.CONTENT_TYPE)
 
     routes = [Route(door.path, _answering(door, service.users), methods=[door.method]) for door in table]
-    return Starlette(routes=[*routes, Route("/openapi.json", openapi), Route("/metrics", numbers)])
+    routes += [Route("/openapi.json", openapi), Route("/metrics", numbers), *page_routes()]
+    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=4096, compresslevel=4)])
 
 
 def _answering(door: Door, users: Users) -> Callable[[Request], Awaitable[Response]]:
@@ -134,6 +141,7 @@ def _problem(status: int, text: str) -> Response:
 class _Doors:
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
         self._keeper, self._users, self._accounts, self._now = service.keeper, service.users, service.accounts, now
+        self._live = service.live
 
     async def submit(self, request: Request, user: User) -> models.JobView:
         body = models.Submission.model_validate_json(await _body(request))
@@ -149,7 +157,7 @@ class _Doors:
             return view_of(keeper, draft, keeper.foresee(draft), self._now())
         files[JOB_FILE] = body.spec.encode()
         key = None if body.key is None else f"{user.name}:{body.key}"
-        return self._view(keeper.submit(asked, user.name, user.team, files, key))
+        return self._changed(keeper.submit(asked, user.name, user.team, files, key))
 
     async def list(self, request: Request, user: User) -> models.JobList:
         ended = request.query_params.get("state") == "ended"
@@ -175,24 +183,24 @@ class _Doors:
         )
 
     async def cancel(self, request: Request, user: User) -> models.JobView:
-        return self._view(self._keeper.cancel(self._own(request, user, "cancel"), user.name))
+        return self._changed(self._keeper.cancel(self._own(request, user, "cancel"), user.name))
 
     async def hold(self, request: Request, user: User) -> models.JobView:
-        return self._view(self._keeper.hold(self._own(request, user, "hold"), user.name))
+        return self._changed(self._keeper.hold(self._own(request, user, "hold"), user.name))
 
     async def release(self, request: Request, user: User) -> models.JobView:
         job = self._own(request, user, "release")
         if job.why not in ("", user.name) and not user.admin:
             raise RefusedError(f"job {job.id} was held by {job.why}, who may release it, or an admin")
-        return self._view(self._keeper.release(job, user.name))
+        return self._changed(self._keeper.release(job, user.name))
 
     async def requeue(self, request: Request, user: User) -> models.JobView:
-        return self._view(self._keeper.requeue(self._own(request, user, "queue again"), user.name))
+        return self._changed(self._keeper.requeue(self._own(request, user, "queue again"), user.name))
 
     async def priority(self, request: Request, user: User) -> models.JobView:
         job = self._own(request, user, "set the priority of")
         body = models.PriorityChange.model_validate_json(await _body(request))
-        return self._view(self._keeper.set_priority(job, PRIORITIES[body.priority], user.name))
+        return self._changed(self._keeper.set_priority(job, PRIORITIES[body.priority], user.name))
 
     async def pool(self, _: Request, user: User) -> models.PoolView:
         keeper, snapshot = self._keeper, self._keeper.snapshot()
@@ -209,19 +217,20 @@ class _Doors:
             waiting=len(snapshot.jobs) - running,
             running=running,
             times_share={team: share for team, share in shares.items() if share is not None},
-            drained=keeper.drained,
         )
 
-    async def drain(self, request: Request, user: User) -> models.PoolView:
-        _for_admins(user, "drain the queue")
-        body = models.Draining.model_validate_json(await _body(request) or b"{}")
-        self._keeper.drain(user.name, requeue=body.requeue)
-        return await self.pool(request, user)
+    async def overview(self, _: Request, __: User) -> models.Overview:
+        return self._live.overview()
 
-    async def resume(self, request: Request, user: User) -> models.PoolView:
-        _for_admins(user, "let it go on")
-        self._keeper.resume()
-        return await self.pool(request, user)
+    async def timeline(self, request: Request, _: User) -> models.TimelineView:
+        seconds = _number(request.query_params, "seconds") or 3600.0
+        if seconds > LONGEST_S:
+            raise SpecError(f"seconds: must be at most {LONGEST_S:.0f}")
+        return self._live.timeline(_number(request.query_params, "since"), seconds)
+
+    async def run(self, request: Request, user: User) -> models.RunView:
+        job = self._job(request)
+        return await self._live.run_of(job, samples=job.owner == user.name or user.admin)
 
     async def usage(self, request: Request, _: User) -> models.UsageList:
         since = _number(request.query_params, "since")
@@ -229,10 +238,15 @@ class _Doors:
         return models.UsageList(since=since, rows=rows)
 
     async def add_user(self, request: Request, user: User) -> models.Token:
-        _for_admins(user, "add users")
+        if not user.admin:
+            raise RefusedError("only an admin may add users")
         body = models.NewUser.model_validate_json(await _body(request))
         token = self._users.add(User(body.name, body.team, body.admin))
         return models.Token(name=body.name, team=body.team, admin=body.admin, token=token)
+
+    def _changed(self, job: Job) -> models.JobView:
+        self._live.forget()
+        return self._view(job)
 
     def _view(self, job: Job) -> models.JobView:
         return view(self._keeper, job, self._now())
@@ -251,11 +265,6 @@ class _Doors:
                 f"job {job.id} is {job.owner}'s: {job.owner} may {verb} it, or an admin; you are {user.name}"
             )
         return job
-
-
-def _for_admins(user: User, what: str) -> None:
-    if not user.admin:
-        raise RefusedError(f"only an admin may {what}")
 
 
 async def _body(request: Request) -> bytes:

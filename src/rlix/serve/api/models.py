@@ -29,11 +29,6 @@ class Submission(_Body):
     """Chosen by who submits: asked again with the same key, it is the same job."""
 
 
-class Draining(_Body):
-    requeue: bool = False
-    """What runs writes a checkpoint, ends, and waits with the others."""
-
-
 class PriorityChange(_Body):
     priority: Priority
 
@@ -123,8 +118,7 @@ class UsageList(BaseModel):
 
 
 class PoolView(BaseModel):
-    """`why`: there is no pool now. `times_share`: what teams were given by what they are entitled to, decayed.
-    `drained`: who wants nothing to start; "": nobody."""
+    """`why`: there is no pool now. `times_share`: what teams were given by what they are entitled to, decayed."""
 
     devices: int
     jobs_per_gpu: int
@@ -135,7 +129,90 @@ class PoolView(BaseModel):
     waiting: int
     running: int
     times_share: dict[str, float]
-    drained: str = ""
+
+
+class WaitView(BaseModel):
+    """Who waits in the pool, since when, for what, and on whose lease."""
+
+    pipeline_id: str
+    since: float | None
+    text: str
+
+
+class ProgramView(BaseModel):
+    """What runs in the pool and is no job of the queue."""
+
+    pipeline_id: str
+    name: str
+    phase: str
+    gpus: int
+
+
+class TeamUsage(BaseModel):
+    """Device-seconds of the last day: under a lease, of them at work, and moving weights."""
+
+    team: str
+    given_s: float
+    busy_s: float
+    switching_s: float
+
+
+class Overview(BaseModel):
+    """What a page shows: those that run and then those that wait, in their order, as many as fit, and how many more
+    there are. `leased`: devices under a lease. `trouble`: what keeps the pool from granting anything, and the latest
+    ends that nobody asked for."""
+
+    time: float
+    leased: int
+    jobs: list[JobView]
+    more_jobs: int
+    ended: list[JobView]
+    programs: list[ProgramView]
+    more_programs: int
+    waits: list[WaitView]
+    more_waits: int
+    trouble: list[str]
+    usage: list[TeamUsage]
+
+
+class LaneView(BaseModel):
+    label: str
+    devices: int
+
+
+class TimelineView(BaseModel):
+    """Who had which devices. Rows: lane, pipeline and phase, as places in the lists; from and to, in seconds since
+    `start`; and which share of the lane's devices, on average. Where leases are many, a row is a stretch of time."""
+
+    start: float
+    end: float
+    lanes: list[LaneView]
+    pipelines: list[str]
+    phases: list[str]
+    jobs: dict[str, str]
+    """What people call each pipeline."""
+    rows: list[tuple[int, int, int, float, float, float]]
+
+
+class SampleView(BaseModel):
+    step: int
+    evaluation: bool
+    prompt: str
+    completion: str
+    reward: float
+    end: str
+    error: str = ""
+
+
+class RunView(BaseModel):
+    """A job's metrics, thinned, each as long as `step`, and its latest samples, which its owner and admins may read."""
+
+    job: JobView
+    step: list[int]
+    time: list[float]
+    metrics: dict[str, list[float | None]]
+    samples: list[SampleView]
+    may_read: bool
 
 
 class Problem(BaseModel):

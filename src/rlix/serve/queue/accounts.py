@@ -120,3 +120,12 @@ class Accounts:
             if (job := self._store.job(id)) is not None:
                 accounts.append(Account(id, job.name, job.owner, job.team, phase, *seconds))
         return accounts
+
+    def by_team(self, since: float) -> dict[str, tuple[float, float, float]]:
+        """Device-seconds that each team was given, of them at work, and moving weights, from the hour of this time."""
+        sums: dict[str, tuple[float, float, float]] = {}
+        for id, more in self._store.used_by_job(since).items():
+            if (job := self._store.job(id)) is not None:
+                given, busy, switching = sums.get(job.team, (0.0, 0.0, 0.0))
+                sums[job.team] = (given + more[0], busy + more[1], switching + more[2])
+        return sums

@@ -21,7 +21,7 @@ from rlix.control.settings import Settings
 from rlix.monitor.records import ENDINGS, load_run
 from rlix.pipeline.jobs.handle import BY_QUEUE, FINAL_STATES, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import ControlStatus, LeaseState
+from rlix.protocol.messages import ControlStatus, LeaseRecord, LeaseState
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.queue.runner import Control, Is, Seen, Work
 from rlix.serve.queue.starter import is_starting, read_note
@@ -61,6 +61,13 @@ class PoolRunner:
             leased=held[LeaseState.ACTIVE] + held[LeaseState.DRAINING],
             quarantined=held[LeaseState.QUARANTINED],
         )
+
+    def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
+        with self._in_words():
+            orchestrator = self._attached()
+            asked = orchestrator.status.remote(), orchestrator.leases_since.remote(since)
+            status, records = get(list(asked), what="who holds what", timeout_s=_CALL_TIMEOUT_S)
+            return status, records
 
     def start(self, work: Work) -> None:
         starter = self._starters.get(work.id)

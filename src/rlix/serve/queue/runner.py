@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from rlix.protocol.messages import ControlStatus, LeaseRecord
 from rlix.scheduler.queue.jobs import Outcome
 
 
@@ -79,6 +80,13 @@ class Runner(Protocol):
     def control(self) -> Control:
         """Raises:
         RlixError: there is no pool now; says why.
+        """
+
+    def leases(self, since: int) -> tuple[ControlStatus, Sequence[LeaseRecord]]:
+        """Who holds what, and what happened to leases after record number `since`.
+
+        Raises:
+            RlixError: there is no pool now; says why.
         """
 
     def start(self, work: Work) -> None:
