@@ -1,7 +1,7 @@
 """The pipeline that ships: samples from a source, made on a schedule, and what an algorithm learns from them."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.saving import SaveHandle
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.batch import PolicyBatch, over_ranks, shuffled_parts, tokens_of
+from rlix.pipeline.batch import PolicyBatch, over_ranks, tokens_of
 from rlix.pipeline.engines import Engines
 from rlix.pipeline.evaluation import Evaluation, evaluation_metrics
 from rlix.pipeline.models import teacher_of
@@ -21,12 +21,12 @@ from rlix.pipeline.sample_texts import SampleTexts
 from rlix.pipeline.samples import Samples
 from rlix.pipeline.schedules.base import Supply
 from rlix.pipeline.schedules.choice import build_schedule
-from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.choice import build_source
 from rlix.pipeline.sources.surroundings import surroundings
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.training.critic import CriticBatch, critic_on_meta
 from rlix.pipeline.training.metrics import mean_metrics
+from rlix.pipeline.training.updates import updates
 from rlix.pipeline.warmup import conversations_of, warm_up
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName, Phase
@@ -82,13 +82,9 @@ class Trainer(Pipeline):
 
     def train(self, step: int, batch: PolicyBatch) -> dict[str, float]:
         """Optimizer steps over the minibatches, then the new weights; not abandoned where the critic has trained."""
-        metrics: list[dict[str, float]] = []
         with self.phase(ClusterName.ACTOR_TRAIN, Phase.ACTOR_TRAINING, self.actor, stoppable=self.critic is None):
             start = time.time()
-            for epoch in range(self.spec.algorithm.epochs):
-                for part in self.minibatches(batch, step, epoch):
-                    total = self.algorithm.denominator(part["mask"])
-                    metrics.append(self.policy.train(part, total, self.algorithm))
+            metrics = self.updates(step, batch, lambda part, total: self.policy.train(part, total, self.algorithm))
             seconds = time.time() - start
             self.publish(step + 1)
         return {"train_s": seconds} | mean_metrics(metrics) | self.lateness()
@@ -100,15 +96,16 @@ class Trainer(Pipeline):
         clip, norm = self.needs.critic.clip, self.spec.optimizer.max_grad_norm
         old, returns = batch.pop("values"), batch.pop("returns")
         whole = CriticBatch(input_ids=batch["input_ids"], mask=batch["mask"], old_values=old, returns=returns)
-        metrics: list[dict[str, float]] = []
-        with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, self.critic):
+        critic, aggregation = self.critic, self.algorithm.aggregation
+        with self.phase(ClusterName.CRITIC, Phase.CRITIC_TRAINING, critic):
             start = time.time()
-            for epoch in range(self.spec.algorithm.epochs):
-                for part in self.minibatches(cast(PolicyBatch, whole), step, epoch):
-                    total = self.algorithm.denominator(part["mask"])
-                    metrics.append(
-                        self.critic.critic_step(over_ranks(part), total, clip, self.algorithm.aggregation, norm)
-                    )
+            metrics = self.updates(
+                step,
+                cast(PolicyBatch, whole),
+                lambda part, total: cast(
+                    dict[str, float], critic.critic_step(over_ranks(part), total, clip, aggregation, norm)
+                ),
+            )
             seconds = time.time() - start
         return {"critic_train_s": seconds} | mean_metrics(metrics)
 
@@ -143,10 +140,11 @@ class Trainer(Pipeline):
         if self.spec.generates:
             self.schedule.publish(self.policy.publish(version))
 
-    def minibatches(self, batch: PolicyBatch, step: int, epoch: int) -> list[PolicyBatch]:
-        """Equal parts of the batch in an order drawn from the job's seed; without those that teach nothing."""
-        seed = stream_seed(self.spec.seed, "minibatches", step, epoch)
-        return [part for part in shuffled_parts(batch, self.spec.algorithm.minibatches, seed) if part["mask"].any()]
+    def updates(
+        self, step: int, batch: PolicyBatch, train: Callable[[PolicyBatch, float], dict[str, float]]
+    ) -> list[dict[str, float]]:
+        """Over the minibatches, as often as the job says; the metrics of each."""
+        return updates(batch, self.algorithm, self.spec.algorithm, self.spec.seed, step, train)
 
     # ---- its life --------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What tests of flows without Ray start with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import ray
@@ -8,13 +9,18 @@ import ray
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs import running as running_module
 from rlix.flow.programs.wiring import Part
+from rlix.flow.workers.local import LocalWorker
 from rlix.protocol.messages import Device
 from tests.flow.programs.pretended import Group
 
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(part: Part, ranks: int, _: Sequence[Device], first: int = 0, name: str = "", **__: float) -> Group:
+    begin = measure_module.start
+
+    def start(part: Part, ranks: int, pool: Sequence[Device], first: int = 0, name: str = "", **limit: float) -> Any:
+        if issubclass(part.worker, LocalWorker):
+            return begin(part, ranks, pool, first, name, **limit)
         return Group(part, ranks, first, name)
 
     for module in (running_module, measure_module):

@@ -20,6 +20,7 @@ from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.programs.wiring import Circle, Part
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import Phase
 
 
 class Nothing(FlowWorker):
@@ -31,6 +32,10 @@ class Nothing(FlowWorker):
 
 
 class Other(Nothing): ...
+
+
+class Rolls(Nothing):
+    phase = Phase.ROLLOUT
 
 
 def values(pieces: Pieces) -> list[int]:
@@ -181,6 +186,7 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         ({"unit": 1.5}, "a: unit must be a whole number from 1 on, not 1.5"),
         ({"most": "2"}, "a: most must be a whole number from 1 on, not '2'"),
         ({"chunk": 0}, "a: chunk must be a whole number from 1 on, not 0"),
+        ({"worker": Rolls}, "a: a part's devices are held, and rollouts' come and go: choose another phase"),
         ({"each": 0}, r"a: each is a multiple of its chunk \(1\), not 0"),
         ({"each": 3, "chunk": 2}, r"a: each is a multiple of its chunk \(2\), not 3"),
         ({"cpu_ranks": -1}, "a: cpu_ranks must be a whole number from 0 on, not -1"),

@@ -31,7 +31,7 @@ from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights, check_published
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Device
+from rlix.protocol.messages import Device, Fence
 
 logger = logging.getLogger(__name__)
 
@@ -384,6 +384,22 @@ class InferenceEngine(Engine):
     def meta(self) -> MoveReport:
         """Drop every byte on devices and host."""
         return self._release(keep_host=False)
+
+    def acquire(self, lease: Fence | None, weights: PublishedWeights | None = None) -> MoveReport:
+        """Bring everything onto the devices under a lease (None: the program's own account), with these weights, or
+        those that it had or came with.
+
+        Raises:
+            StaleEpochError: the lease has ended for this engine, or a device has been used under a later one.
+            DeviceBusyError: somebody else has bytes on a device; names the process and its job.
+        """
+        self._workers()
+        return merged(MoveReport(report.bytes, report.seconds) for report in self._call("load", weights, lease))
+
+    def release(self, lease: Fence | None, *, keep_host: bool = False) -> MoveReport:
+        """Free the devices' memory, and end the lease for this engine. What was generating is aborted."""
+        reports = self._call("offload", lease, keep_host)
+        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
 
     def _release(self, *, keep_host: bool) -> MoveReport:
         reports = self._call("offload", None, keep_host)

@@ -20,8 +20,10 @@ from rlix.flow.programs.streams import spread_batch
 from rlix.flow.programs.wiring import Part, Wiring
 from rlix.flow.workers.group import START_TIMEOUT_S
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
+from rlix.flow.workers.local import LocalGroup, LocalWorker
 from rlix.flow.workers.part_group import PartGroup
 from rlix.flow.workers.placement import Flexible, OnCpu
+from rlix.flow.workers.ranks import Ranks
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
@@ -86,12 +88,19 @@ class _Pool:
     cluster: str
 
     @contextlib.contextmanager
-    def held(self, group: PartGroup, count: int) -> Iterator[None]:
+    def held(self, group: Ranks, count: int) -> Iterator[None]:
         """The group has the first `count` devices, for as long as one slice of the measurements takes."""
         if self.job is None or not count:
             yield
             return
-        self.job.name_holders(self.cluster, dict(enumerate(group.workers.processes.values())))
+        job, cluster = self.job, self.cluster
+
+        def named() -> None:
+            job.name_holders(cluster, dict(enumerate(group.workers.processes.values())))
+
+        if isinstance(group, LocalGroup):
+            group.worker.named = named
+        named()
         mine = [device.id for device in self.devices[:count]]
         lease = self.job.client.acquire(self.cluster, Phase.VALUE_COMPUTE, devices=mine)
         group.lease = self.job.client.fence(lease)
@@ -105,7 +114,8 @@ class _Pool:
 
 
 def _measure(part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_s: float) -> tuple[PartProfile, Pieces]:
-    most = part.ranks(len(pool.devices), max(grid.batches))
+    largest = max(grid.batches)
+    most = part.ranks(len(pool.devices), largest)
     widths = [most] if part.cpu_ranks else sorted({min(width, most) for width in grid.widths})
     points, loads, offloads = [], [], []
     kept: Pieces = []
@@ -113,11 +123,15 @@ def _measure(part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_
         made: Pieces = []
         used = 0 if part.cpu_ranks else width * part.unit
         with start(part, width, pool.devices, timeout_s=timeout_s) as group, pool.held(group, used):
+            if isinstance(group, LocalGroup):
+                group.worker.measured = True
+                group.onload()  # the first time, its engine may be built
+                group.offload()
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in _memory(group, part))
             for batch in sorted(grid.batches):
                 given = [cut(pieces, 0, batch) for pieces in inputs]
-                if batch < width or batch % part.chunk or any(size(pieces) < batch for pieces in given):
+                if batch < width or batch % (part.chunk or largest) or any(size(pieces) < batch for pieces in given):
                     continue
                 if not made:
                     _once(group, part, given)  # the first call warms up
@@ -129,8 +143,8 @@ def _measure(part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_
     if not points:
         there = min(size(pieces) for pieces in inputs)
         raise SpecError(
-            f"profile: {part.name} takes multiples of {part.chunk} item(s), at least one for each rank, and there are "
-            f"{there}: of widths {widths} and batches {list(grid.batches)} nothing is left"
+            f"profile: {part.name} takes multiples of {part.chunk or largest} item(s), at least one for each rank, "
+            f"and there are {there}: of widths {widths} and batches {list(grid.batches)} nothing is left"
         )
     return PartProfile(tuple(points), median(loads), median(offloads), part.measured), kept
 
@@ -143,7 +157,7 @@ def start(
     name: str = "",
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> PartGroup:
+) -> Ranks:
     """The part's group on devices from number `first` on.
 
     `timeout_s`: of each of its calls, and, if it is longer than what any group has for that, until it is there.
@@ -151,12 +165,15 @@ def start(
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
     placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
     kwargs, name = dict(part.kwargs), name or part.name
+    if issubclass(part.worker, LocalWorker):
+        mine = [devices[number] for numbers in own for number in numbers]
+        return LocalGroup(part.worker(**kwargs), mine, name, timeout_s)
     limit = max(timeout_s, START_TIMEOUT_S)  # a pool that is cold starts processes slowly, whatever they are asked then
     group = launch(part.worker, placement, list(devices), name=name, kwargs=kwargs, start_timeout_s=limit)
     return PartGroup(group.workers, timeout_s)
 
 
-def _memory(group: PartGroup, part: Part) -> list[tuple[float, float]]:
+def _memory(group: Ranks, part: Part) -> list[tuple[float, float]]:
     """Of each rank, as `FlowWorker.memory` says."""
     found = group.call("memory").wait()
     for said in found:
@@ -168,12 +185,12 @@ def _memory(group: PartGroup, part: Part) -> list[tuple[float, float]]:
     return found
 
 
-def _repeat(group: PartGroup, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:
+def _repeat(group: Ranks, part: Part, inputs: list[Pieces], repeats: int) -> tuple[float, Pieces]:
     runs = [_once(group, part, inputs) for _ in range(repeats)]
     return median(seconds for seconds, _ in runs), runs[-1][1]
 
 
-def _once(group: PartGroup, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces]:
+def _once(group: Ranks, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces]:
     began = time.monotonic()
     if part.each is not None:
         made = spread_batch(group, part.method, part.each, inputs)

@@ -24,10 +24,12 @@ from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.group import joined
-from rlix.flow.workers.part_group import PartGroup
+from rlix.flow.workers.local import LocalGroup
+from rlix.flow.workers.ranks import Ranks
 from rlix.flow.workers.user_errors import sent
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
+from rlix.protocol.types import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Running:
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
         self.plan: Plan = plan if isinstance(plan, Plan) else self.planned.best  # type: ignore[union-attr]
         flow.check(self.plan, len(self.devices))
-        self.groups: dict[str, PartGroup] = {}
+        self.groups: dict[str, Ranks] = {}
         self.step_s: list[float] = []
         self.replanned = 0
         self._states: dict[str, Any] = {}
@@ -111,10 +113,8 @@ class Running:
     def _step(self, items: Sequence[Any]) -> list[Any]:
         check_items(self.flow.name, items)
         for part in self.flow.parts:
-            if len(items) % part.chunk:
-                raise SpecError(
-                    f"{self.flow.name}: {part.name} takes multiples of {part.chunk} items, not {len(items)}"
-                )
+            if len(items) % (chunk := part.chunk or self.flow.items):
+                raise SpecError(f"{self.flow.name}: {part.name} takes multiples of {chunk} items, not {len(items)}")
         self._look_for_drift()  # here, where there is no result to lose yet
         if not self._started:
             self._start()  # an earlier move to another plan failed on the way
@@ -208,7 +208,7 @@ class Running:
         self._drift, self._chunks = Drift.of(plan), {}
         self._start()
 
-    def _bring_off(self, group: PartGroup) -> None:
+    def _bring_off(self, group: Ranks) -> None:
         with contextlib.suppress(WaitTimeoutError):  # it is ended, and so lost
             group.offload()
         if group.lost:
@@ -260,10 +260,21 @@ class Running:
                 raise
             self.groups[placed.name] = group
             self._states.pop(placed.name, None)
-        if self._job is not None and self._cluster is not None:
-            processes = [p for group in self.groups.values() for p in group.workers.processes.values()]
-            self._job.name_holders(self._cluster, dict(enumerate(processes)))
+            if isinstance(group, LocalGroup):
+                group.worker.named = self._name_holders
+        self._name_holders()
         self._started = True
+
+    def _name_holders(self) -> None:
+        if self._job is not None and self._cluster is not None:
+            processes = [p for group in list(self.groups.values()) for p in group.workers.processes.values()]
+            self._job.name_holders(self._cluster, dict(enumerate(processes)))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What parts with engines noted in the last step."""
+        local = [group.worker for group in self.groups.values() if isinstance(group, LocalGroup)]
+        return {name: value for worker in local for name, value in worker.metrics.items()}
 
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
         with sent(f"flow {self.flow.name}", ((f"item {i} of the step", item) for i, item in enumerate(items))):
@@ -273,7 +284,9 @@ class Running:
         with lease or contextlib.nullcontext():
             for index, segment in enumerate(self.plan.segments):
                 if lease is not None:
-                    fence = lease.change([self.devices[i].id for i in segment.used])
+                    asking = [p.name for stage in segment.stages for p in stage.parts if p.devices]
+                    phase = min((self.flow.part(name).worker.phase for name in asking), default=Phase.ACTOR_TRAINING)
+                    fence = lease.change([self.devices[i].id for i in segment.used], phase)
                     for group in self.groups.values():
                         group.lease = fence
                 chunk = self._chunks.get(index, segment.chunk)

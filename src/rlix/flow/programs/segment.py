@@ -13,7 +13,7 @@ from rlix.flow.planner.plan import LoopPlan
 from rlix.flow.programs.pieces import Made, Pieces, cut, shard, size
 from rlix.flow.programs.streams import Bounds, Claims, spread, spread_batch
 from rlix.flow.programs.wiring import Wiring
-from rlix.flow.workers.part_group import PartGroup
+from rlix.flow.workers.ranks import Ranks
 from rlix.protocol.errors import WorkerError
 
 
@@ -28,7 +28,7 @@ class SegmentRun:
         flow: Wiring,
         plan: SegmentPlan,
         index: int,
-        groups: Mapping[str, PartGroup],
+        groups: Mapping[str, Ranks],
         lock: DeviceLock,
         source: Pieces,
         before: Mapping[str, Pieces],

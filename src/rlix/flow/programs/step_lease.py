@@ -29,8 +29,8 @@ class StepLease:
         self._held: tuple[Lease, ...] = ()
         self._leaving = threading.Lock()  # stages end in threads of their own
 
-    def change(self, devices: Sequence[int]) -> Fence | None:
-        """Give back what is held, and wait for these devices, as long as it takes.
+    def change(self, devices: Sequence[int], phase: Phase) -> Fence | None:
+        """Give back what is held, and wait for these devices, as long as it takes, in the queue of this phase.
 
         Raises what `JobClient.acquire` raises, and what a part that does not go raised.
         """
@@ -38,7 +38,7 @@ class StepLease:
         if not devices:
             self._end()
             return None
-        lease = self._client.acquire(self._cluster, Phase.ACTOR_TRAINING, devices=devices, giving=self._held)
+        lease = self._client.acquire(self._cluster, phase, devices=devices, giving=self._held)
         self._held = (lease,)
         return self._client.fence(lease)
 

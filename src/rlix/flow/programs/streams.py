@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from rlix.flow.programs.pieces import Pieces, cut, size
-from rlix.flow.workers.part_group import PartGroup
+from rlix.flow.workers.ranks import Ranks
 
 Bounds: TypeAlias = tuple[int, int]
 """From which item to which."""
@@ -38,7 +38,7 @@ class Claims:
 
 
 def spread(
-    group: PartGroup,
+    group: Ranks,
     method: str,
     claim: Callable[[], Bounds | None],
     inputs: Callable[[int, int], Sequence[Pieces]],
@@ -71,7 +71,7 @@ def spread(
 
 
 def spread_batch(
-    group: PartGroup, method: str, each: int, inputs: Sequence[Pieces], stopped: Callable[[], bool] = lambda: False
+    group: Ranks, method: str, each: int, inputs: Sequence[Pieces], stopped: Callable[[], bool] = lambda: False
 ) -> Pieces:
     """A batch that is there already; what was made of it, in order. Ends early when it is `stopped`."""
     claims, claiming, found = Claims(0, size(inputs[0]), each), threading.Lock(), dict[Bounds, Pieces]()

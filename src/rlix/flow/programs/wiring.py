@@ -17,7 +17,9 @@ from rlix.flow.planner.graph import MOST_PARTS, check_shape
 from rlix.flow.profiler.profile import Profile, graph_of
 from rlix.flow.programs.checks import all_of, check_items, check_name, check_part_call
 from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.flow.workers.local import LocalWorker
 from rlix.protocol.errors import SpecError
+from rlix.protocol.types import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Part:
         each: so many items at a time each rank takes by itself, as soon as it is free and they are there, whatever the
             others do. None: all ranks are called together, with a share of each chunk, so that they may speak to each
             other.
-        unit, most, chunk, cpu_ranks: as of `rlix.flow.planner.Component`.
+        chunk: a batch given to it is a multiple of this; None: all items of a step.
+        unit, most, cpu_ranks: as of `rlix.flow.planner.Component`.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Part:
     each: int | None = None
     unit: int = 1
     most: int | None = None
-    chunk: int = 1
+    chunk: int | None = 1
     cpu_ranks: int = 0
 
     def __post_init__(self) -> None:
@@ -51,19 +54,23 @@ class Part:
             raise SpecError(f"{self.name}: after={self.after!r} is not a tuple of names: write after=({self.after!r},)")
         if self.after is not None and len(set(all_of(str, self.after, f"{self.name}: after"))) < len(self.after):
             raise SpecError(f"{self.name}: after={self.after!r} names a part twice: name each once")
-        check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)
-        if self.each is not None and (not is_count(self.each) or self.each % self.chunk):
+        check_shape(self.name, self.unit, self.most, 1 if self.chunk is None else self.chunk, self.cpu_ranks)
+        if self.each is not None and (not is_count(self.each) or self.chunk is None or self.each % self.chunk):
             raise SpecError(f"{self.name}: each is a multiple of its chunk ({self.chunk}), not {self.each!r}")
         if not _is_worker(self.worker):
             raise SpecError(f"{self.name}: {self.worker!r} is not a class derived from rlix.flow.FlowWorker")
         check_part_call(self.name, self.worker, self.method, self.kwargs)
+        if self.worker.phase is Phase.ROLLOUT:
+            raise SpecError(f"{self.name}: a part's devices are held, and rollouts' come and go: choose another phase")
+        if issubclass(self.worker, LocalWorker) and (self.each is not None or self.cpu_ranks):
+            raise SpecError(f"{self.name}: {self.worker.__name__} has an engine: leave out each and cpu_ranks")
 
     def ranks(self, devices: int, items: int) -> int:
         """How many of them so many devices, and items, give work at most. Raises SpecError: none."""
         most = self.cpu_ranks or min(devices // self.unit, self.most or devices)
         if not most:
             raise SpecError(f"{self.name} needs {self.unit} device(s) for one rank, and there are {devices}")
-        return min(most, max(1, items // self.chunk))
+        return min(most, max(1, items // (self.chunk or 1)))
 
     def on(self, devices: int, items: int) -> PartPlan:
         """The part on as many of the first devices as it can use."""
@@ -178,7 +185,7 @@ class Wiring:
 
     def multiple(self, names: Iterable[str]) -> int:
         """A batch given to all of these parts must be a multiple of so many items."""
-        return lcm(*(self.part(name).chunk for name in names))
+        return lcm(*(self.part(name).chunk or self.items for name in names))
 
     def check(self, plan: Plan, devices: int) -> None:
         """Raises SpecError: the plan is of other parts, of more devices, or of chunks that the parts do not take."""
@@ -241,7 +248,7 @@ class Wiring:
             part.name: {
                 "unit": part.unit,
                 "most": part.most,
-                "chunk": part.chunk,
+                "chunk": part.chunk or self.items,
                 "cpu_ranks": part.cpu_ranks,
                 "streams": part.each is not None,
             }

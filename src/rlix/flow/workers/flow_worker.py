@@ -3,13 +3,14 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.messages import Fence
+from rlix.protocol.types import Phase
 
 Piece = tuple["ray.ObjectRef[Any]", int, int]
 """A part of a list in the object store: from one index to another."""
@@ -21,6 +22,9 @@ class FlowWorker(Worker):
     `onload` and `offload` are called in turns; what is offloaded must have left the device when `offload` returns. They
     run under the devices' locks.
     """
+
+    phase: ClassVar[Phase] = Phase.ACTOR_TRAINING
+    """What the part does: its place in the queue of the pool. A gang's: not a rollout's."""
 
     _locks: DeviceLocks | None = None
     _came = False  # its onload has begun, and no offload has ended since

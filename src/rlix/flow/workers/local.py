@@ -1,0 +1,147 @@
+"""Parts that work in the program itself: beside an engine, whose processes have the devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Self
+
+import ray
+
+from rlix.flow.workers.flow_worker import FlowWorker, Piece
+from rlix.protocol.errors import WaitTimeoutError
+from rlix.protocol.messages import Device, Fence, Process
+
+
+class LocalWorker(FlowWorker):
+    """One object for the whole part, however wide the plan makes it. `onload` and `offload` move what its engine holds.
+
+    `devices` are the part's, `lease` is what it uses them under (None: the program's own account).
+    """
+
+    devices: tuple[Device, ...] = ()
+    lease: Fence | None = None
+    named: Callable[[], object] = staticmethod(lambda: None)
+    """To be called when `processes` are others, before these use a device."""
+    measured = False
+    """Whether only the time counts: what it learns goes nowhere."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Start what needs no device."""
+
+    @property
+    def processes(self) -> Mapping[int, Process]:
+        """That use the devices, by rank."""
+        return {}
+
+    def close(self) -> None:
+        """End them, whatever they do."""
+
+
+class LocalCall:
+    """A method that runs in a thread of the group."""
+
+    def __init__(self, name: str, method: str, future: "Future[Any]", timeout_s: float) -> None:
+        self._name, self._method, self._future, self._timeout_s = name, method, future, timeout_s
+
+    @property
+    def late(self) -> list[int]:
+        return [] if self._future.done() else [0]
+
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
+        """Raises what the method raised, and WaitTimeoutError: not ended within `timeout_s` (None: the group's)."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        if not wait([self._future], limit).done:
+            raise WaitTimeoutError(f"{self._name}: {self._method}() did not end within {limit:g} s")
+        return [self._future.result()]
+
+
+class LocalGroup:
+    """As `PartGroup`, of one worker that is in this process. What does not answer in time has its processes ended."""
+
+    world_size = 1
+
+    def __init__(self, worker: LocalWorker, devices: Sequence[Device], name: str, timeout_s: float) -> None:
+        self.name, self.workers, self.timeout_s = name, self, timeout_s
+        self.worker, self.lost = worker, list[int]()
+        self._threads = ThreadPoolExecutor(1, name)
+        self._latest: LocalCall | None = None
+        worker.devices = tuple(devices)
+        try:
+            self.call("begin").wait()
+        except BaseException:  # raised again; nothing is left behind
+            self.close()
+            raise
+
+    @property
+    def lease(self) -> Fence | None:
+        return self.worker.lease
+
+    @lease.setter
+    def lease(self, lease: Fence | None) -> None:
+        self.worker.lease = lease
+
+    @property
+    def processes(self) -> Mapping[int, Process]:
+        return self.worker.processes
+
+    @property
+    def late(self) -> list[int]:
+        return [] if self._latest is None else self._latest.late
+
+    def call(self, method: str, *args: Any) -> LocalCall:
+        future = self._threads.submit(getattr(self.worker, method), *args)
+        self._latest = LocalCall(self.name, method.removeprefix("_rlix_"), future, self.timeout_s)
+        return self._latest
+
+    def on(self, *_: int) -> Self:
+        return self
+
+    def onload(self) -> None:
+        self.answers(self.call("onload"))
+
+    def offload(self) -> None:
+        if not self.lost:
+            self.answers(self.call("offload"))
+
+    def part(
+        self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]], ranks: Sequence[int] | None = None
+    ) -> tuple[list[Any], LocalCall]:
+        """The list of references is filled when the call has been answered."""
+        refs: list[Any] = []
+
+        def work() -> int:
+            made, count = self.worker._rlix_part(method, inputs[0])
+            refs.append(ray.put(made))
+            return count
+
+        self._latest = LocalCall(self.name, method, self._threads.submit(work), self.timeout_s)
+        return refs, self._latest
+
+    def answers(self, call: LocalCall, timeout_s: float | None = None) -> list[Any]:
+        """What the call's `wait` returns. Raises what that raises; after a timeout its processes were ended."""
+        try:
+            return call.wait(timeout_s)
+        except WaitTimeoutError as error:
+            self.end()
+            raise WaitTimeoutError(f"{error}, and its processes were ended") from None
+
+    def end_late(self) -> None:
+        if self.late:
+            self.end()
+
+    def end(self) -> None:
+        """End its processes, so that others can have the devices."""
+        self.lost = [0]
+        self.worker.close()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,371 @@
+"""Parts of a flow that have engines: a policy's answers, its log-probs before it learnt, and its training.
+
+    policy = Policy(model={"path": "Qwen/Qwen2.5-0.5B-Instruct"}, rollout={"max_new_tokens": 256})
+
+    class Judge(FlowWorker):
+        def run(self, answered):
+            return [one.rewarded(score(text) for text in one.texts) for one in answered]
+
+    flow = Flow("grpo", [Generate(policy), Judge, Train(policy)])
+
+An item is a prompt, and then what was answered it: a group of samples, with rewards once somebody has judged them.
+"""
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from rlix.engine.inference.engine import InferenceEngine
+from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.publication import PublishedWeights
+from rlix.flow.programs.wiring import Part
+from rlix.flow.scratch import Scratch
+from rlix.flow.workers.local import LocalWorker
+from rlix.pipeline.algorithms.choice import build_algorithm
+from rlix.pipeline.batch import PolicyBatch, over_ranks
+from rlix.pipeline.ends import Ends
+from rlix.pipeline.models import prepare_model
+from rlix.pipeline.policy import score
+from rlix.pipeline.rollout.router import Sampling, Trajectory
+from rlix.pipeline.samples import Sample, Samples, Turn, measured
+from rlix.pipeline.seeds import stream_seed
+from rlix.pipeline.sources.base import ended
+from rlix.pipeline.sources.rewards import Reward
+from rlix.pipeline.sources.tasks.base import Prompt
+from rlix.pipeline.spec.executor import build_arguments
+from rlix.pipeline.spec.sections import Sections
+from rlix.pipeline.tokenizer import load_tokenizer, read
+from rlix.pipeline.training.metrics import mean_metrics
+from rlix.pipeline.training.policy import policy_on_meta
+from rlix.pipeline.training.updates import updates
+from rlix.protocol.errors import SpecError
+from rlix.protocol.messages import Process
+from rlix.protocol.types import Phase
+
+
+class Policy:
+    """A model that parts share. Who trains it publishes, and who generates with it loads what was published last.
+
+    `sections` are those of a job spec that say what is trained and how: `model`, `rollout`, `algorithm`, `optimizer`,
+    `training`, `seed`, and `steps`, over which a learning rate falls. Or a whole `spec`, of which the rest is not read.
+
+    Raises:
+        SpecError: they do not fit, or the algorithm needs a critic or a teacher.
+    """
+
+    def __init__(self, spec: Sections | None = None, **sections: Any) -> None:
+        try:
+            self.spec = spec or Sections.model_validate({"name": "policy", "steps": 1, **sections})
+        except ValidationError as error:
+            found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise SpecError(f"Policy: {found}") from None
+        needs = build_algorithm(self.spec.algorithm, self.spec.rollout.max_new_tokens)
+        self.needs = needs.needs(needs.options)
+        if self.needs.critic is not None or self.needs.teacher is not None:
+            raise SpecError(f"Policy: no part of a flow is the critic or teacher that {self.spec.algorithm.name} needs")
+        self.version = 0
+        self.published: PublishedWeights | None = None
+        self._scratch = Scratch("policy")
+        weakref.finalize(self, self._scratch.cleanup)
+
+    def begin(self) -> None:
+        """It is as its folder has it: nobody has trained it."""
+        self.version, self.published = 0, None
+
+    @cached_property
+    def folder(self) -> Path:
+        """Of the model, on this machine."""
+        return prepare_model(self.spec.model, Path(self._scratch.name) / "model", self.spec.seed)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def ends(self) -> Ends:
+        rollout = self.spec.rollout
+        return Ends(self.tokenizer, self.folder, rollout.stop, rollout.stop_token_ids)
+
+    def kept(self) -> Path:
+        """A folder for a state, in which nothing is yet."""
+        return Path(self._scratch.name) / f"state-{time.monotonic_ns()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt and what the policy answered it: sample `i` says `texts[i]`.
+
+    `reference`: log-probs of their tokens under the policy as it was at first, [samples, length - 1].
+    """
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    texts: tuple[str, ...]
+    reference: Tensor | None = None
+
+    def rewarded(self, rewards: Iterable[float | Reward]) -> Self:
+        """The same with a reward for each sample; a plain number of at least 1.0 counts as exactly right."""
+        given = [one if isinstance(one, Reward) else Reward(float(one), float(one) >= 1.0) for one in rewards]
+        samples = tuple(
+            replace(sample, reward=one.reward, exact=one.exact, parts=one.parts)
+            for sample, one in zip(self.samples, given, strict=True)
+        )
+        return replace(self, samples=samples)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(sample.reward for sample in self.samples)
+
+
+def Generate(policy: Policy, name: str = "generate", **how: Any) -> Part:  # noqa: N802 (a part, as `Part` is)
+    """The policy's answers to prompts (text, or a task's `Prompt`): `rollout.samples_per_prompt` of each.
+
+    `how`: of `Part`. `unit` is the replicas' tensor parallelism.
+    """
+    return Part(name, _Generate, kwargs={"policy": policy, "unit": how.get("unit", 1)}, **how)
+
+
+def Score(policy: Policy, name: str = "score", **how: Any) -> Part:  # noqa: N802
+    """Log-probs of what was answered under the policy as it was at first, which a `kl_coefficient` compares with."""
+    return Part(name, _Score, kwargs={"policy": policy}, chunk=None, **how)
+
+
+def Train(policy: Policy, name: str = "train", **how: Any) -> Part:  # noqa: N802
+    """The optimizer steps that the policy takes on a step's samples, as a job's do; then it is published.
+
+    What it makes is what it got. `Running.metrics` are its metrics, and those of the samples.
+    """
+    return Part(name, _Train, kwargs={"policy": policy}, chunk=None, **how)
+
+
+class _Engine(LocalWorker):
+    """A part whose engine is `engine`, once it is there."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.engine: Any = None
+        self._processes: Mapping[int, Process] = {}
+
+    @property
+    def processes(self) -> Mapping[int, Process]:
+        return self._processes
+
+    def _name(self, processes: Mapping[int, Process]) -> None:
+        self._processes = processes
+        self.named()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
+class _Generate(_Engine):
+    # Of what a gang may ask for the last: a rollout's own phase is for those whose devices may be taken at any time.
+    phase = Phase.VALUE_COMPUTE
+
+    def __init__(self, policy: Policy, unit: int) -> None:
+        super().__init__(policy)
+        self._unit = unit
+        self._asked = (-1, 0)  # of which version how many prompts
+
+    def begin(self) -> None:
+        spec = self.policy.spec
+        self.engine = InferenceEngine(str(self.policy.folder), executor=spec.rollout.executor)
+        self.engine.build(
+            tensor_parallel_size=self._unit,
+            devices=self.devices,
+            dtype=spec.model.dtype,
+            max_num_seqs=spec.rollout.max_num_seqs,
+            declared=spec.speed,
+            **build_arguments(spec.rollout.executor, spec.rollout.executor_options),
+            load=False,  # nothing may be on a device before there is a lease for it
+        )
+        self._name(self.engine.processes)
+
+    def onload(self) -> None:
+        self.engine.acquire(self.lease, self.policy.published)
+
+    def offload(self) -> None:
+        self.engine.release(self.lease)
+
+    def memory(self) -> tuple[float, float]:
+        held = max(report.device_bytes for report in self.engine.replicas.run("report", timeout_s=60.0))
+        return held, held
+
+    def run(self, items: Sequence[Any]) -> list[Answered]:
+        policy, rollout = self.policy, self.policy.spec.rollout
+        sampling = Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=policy.ends.token_ids,
+        )
+        prompts, made = [self._prompt(item) for item in items], list[Answered]()
+        ids = [f"{prompt.id}/{number}" for prompt in prompts for number in range(rollout.samples_per_prompt)]
+        every = [prompt for prompt in prompts for _ in range(rollout.samples_per_prompt)]
+        asked = [
+            Trajectory(id, prompt.prompt_ids, stream_seed(policy.spec.seed, id), sampling)
+            for id, prompt in zip(ids, every, strict=True)
+        ]
+        answers = self._answers(asked)
+        for number, prompt in enumerate(prompts):
+            begin = number * rollout.samples_per_prompt
+            samples = tuple(answers[begin : begin + rollout.samples_per_prompt])
+            said = [list(sample.turns[0].answer.token_ids) for sample in samples]
+            texts = tuple(policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in said)
+            made.append(Answered(prompt, samples, texts))
+        return made
+
+    def _answers(self, asked: Sequence[Trajectory]) -> list[Sample]:
+        params = [
+            {
+                "max_new_tokens": one.sampling.max_new_tokens,
+                "temperature": one.sampling.temperature,
+                "top_p": one.sampling.top_p,
+                "top_k": one.sampling.top_k,
+                "stop_token_ids": one.sampling.stop_token_ids,
+                "seed": one.seed,
+            }
+            for one in asked
+        ]
+        prompts = [list(one.prompt_ids) for one in asked]
+        found = self.engine.generate(prompts, params, request_ids=[one.id for one in asked])
+        samples = []
+        for one, output in zip(asked, found, strict=True):
+            (said,) = output.outputs
+            one.token_ids, one.logprobs = list(said.token_ids), list(said.logprobs)
+            one.versions, one.finish_reason = [self.policy.version] * len(said.token_ids), said.finish_reason
+            answer, end = ended(one, self.policy.ends)
+            samples.append(Sample(one.id, (Turn(one.prompt_ids, answer),), 0.0, None, end))
+        return samples
+
+    def _prompt(self, item: Any) -> Prompt:
+        """A text gets its name from which of the policy's steps it is for, and its place there."""
+        if isinstance(item, Prompt):
+            return item
+        if not isinstance(item, str):
+            raise SpecError(f"Generate: an item is a prompt's text, or a task's Prompt, not {type(item).__name__}")
+        version, count = self._asked
+        count = count if version == self.policy.version else 0
+        self._asked = (self.policy.version, count + 1)
+        ids = read(self.policy.tokenizer, item, special=True)
+        return Prompt(f"{self.policy.version}/{count}", item, ids, "", ())
+
+
+class _TrainEngine(_Engine):
+    frozen = False
+
+    def onload(self) -> None:
+        if self.engine is not None:
+            self.engine.cuda() if self.lease is None else self.engine.acquire(self.lease)
+            return
+        spec = self.policy.spec
+        engine = TrainEngine(policy_on_meta(self.policy.folder), executor="fsdp2")
+        engine.build(
+            shard=len(self.devices),
+            devices=self.devices,
+            seed=spec.seed,
+            dtype=spec.model.dtype if self.frozen else "float32",
+            compute_dtype=spec.model.dtype,
+            weights_path=self.policy.folder,
+            lease=self.lease,
+            name_holders=self._name,
+            build_timeout_s=spec.training.start_timeout_s,
+            call_timeout_s=spec.training.timeout_s,
+        )
+        self.engine = engine
+        engine.configure_optimizer(spec.optimizer, spec.training, spec.updates, spec.model.dtype)
+        engine.declare_speed(spec.speed)
+
+    def offload(self) -> None:
+        self.engine.cpu() if self.lease is None else self.engine.release(self.lease.epoch)
+
+    def memory(self) -> tuple[float, float]:
+        held = max(status.device_bytes for status in self.engine.status())
+        return held, held
+
+    @cached_property
+    def algorithm(self) -> Any:
+        return build_algorithm(self.policy.spec.algorithm, self.policy.spec.rollout.max_new_tokens)
+
+    def _samples(self, answered: Sequence[Answered]) -> Samples:
+        samples = [sample for one in answered for sample in one.samples]
+        curves = measured(samples, {"tokens": float(sum(sample.generated for sample in samples))})
+        return Samples(samples, self.policy.spec.rollout.samples_per_prompt, curves, learner=self.policy.version)
+
+
+class _Score(_TrainEngine):
+    phase = Phase.REFERENCE_LOG_PROBS
+    frozen = True
+
+    def run(self, answered: Sequence[Answered]) -> list[Answered]:
+        batch, _ = self.algorithm.begin(self._samples(answered), int(self.policy.tokenizer.pad_token_id))
+        rows = score(self.engine, batch, self.policy.spec.rollout.temperature)
+        each = rows.split(self.policy.spec.rollout.samples_per_prompt)
+        return [replace(one, reference=mine) for one, mine in zip(answered, each, strict=True)]
+
+
+class _Train(_TrainEngine):
+    phase = Phase.ACTOR_TRAINING
+
+    def begin(self) -> None:
+        self.policy.begin()
+        self._saved: tuple[Path, int] | None = None
+
+    def onload(self) -> None:
+        super().onload()
+        if self._saved is not None:
+            folder, self.policy.version = self._saved
+            self.engine.load_state(folder)
+            self.policy.published = self.engine.publish(self.policy.version)
+            self._saved = None
+
+    def run(self, answered: Sequence[Answered]) -> list[Answered]:
+        policy, spec = self.policy, self.policy.spec
+        if self.measured:
+            policy.begin()
+        samples = self._samples(answered)
+        batch, needs = self.algorithm.begin(samples, int(policy.tokenizer.pad_token_id))
+        if spec.rollout.not_as_the_policy_says:
+            del batch["sampled_log_probs"]
+        if needs.old_log_probs:
+            batch["old_log_probs"] = score(self.engine, batch, spec.rollout.temperature)
+        if needs.reference:
+            given = [one.reference for one in answered if one.reference is not None]
+            if len(given) < len(answered):
+                raise SpecError(f"Train: {spec.algorithm.name} compares with a reference here: put Score before it")
+            batch["reference_log_probs"] = torch.cat(given)
+        metrics = self.algorithm.prepare(samples, batch)
+        found = updates(batch, self.algorithm, spec.algorithm, spec.seed, policy.version, self._update)
+        self.metrics = {**metrics, **mean_metrics(found), **samples.metrics()}
+        policy.version += 1
+        policy.published = self.engine.publish(policy.version)
+        return list(answered)
+
+    def _update(self, part: PolicyBatch, denominator: float) -> dict[str, float]:
+        spec = self.policy.spec
+        temperature, norm = spec.rollout.temperature, spec.optimizer.max_grad_norm
+        found = self.engine.policy_step(over_ranks(part), denominator, self.algorithm, temperature, norm)
+        return cast(dict[str, float], found)
+
+    def save(self) -> tuple[Path, int] | None:
+        if self.engine is None:
+            return self._saved
+        folder = self.policy.kept()
+        self.engine.save_state(folder)
+        return folder, self.policy.version
+
+    def restore(self, state: tuple[Path, int] | None) -> None:
+        self._saved = state
+        if state is not None:
+            self.policy.version = state[1]
