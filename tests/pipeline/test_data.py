@@ -10,6 +10,7 @@ import datasets
 import pytest
 
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
+from rlix.pipeline.samples import End, Sample, by_table
 from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.panel import Asked
 from rlix.pipeline.sources.rewards import Reward
@@ -273,6 +274,16 @@ class TestMixture:
         assert counts == {"1+1=": 250, "2+2=": 375, "3+3=": 375}
         assert {p.answer for p in prompts if p.text == "2+2="} == {"4"}
         assert next(p for p in prompts if p.text == "1+1=").columns == {"level": 3}
+        assert {(p.text, p.table) for p in prompts} == {("1+1=", "a"), ("2+2=", "b"), ("3+3=", "b")}
+        made = [Sample("", (), 1.0, True, End.DONE, table="a"), Sample("", (), 0.5, False, End.DONE, table="b")]
+        made.append(Sample("", (), 0.0, False, End.DONE, table="b", counts=False))
+        found = {"data/a/reward": 1.0, "data/a/exact": 1.0, "data/b/reward": 0.5, "data/b/exact": 0.0}
+        assert by_table(made) == found
+
+    def test_tables_of_one_file_name_have_names_apart(self) -> None:
+        mix = [{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}, {"path": "z/a.jsonl", "name": "hard"}]
+        assert DataSpec.model_validate({"mix": mix}).names == ("a", "a_2", "hard")
+        assert DataSpec(path="a.jsonl").names == ("",)
 
     def test_a_mistake_names_its_table(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
@@ -321,3 +332,4 @@ def test_math_verify_judges_in_processes_of_its_own() -> None:
     texts = (r"so \boxed{\frac{2}{4}}", "it is 0.5", "it is 2")
     verdicts = judged([RewardSpec(name="math_verify", timeout_s=60)], *(Asked(prompt, text, (1,)) for text in texts))
     assert verdicts == [Reward(1.0, True), Reward(1.0, True), Reward(0.0, False)]
+    assert [getattr(verdict, "answer", None) for verdict in verdicts] == ["1/2", "1/2", "2"]

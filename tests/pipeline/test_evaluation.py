@@ -12,9 +12,10 @@ import pytest
 
 from rlix.pipeline import base
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.evaluation import pass_at
+from rlix.pipeline.evaluation import evaluation_metrics, majority, pass_at
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.rollout.router import Trajectory
+from rlix.pipeline.samples import End, Sample, Samples
 from rlix.pipeline.sources.base import SourceFailedError
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import JobSpec, load_job
@@ -60,6 +61,7 @@ def test_the_same_prompts_every_time_greedily_and_with_the_newest_weights(schedu
     for row in metrics[1::2]:
         assert row["eval/reward_best"] >= row["eval/reward"]
         assert row["eval/pass@2"] >= row["eval/pass@1"] == row["eval/exact"]
+        assert row["eval/pass@2"] >= row["eval/maj@2"] >= 0
         assert row["eval/trajectories"] == 6
 
 
@@ -81,6 +83,18 @@ def test_several_sets_have_names_and_what_is_said_beside_them_holds_for_all(tmp_
     assert spec.evaluation is not None
     assert spec.evaluation.best == "eval/rows/reward"
     assert JobSpec.model_validate(spec.model_dump()) == spec
+
+
+def test_what_most_samples_say_is_right_wrong_or_one_of_several() -> None:
+    def answered(*said: str | None, right: str = "4") -> list[Sample]:
+        return [Sample(str(i), (), 0.0, each == right, End.DONE, answer=each) for i, each in enumerate(said)]
+
+    said = (("4", "4", "5"), ("5", "5", "4"), ("4", "5", "6"), (None, None, "4"), (None, None))
+    assert [majority(answered(*each)) for each in said] == [1.0, 0.0, pytest.approx(1 / 3), 1.0, 0.0]
+    two = [*answered("4", "4", "5"), *answered("5", "5", "4")]
+    metrics = evaluation_metrics(Samples(two, 3, {"exact": 0.5}))
+    assert (metrics["eval/maj@3"], metrics["eval/pass@3"]) == (0.5, 1.0)
+    assert "eval/maj@2" not in evaluation_metrics(Samples(answered(None, None), 2)), "nobody says what was answered"
 
 
 def test_pass_at_k_is_the_chance_that_one_of_k_is_right() -> None:

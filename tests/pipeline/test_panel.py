@@ -55,7 +55,10 @@ def test_rewards_are_added_up_by_weight_and_shown_apart() -> None:
     assert right == Reward(1.0 + 0.25 * 2 + 1.0, True, (("exact_match", 1.0), ("length", 2.0), ("token_match", 1.0)))
     assert isinstance(wrong, Reward)
     assert (wrong.reward, wrong.exact) == (0.0 + 0.25 + 1.0, False)
-    assert judged([RewardSpec(name="number_match")], asked("it is 12")) == [Reward(1.0, True)]
+    assert isinstance(right, Reward)
+    assert (right.answer, wrong.answer) == ("12", "3"), "the first reward says what was answered, too"
+    (number,) = judged([RewardSpec(name="number_match")], asked("it is 12"))
+    assert (number, getattr(number, "answer", None)) == (Reward(1.0, True), "12.0")
 
 
 def test_two_of_the_same_name_are_shown_apart_and_numpy_counts() -> None:

@@ -1,13 +1,14 @@
 """What the policy does on held-out prompts, on the same elastic rollout and without a trace in what is learnt."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from math import comb
 
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.samples import Samples, mean
+from rlix.pipeline.samples import Sample, Samples, mean
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Generator, Surroundings
 from rlix.pipeline.sources.choice import build_source
@@ -71,8 +72,8 @@ class Evaluation:
 
 
 def evaluation_metrics(samples: Samples, name: str = "") -> dict[str, float]:
-    """The curves of the samples, and, of several per prompt, means over the prompts of the best one, and of pass@k:
-    the chance that one of `k` is right. `name`: of the set."""
+    """The curves of the samples, and, of several per prompt, means over the prompts: of the best one, of pass@k, the
+    chance that one of `k` is right, and of maj@k, whether what most of all `k` say is right. `name`: of the set."""
     found = dict(samples.metrics())
     size = samples.group_size
     if size > 1:
@@ -82,6 +83,8 @@ def evaluation_metrics(samples: Samples, name: str = "") -> dict[str, float]:
             for k in sorted({size, *(2**i for i in range(size.bit_length()) if 2**i <= size)}):
                 right = [(len(group), sum(bool(s.exact) for s in group)) for group in kept if len(group) >= k]
                 found[f"pass@{k}"] = mean([pass_at(k, *counts) for counts in right])
+        if any(sample.answer is not None for sample in samples.samples):
+            found[f"maj@{size}"] = mean([majority(group) for group in kept if group])
     prefix = f"eval/{name}/" if name else "eval/"
     return {f"{prefix}{key}": value for key, value in found.items()}
 
@@ -92,6 +95,18 @@ def pass_at(k: int, samples: int, right: int) -> float:
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
     """
     return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+def majority(group: Sequence[Sample]) -> float:
+    """Whether the answer that most samples of a prompt give is right; where several are given as often, the share of
+    these that is. Who gives none has no vote.
+
+    Source: Wang et al. 2022, arXiv:2203.11171, section 2 (the unweighted sum).
+    """
+    votes = Counter(sample.answer for sample in group if sample.answer is not None)
+    right = {sample.answer for sample in group if sample.exact}
+    most = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return mean([float(answer in right) for answer in most])
 
 
 class _Aside:

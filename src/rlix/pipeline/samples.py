@@ -40,7 +40,8 @@ class End(StrEnum):
 class Sample:
     """One trajectory. `counts`: whether it is learnt from and compared with; `error`: why it may not be; `abandoned`:
     how many answers the policy gave for it that are no part of it; `exact`: whether it is right, None: nobody said;
-    `parts`: the rewards that its own is the weighted sum of, by name, where there are several."""
+    `parts`: the rewards that its own is the weighted sum of, by name, where there are several; `answer`: what was
+    judged, in one spelling; `table`: that its prompt is from, by name, where there are several."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -51,6 +52,8 @@ class Sample:
     error: str | None = None
     abandoned: int = 0
     parts: tuple[tuple[str, float], ...] = ()
+    answer: str | None = None
+    table: str = ""
 
     @property
     def failed(self) -> bool:
@@ -185,17 +188,27 @@ def _deviation(values: Sequence[float]) -> float:
 def measured(samples: Sequence[Sample], more: Mapping[str, float]) -> dict[str, float]:
     """Means over the samples that count, of all their lengths (in tokens that the policy
     generated, and in all), and `more`. `exact` is the share of those of which somebody said whether they are right."""
-    kept = [sample for sample in samples if sample.counts]
-    said = [float(sample.exact) for sample in kept if sample.exact is not None]
     return {
-        "reward": mean([sample.reward for sample in kept]),
-        **({"exact": mean(said)} if said or not kept else {}),
+        **_outcome(samples),
         "length": mean([float(sample.generated) for sample in samples]),
         "length_max": float(max((sample.generated for sample in samples), default=0)),
         "context": mean([float(len(sample.token_ids)) for sample in samples]),
         "truncated": mean([float(sample.end is End.LENGTH) for sample in samples]),
         **more,
     }
+
+
+def by_table(samples: Sequence[Sample]) -> dict[str, float]:
+    """`data/<name>/reward` and `exact` of the samples of each table, where there are several."""
+    names = dict.fromkeys(sample.table for sample in samples if sample.table)
+    found = {name: _outcome([sample for sample in samples if sample.table == name]) for name in names}
+    return {f"data/{name}/{key}": value for name, of_one in found.items() for key, value in of_one.items()}
+
+
+def _outcome(samples: Sequence[Sample]) -> dict[str, float]:
+    kept = [sample for sample in samples if sample.counts]
+    said = [float(sample.exact) for sample in kept if sample.exact is not None]
+    return {"reward": mean([sample.reward for sample in kept]), **({"exact": mean(said)} if said or not kept else {})}
 
 
 def per_s(count: int, seconds: float) -> float:

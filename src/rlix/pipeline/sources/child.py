@@ -88,11 +88,13 @@ async def reward(
     return {"rewards": [_plain(one) for one in values]}
 
 
-def _plain(value: Any) -> tuple[float, bool | None]:
-    given, exact = (value.reward, bool(value.exact)) if isinstance(value, Reward) else (value, None)
-    if (found := number(given)) is None:
+def _plain(value: Any) -> tuple[float, bool | None, str | None]:
+    whole = isinstance(value, Reward)
+    if (found := number(value.reward if whole else value)) is None:
         raise TypeError(f"it returned {value!r}, which is no number")
-    return found, exact
+    if not whole:
+        return found, None, None
+    return found, bool(value.exact), None if value.answer is None else str(value.answer)
 
 
 async def serve(requests: asyncio.StreamReader, answer: Callable[[str], None]) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, time
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -161,7 +162,8 @@ class DataTask(Task):
         for i in range(n):
             number, position = self._mixture.place(stream, seed, step * n + i)
             name, row = self._tables[number].row(stream, seed, position)
-            result.append(self._prompt(f"{stream}/{step}/{i}", self._data.tables[number], name, row))
+            prompt = self._prompt(f"{stream}/{step}/{i}", self._data.tables[number], name, row)
+            result.append(replace(prompt, table=self._data.names[number]))
         return result
 
     def _prompt(self, id: str, spec: TableSpec, where: str, values: Row) -> Prompt:

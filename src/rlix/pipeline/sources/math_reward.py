@@ -16,5 +16,7 @@ def math_verify(prompt: str, completion: str, answer: str) -> Reward:
 
     # Without their own time limits, which want to be signals of a main thread, and swallow what they end.
     wanted = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
-    exact = bool(verify(wanted, parse(completion, parsing_timeout=None), timeout_seconds=None))
-    return Reward(float(exact), exact)
+    found = parse(completion, parsing_timeout=None)
+    exact = bool(verify(wanted, found, timeout_seconds=None))
+    said = wanted if exact else found  # 0.5 and 1/2 are one answer
+    return Reward(float(exact), exact, answer=str(said[0]) if said else None)

@@ -10,6 +10,7 @@ from rlix.pipeline.sources.judge import FAILURES, Verdict, attempted
 from rlix.pipeline.sources.processes import Child, ProcessError, Processes
 from rlix.pipeline.sources.rewards import TEXT_REWARDS, Reward, as_reward, token_match
 from rlix.pipeline.sources.tasks.base import Prompt
+from rlix.pipeline.spec.section import apart
 from rlix.pipeline.spec.source import RewardSpec
 
 _AT_ONCE = ("token_match", *TEXT_REWARDS)  # quick and safe: in this process
@@ -32,8 +33,8 @@ class Asked:
 class Panel:
     """Judges completions by all rewards of a job, each as soon as it is there. Lives on one event loop.
 
-    A completion's reward is the sum by weight; it is exactly right when the first reward says so. What fails, or takes
-    longer than its `timeout_s`, costs the sample and is said.
+    A completion's reward is the sum by weight; whether it is right, and what it says, is the first reward's word. What
+    fails, or takes longer than its `timeout_s`, costs the sample and is said.
 
     Args:
         group_size: how many completions of a prompt there will be.
@@ -41,7 +42,7 @@ class Panel:
     """
 
     def __init__(self, rewards: Sequence[RewardSpec], group_size: int = 1, stop: threading.Event | None = None) -> None:
-        self._names = _apart([spec.name.rpartition(":")[2] for spec in rewards])
+        self._names = apart([spec.name.rpartition(":")[2] for spec in rewards])
         own = [spec.target for spec in rewards if spec.name not in _AT_ONCE]
         self._processes = Processes(own)
         stop = stop or threading.Event()
@@ -57,7 +58,7 @@ class Panel:
         given = [v for v in verdicts if isinstance(v, Reward)]
         total = sum(judge.spec.weight * reward.reward for judge, reward in zip(self._judges, given, strict=True))
         parts = tuple(zip(self._names, (reward.reward for reward in given), strict=True)) if len(given) > 1 else ()
-        return Reward(total, given[0].exact, parts)
+        return Reward(total, given[0].exact, parts, given[0].answer)
 
     async def close(self) -> None:
         await self._processes.close()
@@ -141,9 +142,9 @@ class _Own:
         return [reason] * len(asked)
 
     def _checked(self, found: Sequence[Any], source: str, asked: Asked) -> Verdict:
-        value, exact = found
+        value, exact, answer = found
         try:
-            return as_reward(value if exact is None else Reward(value, exact), source)
+            return as_reward(value if exact is None else Reward(value, exact, answer=answer), source)
         except ValueError as error:  # not a finite number
             return FAILURES.note(f"reward {self.spec.name}", str(error), _texts(asked), "")
 
@@ -213,12 +214,6 @@ class _Own:
             )  # one that is shared blocks its loop: whoever else waits for it is told that it has ended
             return None
         return None if "late" in found else list(found["rewards"])
-
-
-def _apart(names: Sequence[str]) -> list[str]:
-    """Names that are different: `score`, `score_2`."""
-    before = [names[:number].count(name) for number, name in enumerate(names)]
-    return [f"{name}_{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
 
 
 def _source(spec: RewardSpec, prompt: Prompt) -> str:

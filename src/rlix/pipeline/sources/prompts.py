@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Trajectory
-from rlix.pipeline.samples import Sample, Turn, mean
+from rlix.pipeline.samples import Sample, Turn, by_table, mean
 from rlix.pipeline.seeds import stream_seed
 from rlix.pipeline.sources.base import Group, Seat, Source, Surroundings, ended
 from rlix.pipeline.sources.making import Making
@@ -64,17 +64,19 @@ class PromptSource(Source):
             self._generating -= 1
         answered = time.time()
         verdict = await self._task.judge(prompt, answer.token_ids, seat.number)
-        given: dict[str, Any] = {"id": seat.id, "turns": (Turn(prompt.prompt_ids, answer),), "end": end}
-        if isinstance(verdict, Reward):
-            return Judged(**given, reward=verdict.reward, exact=verdict.exact, answered=answered, parts=verdict.parts)
-        return Judged(**given, reward=0.0, exact=False, error=verdict, answered=answered)
+        turns = (Turn(prompt.prompt_ids, answer),)
+        made = Judged(seat.id, turns, 0.0, False, end, table=prompt.table, answered=answered)
+        if not isinstance(verdict, Reward):
+            return replace(made, error=verdict)
+        reward, exact, parts, said = verdict.reward, verdict.exact, verdict.parts, verdict.answer
+        return replace(made, reward=reward, exact=exact, parts=parts, answer=said)
 
     def demand(self) -> Demand:
         """What waits for its reward needs no device."""
         return Demand(self._generating, self._generating * self.longest)
 
     def own_metrics(self, samples: Sequence[Any], making: Making) -> dict[str, float]:
-        """Where there are several rewards, the mean of each."""
+        """Where there are several rewards, the mean of each; where there are several tables, the outcome of each."""
         last = max((sample.answered for sample in making.samples), default=making.ended)
         parts: dict[str, list[float]] = {}
         for name, value in (part for sample in samples for part in sample.parts):
@@ -84,6 +86,7 @@ class PromptSource(Source):
             "reward_s": making.ended - last,
             "reward_failed": float(sum(sample.failed for sample in samples)),
             **{name: mean(values) for name, values in parts.items()},
+            **by_table(samples),
         }
 
     def supervised(self, step: int, size: int) -> list[Row]:

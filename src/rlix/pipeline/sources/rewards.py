@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """`parts`: the rewards that it is the weighted sum of, by name, when there are several."""
+    """`parts`: the rewards that it is the weighted sum of, by name, when there are several; `answer`: what was judged
+    in the completion, in one spelling, None where nothing was found: completions with the same answer agree."""
 
     reward: float
     exact: bool
     parts: tuple[tuple[str, float], ...] = ()
+    answer: str | None = field(default=None, compare=False)
 
 
 TextReward = Callable[[str, str, str], float | Reward]
@@ -28,20 +30,21 @@ def token_match(completion_ids: Sequence[int], answer_ids: Sequence[int]) -> Rew
     """
     right = sum(a == b for a, b in zip(completion_ids, answer_ids, strict=False))
     exact = tuple(completion_ids) == tuple(answer_ids)
-    return Reward(0.5 * right / len(answer_ids) + 0.5 * exact, exact)
+    return Reward(0.5 * right / len(answer_ids) + 0.5 * exact, exact, answer=" ".join(map(str, completion_ids)))
 
 
 def exact_match(prompt: str, completion: str, answer: str) -> Reward:
     """1 when the completion is the answer, white space at its ends aside."""
-    exact = completion.strip() == answer.strip()
-    return Reward(float(exact), exact)
+    given = completion.strip()
+    exact = given == answer.strip()
+    return Reward(float(exact), exact, answer=given)
 
 
 def number_match(prompt: str, completion: str, answer: str) -> Reward:
     """1 when the last number in the completion equals the last number in the answer ("in all 1,200" is 1200)."""
     found, wanted = _last_number(completion), _last_number(answer)
     exact = found is not None and found == wanted
-    return Reward(float(exact), exact)
+    return Reward(float(exact), exact, answer=None if found is None else repr(found))
 
 
 TEXT_REWARDS: dict[str, TextReward] = {"exact_match": exact_match, "number_match": number_match}
@@ -49,10 +52,12 @@ TEXT_REWARDS: dict[str, TextReward] = {"exact_match": exact_match, "number_match
 
 def as_reward(value: float | Reward, source: str) -> Reward:
     """What a reward function returned, checked: it must be a finite number (or a Reward that holds one)."""
-    given, exact, parts = (value.reward, value.exact, value.parts) if isinstance(value, Reward) else (value, None, ())
+    given = value.reward if isinstance(value, Reward) else value
     if (reward := finite(given)) is None:
         raise ValueError(f"{source} returned {value!r}; a reward must be a finite number or a rlix Reward")
-    return Reward(reward, reward >= 1.0 if exact is None else bool(exact), parts)
+    if isinstance(value, Reward):
+        return replace(value, reward=reward, exact=bool(value.exact))
+    return Reward(reward, reward >= 1.0)
 
 
 def finite(value: object) -> float | None:

@@ -1,5 +1,6 @@
 """What all sections of a job spec have in common."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -43,3 +44,9 @@ def one_or_many(item: Any) -> BeforeValidator:
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
+
+
+def apart(names: Sequence[str]) -> list[str]:
+    """Names that are different: `score`, `score_2`."""
+    before = [names[:number].count(name) for number, name in enumerate(names)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(names, before, strict=True)]

@@ -1,11 +1,12 @@
 """Where a job's samples come from: a task, data with rewards, an environment, or a source of the user's."""
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlix.pipeline.spec.named import Named
-from rlix.pipeline.spec.section import Count, NonNegative, Positive, Seconds, Section, one_or_many
+from rlix.pipeline.spec.section import Count, NonNegative, Positive, Seconds, Section, apart, one_or_many
 
 TASKS = {
     "sort_digits": "rlix.pipeline.sources.tasks.digits:sort_digits",
@@ -61,6 +62,8 @@ class TableSpec(Section):
 class MixedTableSpec(TableSpec):
     """One table of several."""
 
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=48)] | None = None
+    """Of its curves, `data/<name>/reward` and `exact`; left out: the last part of its path."""
     weight: Positive = 1.0
     """Prompts are drawn from each table in proportion to its weight, whatever its size: exactly so in every 1,000 in a
     row. A table that is at its end begins anew."""
@@ -82,6 +85,11 @@ class DataSpec(TableSpec):
     @property
     def weights(self) -> tuple[float, ...]:
         return tuple(table.weight for table in self.mix) or (1.0,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tables of a mix, all different; one alone needs none."""
+        return tuple(apart([table.name or PurePath(table.path).stem for table in self.mix])) or ("",)
 
 
 class RewardSpec(Named):

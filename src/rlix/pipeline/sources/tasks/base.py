@@ -17,7 +17,7 @@ from rlix.pipeline.sources.rewards import Reward
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """`id` is unique within a job. `answer_ids` ends with the end-of-sequence token; it is empty without an answer.
-    `columns`: what else the row holds."""
+    `columns`: what else the row holds; `table`: that it is from, by name, where there are several."""
 
     id: str
     text: str
@@ -25,6 +25,7 @@ class Prompt:
     answer: str
     answer_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    table: str = ""
 
 
 class Task(ABC):
