@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from rlix.pipeline import Trainer
 from rlix.pipeline.algorithms import Algorithm, Estimate
 from rlix.pipeline.samples import Answer, End, Sample, Samples, Turn
@@ -15,6 +17,14 @@ from rlix.pipeline.sources.tasks import Prompt, Task
 def plays(call: Any, more: int) -> float:
     """An agent."""
     return float(more)
+
+
+def talks(call: Any) -> float:
+    """An agent that asks once, and likes long answers."""
+    asked = {"messages": [{"role": "user", "content": str(call.seed % 10)}]}
+    headers = {"Authorization": f"Bearer {call.api_key}"}
+    answer = httpx.post(f"{call.base_url}/chat/completions", json=asked, headers=headers, timeout=60)
+    return float(len(answer.raise_for_status().json()["choices"][0]["message"]["content"]))
 
 
 class Count(Task):

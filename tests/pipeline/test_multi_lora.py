@@ -65,7 +65,7 @@ RUNS: dict[str, Any] = {
     },
 }
 NO_TIMES = ("time", "step_s", "rollout_s", "rollout_wait_s", "reward_s", "train_s", "tokens_per_s")
-NO_TIMES += ("gang_s", "gang_wait_s")
+NO_TIMES += ("gang_s", "gang_wait_s", "evaluation_s", "eval/rollout_s", "eval/tokens_per_s")
 
 
 def job(runs: Mapping[str, Any], **more: Any) -> JobSpec:
@@ -249,6 +249,31 @@ def test_runs_join_pause_and_go_on_while_others_train(tmp_path: Path, each_alone
     thread.join(WAIT_S)
     assert ended[0].state == "finished"
     assert curves(tmp_path / "job", list(RUNS)) == each_alone
+
+
+def test_a_run_may_be_an_agents_and_another_its_neighbours(tmp_path: Path, rlix_home: Path) -> None:
+    """Each has an endpoint of its own, and is evaluated as it says."""
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    source = {
+        "openai": f"{Path(__file__).parent}/own_parts.py:talks",
+        "chat": {"template": str(tmp_path / "chat.jinja"), "history": "keep"},
+    }
+    runs = {
+        "agent": {"source": source, "evaluation": {"every": 1, "prompts": 1}},
+        "other": {"source": source, "seed": 9, "schedule": {"name": "ahead", "options": {"in_flight": "finish"}}},
+    }
+    model = {**BASE["model"], "alphabet": "0123456789<>uas"}
+    together = Many(job(runs, model=model), tmp_path / "job")
+    assert together.run().state == "finished"
+    assert Many(job({"agent": runs["agent"]}, model=model), tmp_path / "alone").run().state == "finished"
+    assert curves(tmp_path / "job", ["agent"]) == curves(tmp_path / "alone", ["agent"])
+    for name, found in curves(tmp_path / "job", list(runs)).items():
+        assert [(row["reward"] > 0, row["agent_failed"], "eval/reward" in row) for row in found] == [
+            (True, 0.0, name == "agent")
+        ] * 2
 
 
 def test_what_becomes_of_one_run_is_its_own(tmp_path: Path, each_alone: dict[str, Any]) -> None:
