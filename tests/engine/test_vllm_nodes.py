@@ -6,7 +6,7 @@ import pytest
 
 from tests.control.test_lifecycle import LOCAL, run
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(360)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TWO_NODES = """
 import json, pathlib, time, ray, rlix
@@ -76,7 +76,7 @@ with two_raylets(1) as address:
 
 
 def test_a_replica_on_two_nodes(tmp_path: Path) -> None:
-    got = run(TWO_NODES, tmp_path, timeout_s=900.0, **LOCAL, RLIX_LOCK_DIR=str(tmp_path / "locks"))
+    got = run(TWO_NODES, tmp_path, timeout_s=560.0, **LOCAL, RLIX_LOCK_DIR=str(tmp_path / "locks"))
     assert "the devices of a replica must be on one node" in got.pop("refused")
     assert "rank 0 died before it answered report()" in got.pop("dead")
     each = {"answers", "updated", "synced"}
