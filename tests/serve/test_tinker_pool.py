@@ -19,7 +19,7 @@ from rlix.serve.tinker.server import serving
 from rlix.serve.tinker.settings import ServerSettings
 from tests.serve.tinker_world import KEYS, Client, datum, log_probs_of, loss_of, samples_of, tiny
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
 
