@@ -134,6 +134,17 @@ def test_only_an_admin_adds_users_and_a_new_token_replaces_the_old_one(api: Api)
     assert (pool["user"], pool["team"], pool["admin"], pool["devices"]) == ("bob", "b", False, 8)
 
 
+def test_only_an_admin_drains_the_queue_and_everybody_sees_it(api: Api) -> None:
+    for verb in ("drain", "resume"):
+        refused = api.ask("ann", "POST", f"/v1/queue/{verb}")
+        assert refused.status_code == 403 and "only an admin may" in refused.json()["error"]
+    assert api.ask("root", "POST", "/v1/queue/drain").json()["drained"] == "root"
+    job = api.submit("ann")
+    assert "which root has drained: nothing starts until `rlix queue resume`" in job.reason
+    assert api.ask("bob", "GET", "/v1/pool").json()["drained"] == "root"
+    assert api.ask("root", "POST", "/v1/queue/resume").json()["drained"] == ""
+
+
 def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> None:
     api.submit("bob", preemptible=False, limit_s=3600.0)
     api.turn()
@@ -221,4 +232,4 @@ def test_what_is_described_is_what_there_is(api: Api) -> None:
     names = set(described["components"]["schemas"])
     text = api.ask("", "GET", "/openapi.json").text
     assert set(re.findall(r"#/components/schemas/(\w+)", text)) <= names
-    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 15
+    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 17

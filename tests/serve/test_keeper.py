@@ -1,6 +1,7 @@
 """Decisions become jobs that run: written down first, done again after a death, never twice."""
 
 import asyncio
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from rlix.scheduler.queue.decide import STOP_S
 from rlix.scheduler.queue.jobs import Job, Outcome, QueueError, State
-from rlix.scheduler.queue.reasons import NoRoom, Reclaiming
+from rlix.scheduler.queue.reasons import Drained, NoRoom, Reclaiming
 from rlix.serve.queue.config import QueueSpec, TeamSpec
 from rlix.serve.queue.keeper import FAILURES, KEPT_DAYS, Asked, Keeper
 from rlix.serve.queue.store import FILE, Store
@@ -242,6 +243,36 @@ def test_one_that_is_cancelled_before_it_was_begun_is_not_begun(scene: Scene) ->
     scene.keeper.cancel(scene.job(id), "ann")
     scene.turn()
     assert scene.job(id).outcome is Outcome.CANCELLED and not scene.pool.started
+
+
+def test_a_drained_queue_starts_nothing_until_somebody_says_so(scene: Scene) -> None:
+    first = scene.submit(4)
+    scene.turn()
+    scene.keeper.drain("root", requeue=False)
+    second = scene.submit(2)
+    scene.turn()
+    scene.killed()
+    scene.turn(100.0)
+    assert (scene.state(first), scene.state(second)) == (State.RUNNING, State.SUBMITTED), "what runs goes on"
+    wait = scene.keeper.wait_of(second)
+    assert wait is not None and wait.reason == Drained("root")
+    scene.keeper.drain("root", requeue=True)
+    scene.turn()
+    assert (first, False) in scene.pool.stopped
+    scene.pool.end(first, Outcome.CANCELLED)
+    scene.turn()
+    assert (scene.state(first), scene.job(first).requeues) == (State.SUBMITTED, 1)
+    scene.keeper.resume()
+    scene.turn()
+    scene.turn()
+    assert (scene.state(first), scene.state(second)) == (State.RUNNING, State.RUNNING)
+
+
+def test_only_who_runs_the_service_reads_a_jobs_folders(scene: Scene) -> None:
+    id = scene.submit()
+    scene.turn()
+    work = scene.keeper.work(scene.job(id))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (work.folder, work.runs_dir)} == {0o700}
 
 
 def test_files_of_who_ended_long_ago_are_forgotten(scene: Scene) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import typer
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
@@ -180,6 +181,13 @@ class ProfileAnswer(Answer):
     tables: str
 
 
+class FileAnswer(Answer):
+    """`rlix queue backup` (what was written) and `restore` (where the queue before is kept)."""
+
+    said: str
+    file: str | None
+
+
 class LoraAnswer(Answer):
     """`rlix lora`."""
 
@@ -200,12 +208,17 @@ ANSWERS: tuple[type[Answer], ...] = (
     ExportAnswer,
     PlanAnswer,
     ProfileAnswer,
+    FileAnswer,
     LoraAnswer,
 )
 
 
 def print_answer(found: BaseModel) -> None:
     sys.stdout.write(json.dumps(found.model_dump(mode="json"), indent=2) + "\n")
+
+
+def say(found: FileAnswer | LoraAnswer, *, as_json: bool) -> None:
+    print_answer(found) if as_json else typer.echo(found.said)
 
 
 def schema_of_answers() -> dict[str, Any]:

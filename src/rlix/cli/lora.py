@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rlix.cli.answers import LoraAnswer, print_answer
+from rlix.cli.answers import LoraAnswer, say
 from rlix.cli.mistakes import one_message_per_mistake
 from rlix.cli.queue_commands import Json
-from rlix.cli.view import make_console
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def merge(
         from rlix.pipeline.jobs.export import merge_adapter
 
         merge_adapter(adapter, output)
-    _say(LoraAnswer(said=f"model: {output}", folder=str(output)), as_json=as_json)
+    say(LoraAnswer(said=f"model: {output}", folder=str(output)), as_json=as_json)
 
 
 def _change(
@@ -88,8 +87,4 @@ def _change(
         (found,) = select(find_jobs(pool.orchestrator), [job])
         found.change_run(verb, run, spec)  # type: ignore[union-attr]
     done = {"add": "begins", "pause": "pauses after this step", "resume": "goes on", "remove": "ends"}[verb]
-    _say(LoraAnswer(job=job, run=run, said=f"{job}: run {run} {done}"), as_json=as_json)
-
-
-def _say(answer: LoraAnswer, *, as_json: bool) -> None:
-    print_answer(answer) if as_json else make_console().print(answer.said, highlight=False, soft_wrap=True)
+    say(LoraAnswer(job=job, run=run, said=f"{job}: run {run} {done}"), as_json=as_json)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rlix.cli import lora
+from rlix.cli import lora, queue_admin
 from rlix.cli.answers import ExportAnswer, print_answer
 from rlix.cli.mistakes import one_message_per_mistake
 from rlix.cli.queue_commands import Given, Json, add_commands
@@ -318,6 +318,7 @@ def deploy(
 app.command()(simulate)
 add_commands(app)
 app.add_typer(lora.app, name="lora")
+app.add_typer(queue_admin.app, name="queue")
 
 
 @app.command()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import typer
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ from rlix.serve.api import models
 from rlix.serve.api.client import Client, UnreachableError, connect
 from rlix.serve.queue.submission import check_size
 
+T = TypeVar("T")
 POLL_S = 1.0
 _TRIES, _AGAIN_S = 20, 0.5  # while a service is started again
 FOLLOW_TRIES = 600  # and so often by who follows a log
@@ -177,11 +179,29 @@ def _submission(spec: str, wish: Wish) -> models.Submission:
     )
 
 
+def ask_pool(path: str, body: BaseModel | None) -> models.PoolView:
+    """What is asked of the queue as a whole may be asked again; a service that is just starting will answer."""
+
+    def ask(client: Client) -> models.PoolView:
+        return client.get(path, models.PoolView) if body is None else client.post(path, models.PoolView, body)
+
+    return _answered(_client(), ask)
+
+
+def say_pool(pool: models.PoolView, *, as_json: bool) -> None:
+    print_answer(pool) if as_json else _say(_said_of(pool))
+
+
 def _submitted(client: Client, submission: models.Submission) -> models.JobView:
-    """Asked again while nobody answers: with its key it is the same job."""
+    """With its key it is the same job however often it is asked for."""
+    return _answered(client, lambda client: client.post("/v1/jobs", models.JobView, submission))
+
+
+def _answered(client: Client, ask: Callable[[Client], T]) -> T:
+    """Asked again while nobody answers, for ten seconds."""
     for left in reversed(range(_TRIES)):
         try:
-            return client.post("/v1/jobs", models.JobView, submission)
+            return ask(client)
         except UnreachableError:
             if not left:
                 raise
@@ -209,11 +229,16 @@ def _anew(client: Client) -> Client:
 
 
 def _pool_text(client: Client) -> str:
-    pool = client.get("/v1/pool", models.PoolView)
+    return _said_of(client.get("/v1/pool", models.PoolView))
+
+
+def _said_of(pool: models.PoolView) -> str:
     shared = f", {pool.jobs_per_gpu} jobs on each" if pool.jobs_per_gpu > 1 else ""
     shares = "".join(f"; {team} has used {x:.1f} × its share" for team, x in pool.times_share.items())
     counts = f"{pool.running} running, {pool.waiting} waiting"
-    return f"no pool now: {pool.why}" if pool.why else f"a pool of {pool.devices} GPUs{shared}: {counts}{shares}"
+    drained = f"; drained by {pool.drained}: nothing starts" if pool.drained else ""
+    found = f"no pool now: {pool.why}" if pool.why else f"a pool of {pool.devices} GPUs{shared}: {counts}{shares}"
+    return f"{found}{drained}"
 
 
 def _sentence(job: models.JobView) -> str:

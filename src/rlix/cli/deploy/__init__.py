@@ -6,6 +6,10 @@ from importlib.resources import files
 from rlix.protocol.errors import SpecError
 
 FILES: Mapping[str, tuple[str, str]] = {
+    "systemd": ("rlix.service", "the queue as a service of systemd"),
+    "systemd-jobs": ("rlix-jobs.service", "and its jobs: into the queue when the machine goes down, on when it is up"),
+    "dockerfile": ("Dockerfile", "a container with the queue and what jobs need, from the wheel"),
+    "kuberay": ("kuberay.yaml", "the queue on a KubeRay cluster, with a volume, a service and a network policy"),
     "prometheus": ("prometheus.yml", "a scrape configuration for the queue's /metrics"),
     "grafana": ("grafana.json", "a dashboard of these metrics, to import into Grafana"),
 }

@@ -15,6 +15,7 @@ from rlix.scheduler.queue.fair_share import of_team, times_its_share
 from rlix.scheduler.queue.jobs import Job, Snapshot, State, Stop
 from rlix.scheduler.queue.reasons import (
     AtMaximum,
+    Drained,
     Held,
     Holder,
     Later,
@@ -76,6 +77,8 @@ def _unplaced(snapshot: Snapshot, job: Job) -> Reason | None:
     team = snapshot.team(job.team)
     if job.state is State.HELD:
         return Held(job.why)
+    if snapshot.drained:
+        return Drained(snapshot.drained)
     if job.gpus > snapshot.pool.places:
         return TooLarge(job.gpus, snapshot.pool.places, "")
     if team.maximum is not None and job.gpus > team.maximum:

@@ -137,13 +137,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`jobs`: those that have not ended. `used`: GPU-seconds that were given, decayed, by team and owner."""
+    """`jobs`: those that have not ended. `used`: GPU-seconds that were given, decayed, by team and owner. `drained`:
+    who wants nothing to start; "": nobody."""
 
     now: float
     pool: Pool
     jobs: tuple[Job, ...]
     teams: Mapping[str, Team] = field(default_factory=dict)
     used: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    drained: str = ""
 
     def team(self, name: str) -> Team:
         return self.teams.get(name, Team())

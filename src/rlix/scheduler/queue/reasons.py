@@ -25,6 +25,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing starts until a person says so."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Later:
     """It came back `failures` times in a row for the pool's reasons, and is tried again at `until`."""
 
@@ -98,7 +105,7 @@ class Reclaiming:
     victims: tuple[Holder, ...]
 
 
-Reason = Held | Later | TooLarge | NoRoom | AtMaximum | NotLent | Reserved | Reclaiming
+Reason = Held | Drained | Later | TooLarge | NoRoom | AtMaximum | NotLent | Reserved | Reclaiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,8 @@ def _why(reason: Reason, unit: str, clock: Clock) -> str:
     match reason:
         case Held(by):
             return f"is held by {by}"
+        case Drained(by):
+            return f"waits for the queue, which {by} has drained: nothing starts until `rlix queue resume`"
         case Later(failures, until, why):
             times = "once" if failures == 1 else f"{failures} times in a row"
             return f"came back {times} ({why}) and is tried again at {clock(until)}"

@@ -85,6 +85,8 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
         Door("GET", "/v1/overview", "What the page shows", doors.overview, None, models.Overview),
         Door("GET", "/v1/timeline", "Devices over time", doors.timeline, None, models.TimelineView),
         Door("GET", "/v1/jobs/{id}/run", "Its metrics and samples", doors.run, None, models.RunView),
+        Door("POST", "/v1/queue/drain", "Start nothing any more", doors.drain, models.Draining, models.PoolView),
+        Door("POST", "/v1/queue/resume", "Start jobs again", doors.resume, None, models.PoolView),
         Door("GET", "/v1/usage", "What jobs were given since `since`", doors.usage, None, models.UsageList),
         Door("POST", "/v1/users", "Add a user, or give one a new token", doors.add_user, models.NewUser, models.Token),
     ]
@@ -217,6 +219,7 @@ class _Doors:
             waiting=len(snapshot.jobs) - running,
             running=running,
             times_share={team: share for team, share in shares.items() if share is not None},
+            drained=keeper.drained,
         )
 
     async def overview(self, _: Request, __: User) -> models.Overview:
@@ -232,14 +235,24 @@ class _Doors:
         job = self._job(request)
         return await self._live.run_of(job, samples=job.owner == user.name or user.admin)
 
+    async def drain(self, request: Request, user: User) -> models.PoolView:
+        _for_admins(user, "drain the queue")
+        body = models.Draining.model_validate_json(await _body(request) or b"{}")
+        self._keeper.drain(user.name, requeue=body.requeue)
+        return await self.pool(request, user)
+
+    async def resume(self, request: Request, user: User) -> models.PoolView:
+        _for_admins(user, "let it go on")
+        self._keeper.resume()
+        return await self.pool(request, user)
+
     async def usage(self, request: Request, _: User) -> models.UsageList:
         since = _number(request.query_params, "since")
         rows = [models.UsageRow(**asdict(row), idle_s=row.idle_s) for row in self._accounts.since(since)]
         return models.UsageList(since=since, rows=rows)
 
     async def add_user(self, request: Request, user: User) -> models.Token:
-        if not user.admin:
-            raise RefusedError("only an admin may add users")
+        _for_admins(user, "add users")
         body = models.NewUser.model_validate_json(await _body(request))
         token = self._users.add(User(body.name, body.team, body.admin))
         return models.Token(name=body.name, team=body.team, admin=body.admin, token=token)
@@ -265,6 +278,11 @@ class _Doors:
                 f"job {job.id} is {job.owner}'s: {job.owner} may {verb} it, or an admin; you are {user.name}"
             )
         return job
+
+
+def _for_admins(user: User, what: str) -> None:
+    if not user.admin:
+        raise RefusedError(f"only an admin may {what}")
 
 
 async def _body(request: Request) -> bytes:

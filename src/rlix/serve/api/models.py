@@ -29,6 +29,11 @@ class Submission(_Body):
     """Chosen by who submits: asked again with the same key, it is the same job."""
 
 
+class Draining(_Body):
+    requeue: bool = False
+    """What runs writes a checkpoint, ends, and waits with the others."""
+
+
 class PriorityChange(_Body):
     priority: Priority
 
@@ -118,7 +123,8 @@ class UsageList(BaseModel):
 
 
 class PoolView(BaseModel):
-    """`why`: there is no pool now. `times_share`: what teams were given by what they are entitled to, decayed."""
+    """`why`: there is no pool now. `times_share`: what teams were given by what they are entitled to, decayed.
+    `drained`: who wants nothing to start; "": nobody."""
 
     devices: int
     jobs_per_gpu: int
@@ -129,6 +135,7 @@ class PoolView(BaseModel):
     waiting: int
     running: int
     times_share: dict[str, float]
+    drained: str = ""
 
 
 class WaitView(BaseModel):

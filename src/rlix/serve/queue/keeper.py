@@ -37,6 +37,7 @@ FAILURES = 5
 _STEADY_S = 600.0  # who ran for so long has not failed in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 1800.0
 _ASK_AGAIN_S = 10.0  # for a stop
+_DRAINED = "drained"
 KEPT_DAYS = 30
 """After its end so long a job's files are kept, and it can be queued again."""
 
@@ -72,6 +73,8 @@ class Keeper:
         """What the control plane has said of itself when `look_at_control` was asked last."""
         self._changed = asyncio.Event()
         self._decision = Decision((), (), {})
+        self.drained = store.setting(_DRAINED)
+        """Who wants nothing to start; "": nobody."""
         self._undecided: set[int] = set()  # something was asked of them since
         self.usage = Usage(config.half_life_h * 3600.0)
 
@@ -133,7 +136,7 @@ class Keeper:
         now = self._now()
         jobs = (*self._jobs.values(), *more)
         teams = {name: self._config.team(name) for name in self._config.teams}
-        return Snapshot(now, self.pool, jobs, teams, self.usage.at(now))
+        return Snapshot(now, self.pool, jobs, teams, self.usage.at(now), self.drained)
 
     def draft(self, asked: Asked, owner: str, team: str) -> Job:
         """The job that a submission would become."""
@@ -194,6 +197,24 @@ class Keeper:
                 f"job {job.id} ({job.name}) ended long ago: its files were kept {KEPT_DAYS} days; submit it"
             )
         return self._put(self._again(job.become(State.SUBMITTED, self._now(), why)), by, why)
+
+    def drain(self, by: str, *, requeue: bool) -> None:
+        """Nothing starts until `resume`, also after a restart. `requeue`: what runs writes a checkpoint, ends, and
+        waits with the others."""
+        self._store.set(_DRAINED, by)
+        self.drained = by
+        for job in list(self._jobs.values()) if requeue else ():
+            if job.active and job.stop is None:
+                why = f"the queue was drained by {by}"
+                self._put(replace(job, stop=Stop(self._now(), why)), by, why)
+        self._decide()
+        self._changed.set()
+
+    def resume(self) -> None:
+        self._store.set(_DRAINED, "")
+        self.drained = ""
+        self._decide()
+        self._changed.set()
 
     def _stops_since(self, job: Job) -> float:
         """Asked again, it has no more time for its checkpoint."""
@@ -327,6 +348,9 @@ class Keeper:
                     self._seen.pop(job.id)
 
     def _begin(self, work: Work, files: Mapping[str, bytes]) -> None:
+        for folder in (work.folder, work.runs_dir):  # whose it is, reads what is in it, and nobody else
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
         for path, content in files.items():
             target = work.files / path
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,10 @@ of its own beside them, `RLIX_HOME/queue.db`. Each change is one transaction tha
 import hashlib
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,8 +39,13 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "busy_s REAL NOT NULL, switching_s REAL NOT NULL, PRIMARY KEY (job, hour, phase))",
         "CREATE TABLE users (name TEXT PRIMARY KEY, team TEXT NOT NULL, admin INTEGER NOT NULL, digest TEXT NOT NULL)",
     ),
+    (
+        "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+        "CREATE TABLE hooks (owner TEXT PRIMARY KEY, body TEXT NOT NULL)",
+    ),
 )
 """What makes the tables of each version out of those of the one before."""
+VERSION = len(_MIGRATIONS)
 _JOB = TypeAdapter(Job)
 
 
@@ -215,6 +221,18 @@ class Store:
             rows = self._db.execute("SELECT digest, name, team, admin FROM users")
             return {found: User(name, team, bool(admin)) for found, name, team, admin in rows}
 
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def setting(self, name: str) -> str:
+        """ "" where nobody has set it."""
+        with self._in_words("read"):
+            row = self._db.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
+            return "" if row is None else str(row[0])
+
+    def set(self, name: str, value: str) -> None:
+        with self._change():
+            self._db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", (name, value))
+
     # -- below -------------------------------------------------------------------------------------------------------
 
     def _note(self, changes: Sequence[Change]) -> None:
@@ -241,13 +259,17 @@ def digest(token: str) -> str:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    for part in ("", "-wal", "-shm"):  # SQLite gives what it makes beside the file the file's mode
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + part).chmod(0o600)
     db = sqlite3.connect(path, isolation_level=None)
     db.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=FULL")  # who was told an id finds the job again, also after a power cut
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
-    if version > len(_MIGRATIONS):
-        raise StoreError(f"{path} has version {version}, and this RLix knows versions up to {len(_MIGRATIONS)}")
+    if version > VERSION:
+        raise StoreError(f"{path} has version {version}, and this RLix knows versions up to {VERSION}")
     if (found := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise StoreError(f"{path} is damaged ({' '.join(found.split())}); put a backup in its place")
     for number, statements in list(enumerate(_MIGRATIONS, 1))[version:]:
