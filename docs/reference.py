@@ -124,7 +124,7 @@ def _default(one: Any) -> str:
 
 
 def http_api() -> str:
-    application = make_app(cast(Service, Service(None, None, None, None)))  # type: ignore[arg-type]
+    application = make_app(cast(Service, Service(None, None, None, None, None)))  # type: ignore[arg-type]
     (route,) = [one for one in application.routes if one.path == "/openapi.json"]  # type: ignore[attr-defined]
     api = json.loads(asyncio.run(route.endpoint(None)).body)  # type: ignore[attr-defined]
     rows = [

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import re
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlix.serve.queue.config import QueueSpec, TeamSpec
 from rlix.serve.queue.keeper import Keeper
 from rlix.serve.queue.store import FILE, Store, User
 from rlix.serve.queue.users import Users
+from rlix.serve.service import make_hooks
 from tests.serve.fakes import Clock, FakePool
 
 SPEC = "name: sweep\nsteps: 3\nclusters:\n  actor_train: {gpus: 4}\n  actor_infer: {gpus: 8}\n"
@@ -35,12 +36,30 @@ class Api:
         }
         self.accounts = Accounts(self.store, self.keeper.usage)
         self.live = Live(self.keeper, self.accounts, self.clock)
-        self.app = make_app(Service(self.keeper, users, self.accounts, self.live), now=self.clock)
+        self.sent: list[httpx.Request] = []
+        self.webhooks: Callable[[httpx.Request], httpx.Response] = lambda _: httpx.Response(204)
+        self.hooks = make_hooks(self.store, self.keeper, config, self.clock, httpx.MockTransport(self._told))
+        self.app = make_app(Service(self.keeper, users, self.accounts, self.live, self.hooks), now=self.clock)
         self.transport = httpx.ASGITransport(app=self.app)
         self.turn()
 
     def turn(self) -> None:
         asyncio.run(self.keeper.turn())
+
+    def _told(self, request: httpx.Request) -> httpx.Response:
+        self.sent.append(request)
+        return self.webhooks(request)
+
+    def deliver(self, seconds: float = 0.0) -> None:
+        """What is due by then, once."""
+        self.clock.now += seconds
+        self.hooks.look()
+
+        async def delivered() -> None:
+            async with self.hooks.client() as client:
+                await self.hooks.turn(client, wait=True)
+
+        asyncio.run(delivered())
 
     def run(self, what: Coroutine[Any, Any, None]) -> None:
         asyncio.run(what)
@@ -232,4 +251,4 @@ def test_what_is_described_is_what_there_is(api: Api) -> None:
     names = set(described["components"]["schemas"])
     text = api.ask("", "GET", "/openapi.json").text
     assert set(re.findall(r"#/components/schemas/(\w+)", text)) <= names
-    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 17
+    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 18

@@ -41,6 +41,7 @@ class Wish:
     hold: bool = False
     dry_run: bool = False
     given: tuple[str, ...] = ()
+    webhook: str = ""
 
 
 def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
@@ -175,6 +176,7 @@ def _submission(spec: str, wish: Wish) -> models.Submission:
         limit_s=None if wish.limit is None else duration(wish.limit, "--time"),
         hold=wish.hold,
         dry_run=wish.dry_run,
+        webhook=wish.webhook,
         key=uuid.uuid4().hex,
     )
 
@@ -186,6 +188,22 @@ def ask_pool(path: str, body: BaseModel | None) -> models.PoolView:
         return client.get(path, models.PoolView) if body is None else client.post(path, models.PoolView, body)
 
     return _answered(_client(), ask)
+
+
+def hook(url: str | None, on: Sequence[str], *, as_json: bool) -> None:
+    """Where one is told of one's jobs; with a URL from now on there, "" nowhere."""
+    client = _client()
+    if url is None:
+        found = client.get("/v1/hook", models.HookView)
+    else:
+        asked = models.NewHook.model_validate({"url": url, **({"on": list(on)} if on else {})})
+        found = client.post("/v1/hook", models.HookView, asked)
+    if as_json:
+        print_answer(found)
+    else:
+        _say(f"{found.host} is told when a job of yours {' or '.join(found.on)}" if found.host else "nobody is told")
+        if found.secret:
+            _say(f"what is sent is signed with {found.secret}")
 
 
 def say_pool(pool: models.PoolView, *, as_json: bool) -> None:

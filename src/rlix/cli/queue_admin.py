@@ -1,6 +1,7 @@
 """`rlix queue`: what whoever keeps the queue does with it as a whole."""
 
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,12 @@ from rlix.cli.queue_commands import Json
 from rlix.protocol.errors import RlixError
 
 app = typer.Typer(help="The queue as a whole: drain it, back it up, restore it.", no_args_is_help=True)
+
+
+class Event(StrEnum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    STARVED = "starved"
 
 
 @app.command()
@@ -46,6 +53,19 @@ def resume(as_json: Json = False) -> None:
 
     with one_message_per_mistake():
         queue.say_pool(queue.ask_pool("/v1/queue/resume", Draining()), as_json=as_json)
+
+
+@app.command()
+def hook(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Is told by a POST; '' for nobody.")] = None,
+    on: Annotated[list[Event] | None, typer.Option(help="Repeatable; all, if left out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Be told of all your jobs, by a webhook; without a URL, say by whom. Prints the secret by which it knows us."""
+    from rlix.cli import queue
+
+    with one_message_per_mistake():
+        queue.hook(url, on or (), as_json=as_json)
 
 
 @app.command()

@@ -86,13 +86,19 @@ def submit(
         bool, typer.Option("--dry-run", help="Say what it needs and when it would start; submit nothing.")
     ] = False,
     given: Given = None,
+    webhook: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Is told, by a POST, that the job has finished or failed, or waits long."),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Queue jobs and go: print their numbers."""
     from rlix.cli import queue
 
     with one_message_per_mistake():
-        queue.submit(specs, queue.Wish(priority, preemptible, time, hold, dry_run, tuple(given or ())), as_json=as_json)
+        queue.submit(
+            specs, queue.Wish(priority, preemptible, time, hold, dry_run, tuple(given or ()), webhook), as_json=as_json
+        )
 
 
 def ps(mine: Mine = False, as_json: Json = False) -> None:

@@ -6,18 +6,23 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import uvicorn
 
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import State
 from rlix.serve.api.app import Service, make_app
+from rlix.serve.api.views import view
 from rlix.serve.page.live import Live
 from rlix.serve.queue.accounts import Accounts, read_run
 from rlix.serve.queue.config import FILE as CONFIG_FILE
-from rlix.serve.queue.config import load_config
+from rlix.serve.queue.config import QueueSpec, load_config
+from rlix.serve.queue.hooks import Hooks
 from rlix.serve.queue.keeper import Keeper
 from rlix.serve.queue.runner import Runner
 from rlix.serve.queue.store import FILE, Store
@@ -57,7 +62,8 @@ def serve(options: ServeOptions, runner: Runner) -> None:
         keeper = Keeper(store, runner, config, options.home, options.runs_dir.absolute(), now=time.time)
         accounts = Accounts(store, keeper.usage)
         live = Live(keeper, accounts, time.time)
-        app = make_app(Service(keeper, users, accounts, live))
+        hooks = make_hooks(store, keeper, config, time.time)
+        app = make_app(Service(keeper, users, accounts, live, hooks))
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -70,10 +76,31 @@ def serve(options: ServeOptions, runner: Runner) -> None:
                 ssl_keyfile=options.key,
             )
         )
-        asyncio.run(_run(server, keeper, accounts, live, options))
+        loops = (keeper.run, live.run, hooks.run, lambda: _account(keeper, accounts), lambda: _forget(keeper))
+        asyncio.run(_run(server, loops, options))
 
 
-async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, live: Live, options: ServeOptions) -> None:
+def make_hooks(
+    store: Store,
+    keeper: Keeper,
+    config: QueueSpec,
+    now: Callable[[], float],
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> Hooks:
+    """Each job is described as the API does."""
+    return Hooks(
+        store,
+        keeper,
+        lambda job: view(keeper, job, now()).model_dump(mode="json"),
+        starved_s=config.starved_h * 3600.0,
+        now=now,
+        transport=transport,
+    )
+
+
+async def _run(
+    server: uvicorn.Server, loops: Sequence[Callable[[], Coroutine[Any, Any, None]]], options: ServeOptions
+) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:
         if serving.done():
@@ -82,8 +109,7 @@ async def _run(server: uvicorn.Server, keeper: Keeper, accounts: Accounts, live:
     port = server.servers[0].sockets[0].getsockname()[1]
     scheme = "https" if options.certificate is not None else "http"
     _announce(options.home, f"{scheme}://{options.host}:{port}")
-    others = [asyncio.create_task(keeper.run()), asyncio.create_task(_account(keeper, accounts))]
-    others += [asyncio.create_task(_forget(keeper)), asyncio.create_task(live.run())]
+    others = [asyncio.create_task(loop()) for loop in loops]
     try:
         done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -74,6 +74,7 @@ class Job:
     failures: int = 0
     not_before: float = 0.0
     requeues: int = 0
+    webhook: str = field(default="", repr=False)  # who is told of its end; may be a secret
 
     @property
     def active(self) -> bool:

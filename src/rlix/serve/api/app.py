@@ -1,5 +1,6 @@
 """The HTTP API: each door, who may use it, and what it answers. Who asks is said by the token alone."""
 
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from rlix.serve.api.views import view, view_of
 from rlix.serve.page.files import page_routes
 from rlix.serve.page.live import LONGEST_S, Live
 from rlix.serve.queue.accounts import Accounts
+from rlix.serve.queue.hooks import Hook, Hooks, check_url, host_of
 from rlix.serve.queue.keeper import Asked, Keeper
 from rlix.serve.queue.runner import JOB_FILE
 from rlix.serve.queue.store import User
@@ -48,6 +50,7 @@ class Service:
     users: Users
     accounts: Accounts
     live: Live
+    hooks: Hooks
 
 
 Handler = Callable[[Request, User], Awaitable[BaseModel]]
@@ -87,6 +90,8 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
         Door("GET", "/v1/jobs/{id}/run", "Its metrics and samples", doors.run, None, models.RunView),
         Door("POST", "/v1/queue/drain", "Start nothing any more", doors.drain, models.Draining, models.PoolView),
         Door("POST", "/v1/queue/resume", "Start jobs again", doors.resume, None, models.PoolView),
+        Door("GET", "/v1/hook", "Where you are told of your jobs", doors.hook, None, models.HookView),
+        Door("POST", "/v1/hook", "Be told of your jobs", doors.put_hook, models.NewHook, models.HookView),
         Door("GET", "/v1/usage", "What jobs were given since `since`", doors.usage, None, models.UsageList),
         Door("POST", "/v1/users", "Add a user, or give one a new token", doors.add_user, models.NewUser, models.Token),
     ]
@@ -144,6 +149,7 @@ class _Doors:
     def __init__(self, service: Service, now: Callable[[], float]) -> None:
         self._keeper, self._users, self._accounts, self._now = service.keeper, service.users, service.accounts, now
         self._live = service.live
+        self._hooks = service.hooks
 
     async def submit(self, request: Request, user: User) -> models.JobView:
         body = models.Submission.model_validate_json(await _body(request))
@@ -153,7 +159,8 @@ class _Doors:
         most = keeper.snapshot().team(user.team).maximum
         if most is not None and gpus > most:
             raise SpecError(f"{name}: needs {gpus} places at once, and team {user.team} may have at most {most}")
-        asked = Asked(name, gpus, PRIORITIES[body.priority], body.preemptible, body.limit_s, body.hold)
+        webhook = check_url(body.webhook, "webhook") if body.webhook else ""
+        asked = Asked(name, gpus, PRIORITIES[body.priority], body.preemptible, body.limit_s, body.hold, webhook)
         if body.dry_run:
             draft = keeper.draft(asked, user.name, user.team)
             return view_of(keeper, draft, keeper.foresee(draft), self._now())
@@ -246,6 +253,19 @@ class _Doors:
         self._keeper.resume()
         return await self.pool(request, user)
 
+    async def hook(self, _: Request, user: User) -> models.HookView:
+        hook = self._hooks.of(user.name)
+        return models.HookView(host="", on=[]) if hook is None else _hook_view(hook)
+
+    async def put_hook(self, request: Request, user: User) -> models.HookView:
+        body = models.NewHook.model_validate_json(await _body(request))
+        if not body.url:
+            self._hooks.put(user.name, None)
+            return models.HookView(host="", on=[])
+        hook = Hook(check_url(body.url, "url"), tuple(body.on), secrets.token_urlsafe(24))
+        self._hooks.put(user.name, hook)
+        return _hook_view(hook).model_copy(update={"secret": hook.secret})
+
     async def usage(self, request: Request, _: User) -> models.UsageList:
         since = _number(request.query_params, "since")
         rows = [models.UsageRow(**asdict(row), idle_s=row.idle_s) for row in self._accounts.since(since)]
@@ -278,6 +298,10 @@ class _Doors:
                 f"job {job.id} is {job.owner}'s: {job.owner} may {verb} it, or an admin; you are {user.name}"
             )
         return job
+
+
+def _hook_view(hook: Hook) -> models.HookView:
+    return models.HookView(host=host_of(hook.url), on=list(hook.on))
 
 
 def _for_admins(user: User, what: str) -> None:

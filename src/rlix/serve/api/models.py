@@ -25,6 +25,8 @@ class Submission(_Body):
     hold: bool = False
     dry_run: bool = False
     """Say what would become of it, and keep nothing."""
+    webhook: str = ""
+    """Is told by a POST when the job has finished or failed, or waits for long. Nobody can ask for it."""
     key: Annotated[str, Field(min_length=8, max_length=64)] | None = None
     """Chosen by who submits: asked again with the same key, it is the same job."""
 
@@ -42,6 +44,22 @@ class NewUser(_Body):
     name: _Name
     team: _Name = "default"
     admin: bool = False
+
+
+class NewHook(_Body):
+    """Of all jobs of who asks. `url` "": none any more."""
+
+    url: str
+    on: list[Literal["finished", "failed", "starved"]] = ["finished", "failed", "starved"]
+
+
+class HookView(BaseModel):
+    """`host`: "" where there is none. `secret` signs what is sent (`X-RLix-Signature`: HMAC with SHA-256 of the body);
+    it is shown once."""
+
+    host: str
+    on: list[str]
+    secret: str = ""
 
 
 class Token(BaseModel):

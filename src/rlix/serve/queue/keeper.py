@@ -52,6 +52,7 @@ class Asked:
     preemptible: bool = True
     limit_s: float | None = None
     held: bool = False
+    webhook: str = ""
 
 
 class Keeper:
@@ -75,6 +76,7 @@ class Keeper:
         self._decision = Decision((), (), {})
         self.drained = store.setting(_DRAINED)
         """Who wants nothing to start; "": nobody."""
+        self.on_end: Callable[[Job], None] = lambda _: None
         self._undecided: set[int] = set()  # something was asked of them since
         self.usage = Usage(config.half_life_h * 3600.0)
 
@@ -112,6 +114,10 @@ class Keeper:
 
     def changes(self, id: int) -> list[Change]:
         return self._store.changes(id)
+
+    def note(self, id: int, what: str) -> None:
+        """Among what has happened to a job."""
+        self._store.put([], [Change(self._now(), id, "", what)])
 
     def seen(self, id: int) -> Seen | None:
         """What a running job does, as of the last look."""
@@ -154,6 +160,7 @@ class Keeper:
             state=State.HELD if asked.held else State.SUBMITTED,
             since=self._now(),
             why=owner if asked.held else "",
+            webhook=asked.webhook,
         )
 
     def submit(self, asked: Asked, owner: str, team: str, files: Mapping[str, bytes], key: str | None) -> Job:
@@ -388,6 +395,7 @@ class Keeper:
                 self._asked_to_stop.pop(job.id, None)
             if job.state is State.ENDED:
                 self._jobs.pop(job.id, None)
+                self.on_end(job)
             else:
                 self._jobs[job.id] = job
 

@@ -233,6 +233,17 @@ class Store:
         with self._change():
             self._db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", (name, value))
 
+    def hooks(self) -> dict[str, str]:
+        """By owner, as it was put."""
+        with self._in_words("read"):
+            return dict(self._db.execute("SELECT owner, body FROM hooks"))
+
+    def put_hook(self, owner: str, body: str | None) -> None:
+        with self._change():
+            self._db.execute("DELETE FROM hooks WHERE owner = ?", (owner,))
+            if body is not None:
+                self._db.execute("INSERT INTO hooks (owner, body) VALUES (?, ?)", (owner, body))
+
     # -- below -------------------------------------------------------------------------------------------------------
 
     def _note(self, changes: Sequence[Change]) -> None:
