@@ -20,6 +20,7 @@ help:
 	@echo "make lint   ruff and mypy only"
 	@echo "make docs   build the manual as a site, build/site, and check every link"
 	@echo "make tinker have Tinker's own client ask a server that runs (rlix serve --tinker) for all it can"
+	@echo "make tinker-recipes  run tinker-cookbook's loops and recipes, two steps each, on a server of this tree"
 	@echo "make bench  print the tables of docs/benchmarks.md anew"
 	@echo "make clean  remove the environment, caches and run folders"
 
@@ -78,6 +79,15 @@ $(VENV)/tinker/.stamp:
 
 tinker: $(VENV)/tinker/.stamp
 	$(VENV)/tinker/bin/python tests/serve/tinker_outside.py
+
+$(VENV)/cookbook/.stamp:
+	$(PYTHON) -m venv $(VENV)/cookbook
+	$(VENV)/cookbook/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) tinker==0.38.0 \
+		'tinker-cookbook[math-rl]==0.5.8'
+	@touch $@
+
+tinker-recipes: $(VENV)/cookbook/.stamp $(VENV)/.stamp-demo
+	$(BIN)/python tests/serve/tinker_recipes.py $(VENV)/cookbook/bin/python
 
 bench: $(VENV)/.stamp-test
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) || exit 1; done

@@ -12,14 +12,16 @@ import numpy as np
 import peft
 import pytest
 import torch
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
 from rlix.protocol.errors import WorkerError
 from rlix.serve.tinker import training
-from rlix.serve.tinker.journal import Operation
+from rlix.serve.tinker.records import Operation
+from rlix.serve.tinker.settings import ServerSettings
 from rlix.serve.tinker.wire import read_pass
-from tests.serve.tinker_world import WAIT_S, Client, Server, datum, log_probs_of, loss_of, samples_of, tokens_of
+from tests.serve.tinker_world import KEYS, WAIT_S, Client, Server, datum, log_probs_of, loss_of, samples_of, tokens_of
 
 DATA = [datum([1, 4, 5, 6, 2]), datum([1, 9, 8, 7, 6, 5, 2])]
 SAMPLE = b'{"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 4]}]}, "sampling_params": {"max_tokens": 1}}'
@@ -531,6 +533,42 @@ def test_limits_hold(tmp_path: Path) -> None:
             assert server.http.post("/api/v1/create_model", headers=headers, content=body).status_code == 400
         assert server.http.post("/api/v1/forward_backward", headers=headers, content=b"\xff\xff").status_code == 400
         assert server.http.get("/api/v1/nothing", headers=headers).status_code == 404
+
+
+def test_what_a_user_may_keep_waiting_and_saved_is_bounded(tmp_path: Path) -> None:
+    with Server(tmp_path / "waiting", max_waiting_mb=0.002) as server:
+        client, bob = server.client(), server.client("bob")
+        client.create()
+        first = [client.run_pass(DATA, seq=seq) for seq in range(2, 5)]  # which wait for request 1
+        body = {"model_id": client.model, "seq_id": 9, "path": "x" * 1500}
+        assert "requests that wait" in client.post("save_weights", status=429, **body)["detail"]
+        assert client.run_pass(DATA, seq=2) == first[0]  # it is there already
+        bob.create()
+        assert bob.train(DATA, 1)
+        client.result(client.run_pass(DATA, seq=1))
+        for future in first:
+            client.result(future)
+        assert "call optim_step" in client.post("save_weights", status=400, **{**body, "seq_id": 5})["detail"]
+    with Server(tmp_path / "saved", max_saved_gb=1e-6) as server:
+        client = server.client()
+        client.create()
+        path = client.operation("save_weights", path="one")["path"]
+        assert "max_saved_gb" in client.operation("save_weights", path="two")["error"]
+        client.ask("DELETE", f"training_runs/{client.model}/checkpoints/weights/one", status=204)
+        assert client.operation("save_weights", path="two")["path"] != path
+
+
+@pytest.mark.parametrize(
+    ("teams", "said"), [({"a": ("alice",), "b": ("alice",)}, "twice"), ({"a": ("carol",)}, "no key"), ({}, "")]
+)
+def test_teams_are_of_users_with_keys(teams: dict[str, Any], said: str) -> None:
+    given = {"models": {"tiny": {}}, "keys": KEYS, "teams": teams}
+    if said:
+        with pytest.raises(ValidationError, match=said):
+            ServerSettings.model_validate(given)
+    else:
+        found = ServerSettings.model_validate({**given, "teams": {"vision": ("bob",)}}).teams_with({"vision": 2.0})
+        assert [found.weight((found.of(user), user)[:1]) for user in ("alice", "bob")] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("wrong", [None, "x", -1, 10**30, 10**400, 1e308, float("nan"), [1], {"a": 1}])

@@ -258,7 +258,12 @@ class Server:
         clock = {} if now is None else {"now": now}
         self.journal = Journal(home / "journal.db", **clock)
         self.store, self.results = (
-            Store(home / "checkpoints", self.journal, unnamed=self.settings.samplers_kept, **clock),
+            Store(
+                *(home / "checkpoints", self.journal),
+                unnamed=self.settings.samplers_kept,
+                most=None if self.settings.max_saved_gb is None else self.settings.max_saved_gb * 1e9,
+                **clock,
+            ),
             Results(),
         )
         self.pipeline = Pipeline(folder, dies)
@@ -269,7 +274,10 @@ class Server:
             self.wholes[spec.name] = WholePipeline(folder, dies)
             return self.wholes[spec.name]
 
-        means = Means(self.journal, self.store, home, start, self.results.finished, self.settings.state_every)
+        means = Means(
+            *(self.journal, self.store, home, start, self.results.finished, self.settings.state_every),
+            self.settings.teams_with({}),
+        )
         self.bases = {b.name: b for b in bases_of("tiny", self.settings.models["tiny"], shape_of(folder), means)}
         self.base: Any = self.bases["tiny"]
         self.service = Service(self.settings, self.journal, self.store, self.bases, **clock)

@@ -16,10 +16,11 @@ from rlix.protocol.errors import RlixError, SpecError
 from rlix.serve.tinker import rest
 from rlix.serve.tinker.answers import JSON, failure
 from rlix.serve.tinker.given import number, read_json
-from rlix.serve.tinker.journal import OutOfOrderError, State
+from rlix.serve.tinker.journal import OutOfOrderError
 from rlix.serve.tinker.keys import Keys
 from rlix.serve.tinker.operations import FORWARD, PASS, SAVE, SAVE_EXTERNAL, SAVE_SAMPLER, STEP
-from rlix.serve.tinker.service import Service, UnknownError
+from rlix.serve.tinker.records import State
+from rlix.serve.tinker.service import BusyError, Service, UnknownError
 from rlix.serve.tinker.wire import read_pass
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,8 @@ class Door:
                 return refusal(400, str(error))
             except RecursionError:
                 return refusal(400, "the body is nested too deeply")
+            except BusyError as error:
+                return refusal(429, str(error))
             except RlixError as error:  # a full disk, say: the client asks again
                 return refusal(503, str(error))
 

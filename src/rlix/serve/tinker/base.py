@@ -12,8 +12,8 @@ from rlix.pipeline.requests.served import ServedModel, served_job
 from rlix.pipeline.requests.whole import ServedWhole
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
-from rlix.serve.tinker.journal import Model, Operation, Sampler
 from rlix.serve.tinker.live import Live, Means
+from rlix.serve.tinker.records import Model, Operation, Sampler
 from rlix.serve.tinker.settings import FULL, OfferedModel
 
 _LONGEST_NAME = 60
@@ -126,7 +126,7 @@ class WholeBase:
     def start(self) -> None:
         """Go on with what was asked before."""
         journal = self._means.journal
-        waiting = {operation.target for operation in journal.queued()}
+        waiting = journal.waiting()
         for model in journal.models():
             if model.base == self.name and model.unloaded:
                 shutil.rmtree(self.state_folder(model.id, 0).parent, ignore_errors=True)

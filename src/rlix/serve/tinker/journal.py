@@ -4,14 +4,13 @@ An operation is written before it is acknowledged, and its result before anybody
 `queued` is done, once, on the state that the operations before it have made.
 """
 
+import hashlib
 import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,21 @@ from rlix.node.database import transaction
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.serve.tinker.answers import failure
+from rlix.serve.tinker.records import (
+    Checkpoint,
+    Model,
+    Operation,
+    Sampler,
+    Session,
+    State,
+    checkpoint_of,
+    model_of,
+    operation_of,
+    session_of,
+)
 
 VERSION = 1
+_BODILESS = "SELECT id, target, seq, kind, x'', digest, state, media, result, created, ended FROM operations"
 _LOCK_WAIT_S = 5.0
 _TABLES = """
 CREATE TABLE sessions (id TEXT PRIMARY KEY, owner TEXT, created REAL, ended TEXT, body TEXT);
@@ -36,94 +48,6 @@ CREATE TABLE samplers (id TEXT PRIMARY KEY, session TEXT, owner TEXT, base TEXT,
 """
 
 
-class State(StrEnum):
-    """Of an operation. One that has `failed` has changed nothing."""
-
-    QUEUED = "queued"
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One request of a client. `target`: the model or the sampler; `seq`: its place among those of the target."""
-
-    id: str
-    target: str
-    seq: int
-    kind: str
-    body: bytes
-    state: State = State.QUEUED
-    media: str = ""
-    result: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model that a client trains.
-
-    Attributes:
-        rank: of its adapter; 0: every weight is trained.
-        applied: the last operation that is through. saved: the last that `folder` holds, -1 where there is none yet.
-        unloaded: why nothing can be asked of it any more.
-    """
-
-    id: str
-    session: str
-    owner: str
-    base: str
-    rank: int
-    config: Mapping[str, Any]
-    created: float
-    used: float
-    applied: int
-    saved: int
-    folder: str
-    unloaded: str
-    metadata: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Weights that were saved under a name. `kind`: training, sampler or external."""
-
-    path: str
-    model: str
-    owner: str
-    kind: str
-    folder: str
-    created: float
-    expires: float | None
-    bytes: int
-    about: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """What a client samples from: `folder` holds its adapter, or its weights; "": the base model itself.
-
-    `path`: of the checkpoint, if it is one. `model`: whose newest weights it follows, if any's.
-    """
-
-    id: str
-    session: str
-    owner: str
-    base: str
-    path: str
-    model: str
-    folder: str
-    clones: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    id: str
-    owner: str
-    created: float
-    ended: str
-    body: Mapping[str, Any]
-
-
 class OutOfOrderError(RlixError):
     """A sequence number was used before, for something else."""
 
@@ -137,7 +61,7 @@ class Journal:
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         """Raises RlixError: another server writes there, or it is another version's."""
-        self._now, self._lock = now, threading.RLock()
+        self._now, self._lock, self._reading = now, threading.RLock(), threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._file = lock_file(path.with_suffix(".lock"), _LOCK_WAIT_S)
@@ -153,9 +77,13 @@ class Journal:
             self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version={VERSION}; COMMIT;")
         elif version != VERSION:
             raise RlixError(f"{path} was written by another version of RLix ({version}): move it away")
+        self._db.execute("CREATE INDEX IF NOT EXISTS held ON operations (target) WHERE body != x''")
+        # Who reads does not wait until what others have changed is on the disk.
+        self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, self._reading:
+            self._reader.close()
             self._db.close()
             self._file.close()
 
@@ -165,8 +93,8 @@ class Journal:
             yield self._db
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
-        with self._lock, _in_words():
-            return self._db.execute(sql, values).fetchall()
+        with self._reading, _in_words():
+            return self._reader.execute(sql, values).fetchall()
 
     # ---- sessions --------------------------------------------------------------------------------------------
 
@@ -177,12 +105,12 @@ class Journal:
 
     def session(self, id: str) -> Session | None:
         rows = self._rows("SELECT * FROM sessions WHERE id = ?", id)
-        return _session(rows[0]) if rows else None
+        return session_of(rows[0]) if rows else None
 
     def sessions(self, owner: str | None = None, *, alive: bool = False) -> list[Session]:
         """The newest first."""
         rows = self._rows("SELECT * FROM sessions ORDER BY created DESC, id")
-        found = [_session(row) for row in rows]
+        found = [session_of(row) for row in rows]
         return [each for each in found if owner in (None, each.owner) and not (alive and each.ended)]
 
     def end_session(self, id: str, why: str) -> None:
@@ -229,11 +157,11 @@ class Journal:
 
     def model(self, id: str) -> Model | None:
         rows = self._rows("SELECT * FROM models WHERE id = ?", id)
-        return _model(rows[0]) if rows else None
+        return model_of(rows[0]) if rows else None
 
     def models(self, owner: str | None = None, session: str | None = None) -> list[Model]:
         """The newest first."""
-        found = [_model(row) for row in self._rows("SELECT * FROM models ORDER BY created DESC, id")]
+        found = [model_of(row) for row in self._rows("SELECT * FROM models ORDER BY created DESC, id")]
         return [each for each in found if owner in (None, each.owner) and session in (None, each.session)]
 
     def ask(self, operation: Operation) -> Operation:
@@ -245,7 +173,7 @@ class Journal:
             sql = "SELECT * FROM operations WHERE target = ? AND seq = ?"
             rows = db.execute(sql, (operation.target, operation.seq)).fetchall()
             if rows:
-                found = _operation(rows[0])
+                found = operation_of(rows[0])
                 if found.kind != operation.kind or rows[0][5] != _digest(operation.body):
                     raise OutOfOrderError(
                         f"request {operation.seq} of {operation.target} was a {found.kind} and cannot be another "
@@ -270,31 +198,49 @@ class Journal:
 
     def operation(self, id: str) -> Operation | None:
         rows = self._rows("SELECT * FROM operations WHERE id = ?", id)
-        return _operation(rows[0]) if rows else None
+        return operation_of(rows[0]) if rows else None
 
-    def queued(self, target: str | None = None) -> list[Operation]:
-        """In order, target by target."""
-        of_target = "" if target is None else "AND target = ? "
-        values = () if target is None else (target,)
-        sql = f"SELECT * FROM operations WHERE state = 'queued' {of_target}ORDER BY target, seq"
-        return [_operation(row) for row in self._rows(sql, *values)]
+    def outcome(self, id: str) -> Operation | None:
+        """An operation with what came of it, and without its body, which may be large."""
+        rows = self._rows(f"{_BODILESS} WHERE id = ?", id)
+        return operation_of(rows[0]) if rows else None
+
+    def waiting(self) -> set[str]:
+        """The models and samplers of which something was asked that is not through."""
+        return {target for (target,) in self._rows("SELECT DISTINCT target FROM operations WHERE state = 'queued'")}
+
+    def queued(self, target: str) -> list[Operation]:
+        """In order."""
+        sql = "SELECT * FROM operations WHERE target = ? AND state = 'queued' ORDER BY seq"
+        return [operation_of(row) for row in self._rows(sql, target)]
 
     def first_queued(self, target: str) -> Operation | None:
-        sql = "SELECT * FROM operations WHERE target = ? AND state = 'queued' ORDER BY seq LIMIT 1"
-        rows = self._rows(sql, target)
-        return _operation(rows[0]) if rows else None
+        """Without its body."""
+        rows = self._rows(f"{_BODILESS} WHERE target = ? AND state = 'queued' ORDER BY seq LIMIT 1", target)
+        return operation_of(rows[0]) if rows else None
+
+    def held(self, owner: str) -> tuple[int, bool]:
+        """Bytes of a user's requests that may have to be done, again perhaps; whether any has yet to be done at all."""
+        sql = (
+            "SELECT coalesce(sum(length(body)), 0), coalesce(max(state = 'queued'), 0) FROM operations "
+            "LEFT JOIN models ON models.id = target LEFT JOIN samplers ON samplers.id = target "
+            "WHERE body != x'' AND coalesce(models.owner, samplers.owner) = ?"
+        )
+        ((size, open_),) = self._rows(sql, owner)
+        return int(size), bool(open_)
 
     def again(self, model: Model) -> list[Operation]:
         """What was done to a model since its state was saved, in order."""
         sql = "SELECT * FROM operations WHERE target = ? AND seq > ? AND seq <= ? AND state = 'done' ORDER BY seq"
-        return [_operation(row) for row in self._rows(sql, model.id, model.saved, model.applied)]
+        return [operation_of(row) for row in self._rows(sql, model.id, model.saved, model.applied)]
 
     def finish(self, id: str, state: State, media: str, result: bytes) -> None:
         """Note what came of an operation, before anybody is told."""
         with self._change() as db:
             values = (state, media, result, self._now(), id)
             changed = db.execute(
-                "UPDATE operations SET state = ?, media = ?, result = ?, ended = ? WHERE id = ? AND state = 'queued'",
+                "UPDATE operations SET state = ?, media = ?, result = ?, ended = ?, "
+                "body = iif(kind = 'sample', x'', body) WHERE id = ? AND state = 'queued'",  # no other is done again
                 values,
             ).rowcount
             if changed:  # else its session has ended meanwhile, which is what its client was told
@@ -330,11 +276,11 @@ class Journal:
 
     def checkpoint(self, path: str) -> Checkpoint | None:
         rows = self._rows("SELECT * FROM checkpoints WHERE path = ?", path)
-        return _checkpoint(rows[0]) if rows else None
+        return checkpoint_of(rows[0]) if rows else None
 
     def checkpoints(self, owner: str | None = None, model: str | None = None) -> list[Checkpoint]:
         """The newest first."""
-        found = [_checkpoint(row) for row in self._rows("SELECT * FROM checkpoints ORDER BY created DESC, path")]
+        found = [checkpoint_of(row) for row in self._rows("SELECT * FROM checkpoints ORDER BY created DESC, path")]
         return [each for each in found if owner in (None, each.owner) and model in (None, each.model)]
 
     def drop_checkpoint(self, path: str) -> None:
@@ -382,27 +328,4 @@ def _in_words() -> Iterator[None]:
 
 
 def _digest(body: bytes) -> str:
-    import hashlib
-
     return hashlib.blake2b(body, digest_size=16).hexdigest()
-
-
-def _session(row: Sequence[Any]) -> Session:
-    id, owner, created, ended, body = row
-    return Session(id, owner, created, ended, json.loads(body))
-
-
-def _model(row: Sequence[Any]) -> Model:
-    values = list(row)
-    values[5], values[12] = json.loads(row[5]), json.loads(row[12])
-    return Model(*values)
-
-
-def _operation(row: Sequence[Any]) -> Operation:
-    id, target, seq, kind, body, _, state, media, result, *_ = row
-    return Operation(id, target, seq, kind, body, State(state), media, result)
-
-
-def _checkpoint(row: Sequence[Any]) -> Checkpoint:
-    values = [*row[:8], json.loads(row[8])]
-    return Checkpoint(*values)

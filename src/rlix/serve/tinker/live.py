@@ -14,9 +14,11 @@ from rlix.pipeline.requests.served import ServedModel
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import RlixError
 from rlix.serve.tinker.batches import Limits
-from rlix.serve.tinker.journal import Journal, Model, Operation, Sampler
+from rlix.serve.tinker.journal import Journal
 from rlix.serve.tinker.operations import Work
+from rlix.serve.tinker.records import Model, Operation, Sampler
 from rlix.serve.tinker.sampling import Samples
+from rlix.serve.tinker.settings import Teams
 from rlix.serve.tinker.store import Store
 from rlix.serve.tinker.training import Trainer
 
@@ -47,6 +49,7 @@ class Means:
     start: Start
     finished: Callable[[str], None]
     state_every: int
+    teams: Teams
 
     def state_folder(self, model: str, seq: int) -> Path:
         """Where the state of a model after an operation is kept."""
@@ -163,7 +166,7 @@ class Live:
         limits = Limits(pipeline.vocabulary, pipeline.context, pipeline.pad_id)
         trainer = Trainer(
             *(self._job.name, self._trains, journal, pipeline),
-            *(Work(pipeline, limits, means.store, means.state_folder), means.state_folder),
+            *(Work(pipeline, limits, means.store, means.state_folder), means.state_folder, means.teams),
             state_every=means.state_every,
             finished=means.finished,
         )
@@ -176,10 +179,10 @@ class Live:
         with self._lock:
             self._trainer, self._samples = trainer, samples
             trainer.start()  # after it is known: what was asked before is in the journal, and it is told of the rest
-            own = {sampler.id for sampler in journal.samplers() if self._samples_of(sampler)}
-            for operation in journal.queued():
-                if operation.target in own:
-                    samples.start(operation)
+            waiting = journal.waiting()
+            own = [each.id for each in journal.samplers() if self._samples_of(each) and each.id in waiting]
+            for operation in (operation for sampler in own for operation in journal.queued(sampler)):
+                samples.start(operation)
         return trainer
 
     def _shut(self, pipeline: ServedModel) -> None:

@@ -14,7 +14,7 @@ from rlix.protocol.errors import SpecError
 from rlix.serve.tinker.answers import PROTOBUF, answer
 from rlix.serve.tinker.batches import Limits, batch_of, rows_of
 from rlix.serve.tinker.given import section
-from rlix.serve.tinker.journal import Model, Operation
+from rlix.serve.tinker.records import Model, Operation
 from rlix.serve.tinker.store import KINDS, Store
 from rlix.serve.tinker.wire import pass_answer, read_pass
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from rlix.protocol.errors import SpecError
-from rlix.serve.tinker.journal import Checkpoint, Model
 from rlix.serve.tinker.keys import Keys
+from rlix.serve.tinker.records import Checkpoint, Model
 from rlix.serve.tinker.service import Service, UnknownError
 from rlix.serve.tinker.store import SCHEME
 

@@ -15,6 +15,8 @@ import uvicorn
 
 from rlix.pipeline.models import local_model
 from rlix.protocol.errors import RlixError
+from rlix.serve.queue.config import FILE as QUEUE_FILE
+from rlix.serve.queue.config import load_config
 from rlix.serve.tinker.app import Door, Results
 from rlix.serve.tinker.base import bases_of, shape_of
 from rlix.serve.tinker.journal import Journal
@@ -53,17 +55,22 @@ def serving(
         port: 0 takes a free one.
 
     Raises:
-        SpecError: a model is not there. RlixError: the port is taken, or another server uses the folder.
+        SpecError: a model is not there, or queue.yaml has a mistake.
+        RlixError: the port is taken, or another server uses the folder.
     """
     folder = home / "tinker"
     folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: team.weight for name, team in load_config(home / QUEUE_FILE).teams.items()}
+    teams = settings.teams_with(weights)
     users = dict(settings.keys) or {DEFAULT_USER: kept(folder / "key", new_key)}
     keys = Keys(users, kept(folder / "secret", lambda: secrets.token_hex(32)).encode())
     journal = Journal(folder / "journal.db")
     with contextlib.ExitStack() as last:
         last.callback(journal.close)
-        store, results = Store(folder / "checkpoints", journal, unnamed=settings.samplers_kept), Results()
-        means = Means(journal, store, folder, start, results.finished, settings.state_every)
+        most = None if settings.max_saved_gb is None else settings.max_saved_gb * 1e9
+        store = Store(folder / "checkpoints", journal, unnamed=settings.samplers_kept, most=most)
+        results = Results()
+        means = Means(journal, store, folder, start, results.finished, settings.state_every, teams)
         bases = [
             base
             for name, offered in settings.models.items()

@@ -9,19 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from rlix.pipeline.seeds import stream_seed
-from rlix.protocol.errors import SpecError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.spec_file import nearest
 from rlix.serve.tinker.answers import answer
 from rlix.serve.tinker.base import Base
 from rlix.serve.tinker.given import number, section
-from rlix.serve.tinker.journal import Journal, Model, Operation, Sampler, Session, State
+from rlix.serve.tinker.journal import Journal
 from rlix.serve.tinker.operations import LOAD
+from rlix.serve.tinker.records import Model, Operation, Sampler, Session, State
 from rlix.serve.tinker.settings import FULL, ServerSettings
 from rlix.serve.tinker.store import Store
 
 
 class UnknownError(SpecError):
     """There is no such thing, or it is somebody else's."""
+
+
+class BusyError(RlixError):
+    """More was asked than is taken for now; the client asks again after a while."""
 
 
 class Service:
@@ -215,10 +220,24 @@ class Service:
         model = self.model(user, model_id, alive=True)
         self.session(user, model.session, alive=True)
         asked = Operation(f"{model.id}:{seq}", model.id, seq, kind, body)
+        self._check_room(user, asked)
         found = self.journal.ask(asked)
         if found.state is State.QUEUED:
             self._base(model.base).train(model.id)
         return found.id
+
+    def _check_room(self, user: str, asked: Operation) -> None:
+        """Raises BusyError: there will be room. SpecError: there will not, unless the client does something."""
+        most = int(self._settings.max_waiting_mb * 1e6)
+        held, waits = self.journal.held(user)
+        if held + len(asked.body) <= most or self.journal.outcome(asked.id) is not None:
+            return
+        if waits:
+            raise BusyError(f"{user}'s requests that wait take {held:,} bytes, and {most:,} are taken")
+        raise SpecError(
+            f"{user}'s passes since the last optimizer step take {held:,} bytes, and {most:,} are taken "
+            "(`max_waiting_mb` of the server): call optim_step, or send less at once"
+        )
 
     def load(self, user: str, given: Mapping[str, Any], body: bytes) -> str:
         if given.get("session_id") is not None:
@@ -254,8 +273,10 @@ class Service:
         sampler = self.sampler(user, given.get("sampling_session_id"))
         self.session(user, sampler.session, alive=True)
         seq = number(given, "seq_id", 0)
-        known = self.journal.operation(f"{sampler.id}:{seq}") is not None
-        asked = self.journal.ask(Operation(f"{sampler.id}:{seq}", sampler.id, seq, "sample", body))
+        asked = Operation(f"{sampler.id}:{seq}", sampler.id, seq, "sample", body)
+        known = self.journal.outcome(asked.id) is not None
+        self._check_room(user, asked)
+        asked = self.journal.ask(asked)
         if not known:
             self._base(sampler.base).sample(asked)
         count = given.get("num_samples", 1)
@@ -266,7 +287,7 @@ class Service:
 
     def result(self, user: str, id: object) -> Operation:
         """What was asked, with its result if it has one. Raises UnknownError."""
-        found = self.journal.operation(id) if isinstance(id, str) else None
+        found = self.journal.outcome(id) if isinstance(id, str) else None
         if found is None or user != self._owner(found.target):
             raise UnknownError(f"there is no request {id!r}: its result was kept for a while and is gone, or never was")
         return found

@@ -1,6 +1,8 @@
 """What a server offers, and to whom: a YAML file."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -11,7 +13,7 @@ from rlix.pipeline.spec.section import Count, Positive, Seconds, Section, Seed
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import problems_of, read_yaml
 
-KEY_PREFIX = "tml-"
+KEY_PREFIX, DEFAULT_TEAM = "tml-", "default"
 Key = Annotated[str, Field(pattern=rf"^{KEY_PREFIX}[A-Za-z0-9_-]{{8,}}$")]
 FULL = ":full"
 """After the name of a base model: all of it is trained, and not an adapter."""
@@ -45,12 +47,33 @@ class OfferedModel(Section):
     seed: Seed = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Teams:
+    """Of users; one that is in none is in `default`. Weights by team, 1 where nothing is said."""
+
+    by_user: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, user: str) -> str:
+        return self.by_user.get(user, DEFAULT_TEAM)
+
+    def weight(self, place: tuple[str, ...]) -> float:
+        """Of a team's place; that of a user, or of a model, weighs as much as any other."""
+        return self.weights.get(place[0], 1.0) if len(place) == 1 else 1.0
+
+
 class ServerSettings(Section):
     models: dict[ModelName, OfferedModel] = Field(min_length=1)
     """By the name that clients ask for."""
     keys: dict[UserName, Key] = Field(default_factory=dict)
     """By user; without any, one is made and kept in RLIX_HOME/tinker."""
+    teams: dict[UserName, tuple[UserName, ...]] = Field(default_factory=dict)
+    """Users by team, by whose weights in RLIX_HOME/queue.yaml they take turns."""
     max_body_mb: Positive = 64.0
+    max_waiting_mb: Positive = 1024.0
+    """Of a user's requests, those that have yet to be done, or may have to be done again."""
+    max_saved_gb: Positive | None = None
+    """What a user's saved weights may take."""
     session_timeout_s: Seconds = 600.0
     """A session whose client has said nothing for so long ends."""
     state_every: Count = 8
@@ -65,6 +88,18 @@ class ServerSettings(Section):
         if len(set(self.keys.values())) < len(self.keys):
             raise ValueError("two users have the same key; give each their own")
         return self
+
+    @model_validator(mode="after")
+    def _one_team_each(self) -> Self:
+        members = [user for team in self.teams.values() for user in team]
+        if twice := sorted({user for user in members if members.count(user) > 1}):
+            raise ValueError(f"{twice[0]} is in teams twice; each user is in one")
+        if self.keys and (unknown := sorted(set(members) - self.keys.keys())):
+            raise ValueError(f"{unknown[0]} is in a team and has no key")
+        return self
+
+    def teams_with(self, weights: Mapping[str, float]) -> Teams:
+        return Teams({user: team for team, users in self.teams.items() for user in users}, weights)
 
 
 def load_settings(path: Path) -> ServerSettings:

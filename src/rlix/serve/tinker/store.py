@@ -14,7 +14,8 @@ from rlix.pipeline.requests.whole import STATE
 from rlix.pipeline.training.adapters import PROGRESS_FILE, STATE_FILE
 from rlix.protocol.errors import SpecError
 from rlix.serve.tinker.answers import answer
-from rlix.serve.tinker.journal import Checkpoint, Journal, Model, Sampler
+from rlix.serve.tinker.journal import Journal
+from rlix.serve.tinker.records import Checkpoint, Model, Sampler
 
 SCHEME = "tinker://"
 KINDS = {
@@ -32,12 +33,19 @@ class Store:
 
     Args:
         unnamed: how many weights without a name are kept of a model, the newest.
+        most: bytes of all that a user saves under a name, or copies.
     """
 
     def __init__(
-        self, folder: Path, journal: Journal, *, unnamed: int = 8, now: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        journal: Journal,
+        *,
+        unnamed: int = 8,
+        most: float | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._journal, self._unnamed, self._now = folder, journal, unnamed, now
+        self._folder, self._journal, self._unnamed, self._most, self._now = folder, journal, unnamed, most, now
 
     def save(
         self, model: Model, operation: str, given: Mapping[str, Any], write: Callable[[Path], object]
@@ -60,6 +68,7 @@ class Store:
             return answer(type=operation, path=path)  # it was saved when the server ended, and not noted yet
         if known is not None and not given.get("overwrite"):
             raise SpecError(f"{path} is there already, and saved weights stay as they are: choose another name")
+        self._check_room(model.owner)
         folder = self._folder / _plain(model.id) / segment / name
         write_whole(folder, write, optimizer=kind == "training")
         size = sum(file.stat().st_size for file in folder.rglob("*"))
@@ -118,6 +127,7 @@ class Store:
         folder = Path(checkpoint.folder).with_name(f"{name}.copy-{own}")
         if self._journal.checkpoint(path) is not None:
             return path
+        self._check_room(owner)
         self.copy(Path(checkpoint.folder), folder, optimizer=checkpoint.kind == "training")
         about = dict(checkpoint.about)
         self._journal.put_checkpoint(
@@ -151,6 +161,14 @@ class Store:
         """Weights without a name, of a model that nobody can sample any more."""
         for name in ("samplers", "newest"):
             shutil.rmtree(self._folder / _plain(model) / name, ignore_errors=True)
+
+    def _check_room(self, owner: str) -> None:
+        used = sum(each.bytes for each in self._journal.checkpoints(owner))
+        if self._most is not None and used >= self._most:
+            raise SpecError(
+                f"{owner}'s saved weights take {used / 1e9:.1f} GB, and {self._most / 1e9:g} GB is all that they may "
+                "(`max_saved_gb` of the server): delete some first, or give them a time to live"
+            )
 
     def _expiry(self, ttl_s: object) -> float | None:
         if ttl_s is None:

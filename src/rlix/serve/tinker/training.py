@@ -21,8 +21,11 @@ from rlix.engine.lora import AdapterConfig
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.types import Phase
 from rlix.serve.tinker.answers import JSON, failure
-from rlix.serve.tinker.journal import Journal, Model, Operation, State
+from rlix.serve.tinker.fairness import FairOrder
+from rlix.serve.tinker.journal import Journal
 from rlix.serve.tinker.operations import FORWARD, LOAD, STEP, Work, needs_devices
+from rlix.serve.tinker.records import Model, Operation, State
+from rlix.serve.tinker.settings import Teams
 from rlix.serve.tinker.store import write_whole
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class EngineLostError(RlixError):
 
 
 class Trainer:
-    """One thread that serves whoever was given least, an optimizer step at a time.
+    """One thread that serves whoever was given least for the weight of their team, an optimizer step at a time.
 
     Args:
         name: of its engine, in logs. trains: whether a model is one of its own.
@@ -70,12 +73,13 @@ class Trainer:
         backing: Backing,
         work: Work,
         state_folder: Callable[[str, int], Path],
+        teams: Teams,
         *,
         state_every: int,
         finished: Callable[[str], None],
     ) -> None:
         self._name, self._trains, self._journal, self._backing, self._work = name, trains, journal, backing, work
-        self._state, self._every, self._finished = state_folder, state_every, finished
+        self._state, self._every, self._finished, self._teams = state_folder, state_every, finished, teams
         self._changed = threading.Condition()
         self._asked: set[str] = set()  # models that may have something to do
         self._gone: set[str] = set()  # models that are to leave the engine
@@ -83,7 +87,7 @@ class Trainer:
         self._loaded: set[str] = set()
         self._steps: Counter[str] = Counter()  # of a model, since its state was saved
         self._attempts: Counter[str] = Counter()
-        self._given: dict[str, float] = {}  # seconds with devices, by owner
+        self._order = FairOrder(teams.weight)
         self._closing = threading.Event()
         self.doing = ""
         """What it does now, for whoever waits."""
@@ -93,7 +97,7 @@ class Trainer:
     def start(self) -> None:
         """Go on with what was asked before."""
         with self._changed:
-            self._asked.update(operation.target for operation in self._journal.queued())
+            self._asked.update(self._journal.waiting())
             unloaded = [each.id for each in self._journal.models() if each.unloaded and self._trains(each)]
             self._gone.update(model for model in unloaded if self._state(model, 0).parent.exists())
         self._thread.start()
@@ -206,7 +210,7 @@ class Trainer:
                 for model in [each for each in self._asked if self._ready(each) is None]:
                     self._asked.discard(model)
                 if self._asked:
-                    return min(self._asked, key=lambda model: (self._account(model), model))
+                    return self._order.next([self._place(model) for model in self._asked])[-1]
                 if self._closing.is_set() or not held or (left := deadline - time.monotonic()) <= 0:
                     return None
                 self._changed.wait(left)
@@ -220,35 +224,36 @@ class Trainer:
             return None
         return first
 
-    def _account(self, model: str) -> float:
-        """A newcomer's begins where the least of the others is."""
+    def _place(self, model: str) -> tuple[str, ...]:
+        """Team, user and model: who takes turns with whom."""
         row = self._journal.model(model)
         owner = "" if row is None else row.owner
-        return self._given.setdefault(owner, min(self._given.values(), default=0.0))
+        return self._teams.of(owner), owner, model
 
     def _turn(self, model: str, until: float | None) -> None:
         """What a model has to do, to its next optimizer step or the end of the lease; None: without devices."""
         held = until is not None
-        began, row = time.monotonic(), self._journal.model(model)
+        began = time.monotonic()
         while (operation := self._ready(model)) is not None and (held or self._needs_none(operation)):
             self.doing = f"computes {operation.kind} for a model"
-            self._do(model, operation)
+            self._do(model, operation.id)
             if operation.kind == STEP or (until is not None and time.monotonic() >= until):
                 break
-        if row is not None and held:
-            self._given[row.owner] = self._given.get(row.owner, 0.0) + time.monotonic() - began
+        if held:
+            self._order.charge(self._place(model), time.monotonic() - began)
 
-    def _do(self, model: str, operation: Operation) -> None:
+    def _do(self, model: str, id: str) -> None:
         """Raises EngineLostError: it failed for no fault of the client's, and is tried again."""
+        row, operation = self._journal.model(model), self._journal.operation(id)
+        assert row is not None
+        assert operation is not None
         try:
-            row = self._journal.model(model)
-            assert row is not None
             if operation.kind != LOAD:
                 self._ensure(row)
             media, result = self._work.do(row, operation)
         except SpecError as error:
             self._end(operation, State.FAILED, *failure(str(error), "user"))
-        except Exception as error:
+        except Exception as error:  # whatever it is that fails there, what it has left on the engine is not known
             self._attempts[operation.id] += 1
             if self._attempts[operation.id] >= ATTEMPTS:
                 said = f"{operation.kind} failed {ATTEMPTS} times, and has changed nothing: {error}"
@@ -310,6 +315,7 @@ class Trainer:
         with self._changed:
             gone, self._gone = self._gone, set()
         for model in gone:
+            self._order.forget(self._place(model))
             self._loaded.discard(model)
             self._backing.drop(model)
             shutil.rmtree(self._state(model, 0).parent, ignore_errors=True)
@@ -322,7 +328,7 @@ class Trainer:
                 done.set_result(chore())
             except SpecError as error:
                 done.set_exception(error)
-            except Exception as error:
+            except Exception as error:  # as above
                 done.set_exception(error)
                 raise EngineLostError(f"a prompt could not be scored: {error}") from error
 
