@@ -30,7 +30,7 @@ from benchmarks.generation import build_model
 from rlix.engine.executors.registry import backend
 from rlix.engine.inference.requests import GenerationRequest
 from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
-from rlix.pipeline.jobs.run_folder import Span
+from rlix.node.run_folder import Span
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling, Trajectory
 from rlix.protocol.messages import Cluster, Demand, DeviceKind, Fence, Lease, LeaseState, LeaseStatus, Process

@@ -24,13 +24,13 @@ from rlix.integrations.trl.install import Session, install, main, once
 from rlix.integrations.trl.parts import parts_of
 from rlix.integrations.trl.served import ServedGeneration
 from rlix.monitor.records import load_run
-from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
 from rlix.protocol.errors import NotResidentError, SpecError
 from rlix.protocol.types import Phase
-from tests.integrations.test_run_record import record_in
+from tests.control.test_run_record import record_in
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "vllm", None)  # which TRL would import, for seconds and for nothing

@@ -14,8 +14,8 @@ import torch
 
 from rlix.engine.parallel import NeedParallel
 from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.engines import Engines
-from rlix.pipeline.jobs.run_folder import RunFolder
 from rlix.pipeline.rollout.router import Trajectory
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.trainer import Trainer

@@ -9,8 +9,8 @@ import pytest
 import ray
 from transformers import AutoModelForCausalLM
 
+from rlix.node.run_folder import list_checkpoints
 from rlix.pipeline.jobs.export import export
-from rlix.pipeline.jobs.run_folder import list_checkpoints
 from rlix.pipeline.spec.job import JobSpec
 from tests.pipeline.training_jobs import (
     Jobs,

@@ -7,9 +7,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from rlix.node.manifest import damage
+from rlix.node.run_folder import RunFolder, list_checkpoints
 from rlix.pipeline.jobs.checkpoints import Checkpoints
-from rlix.pipeline.jobs.manifest import damage
-from rlix.pipeline.jobs.run_folder import RunFolder, list_checkpoints
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 

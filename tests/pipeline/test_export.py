@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from rlix.cli.main import app
 from rlix.engine.train import checkpoint
 from rlix.engine.train.materialize import ModuleSpec, build_module
+from rlix.node.manifest import write_manifest
 from rlix.pipeline.jobs.export import export
-from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.models import describe_model
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.tokenizer import character_tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlix.node.run_folder import RunFolder, earlier_runs, newest_checkpoint
 from rlix.pipeline.base import Pipeline
-from rlix.pipeline.jobs.run_folder import RunFolder, earlier_runs, newest_checkpoint
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 from rlix.pipeline.spec.job import load_job

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlix.pipeline.jobs.run_folder import list_checkpoints
+from rlix.node.run_folder import list_checkpoints
 from tests.pipeline.training_jobs import Jobs, ahead, closing_jobs, on_two_devices, rows, still_runs
 
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from rlix.cli.main import app
 from rlix.cli.resume import say_moves, say_resumptions
 from rlix.monitor.records import load_run
+from rlix.node.manifest import write_manifest
+from rlix.node.run_folder import RunFolder, aside_of, earlier_runs
 from rlix.pipeline import base
 from rlix.pipeline.jobs.launch import launch
-from rlix.pipeline.jobs.manifest import write_manifest
 from rlix.pipeline.jobs.resume import check_resumable, resumption
-from rlix.pipeline.jobs.run_folder import RunFolder, aside_of, earlier_runs
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.changes import spec_changes
 from rlix.pipeline.spec.job import JobSpec, load_job

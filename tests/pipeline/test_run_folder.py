@@ -11,12 +11,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from rlix.monitor.records import load_run
-from rlix.pipeline import base
-from rlix.pipeline.base import Pipeline
-from rlix.pipeline.jobs import run_folder
-from rlix.pipeline.jobs.launch import launch
-from rlix.pipeline.jobs.manifest import write_manifest
-from rlix.pipeline.jobs.run_folder import (
+from rlix.node import run_folder
+from rlix.node.manifest import write_manifest
+from rlix.node.run_folder import (
     RunFolder,
     Span,
     aside_of,
@@ -25,6 +22,9 @@ from rlix.pipeline.jobs.run_folder import (
     newest_checkpoint,
     take_back,
 )
+from rlix.pipeline import base
+from rlix.pipeline.base import Pipeline
+from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.spec.job import load_job
 from rlix.protocol.errors import SpecError

@@ -7,8 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from rlix.node.run_folder import aside_of, list_checkpoints, take_back
 from rlix.pipeline.jobs.resume import Resumption, check_resumable, shown
-from rlix.pipeline.jobs.run_folder import aside_of, list_checkpoints, take_back
 from rlix.pipeline.spec.job import JobSpec
 
 

@@ -72,9 +72,9 @@ class Movable(Protocol):
 
 
 class Listener(Protocol):
-    """Hears what was done on devices, in Unix seconds; see `rlix.integrations.run_record`."""
+    """Hears what was done on devices, in Unix seconds; see `rlix.control.run_record`."""
 
-    def did(self, stage: Stage, devices: Sequence[int], kind: str, start: float, end: float) -> None: ...
+    def did(self, stage: str, devices: Sequence[int], kind: str, start: float, end: float) -> None: ...
 
 
 class Stages:
@@ -223,4 +223,4 @@ class Stages:
 
     def _told(self, stage: Stage, kind: str, start: float, end: float) -> None:
         if self._listener is not None and end > start:
-            self._listener.did(stage, self._devices, kind, start, end)
+            self._listener.did(stage.name, self._devices, kind, start, end)

@@ -9,7 +9,7 @@ import torch
 from rlix.control.program import Program
 from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.weights.publication import named_weights, publish, tied_names
-from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.rollout.bundle_feed import BundleFeed
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router, Sampling, Trajectory

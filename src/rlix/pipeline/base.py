@@ -13,12 +13,12 @@ from typing import Any
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.node import output
+from rlix.node.run_folder import RunFolder, Span
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.hosts import check_hosts
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
 from rlix.pipeline.jobs.resume import resumption, shown
-from rlix.pipeline.jobs.run_folder import RunFolder, Span
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.places import Places

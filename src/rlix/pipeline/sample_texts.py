@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.samples import Sample, Samples
 from rlix.pipeline.spec.logging import LoggingSpec
 

@@ -13,8 +13,9 @@ from rlix.flow.programs import flow as flow_module
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.wiring import Circle, Part
 from rlix.flow.workers.flow_worker import FlowWorker
+from rlix.monitor.records import load_run
 from rlix.protocol.errors import SpecError, WorkerError
-from rlix.protocol.messages import Cluster, Registration
+from rlix.protocol.messages import Cluster, Lease, LeaseRecord, Registration
 from rlix.protocol.types import Phase
 from tests.flow.programs.pretended import POOL, Group
 
@@ -47,8 +48,10 @@ class Pool:
         self.asked: list[tuple[Phase, int]] = []
         self.left = 0
 
-    def devices(self, cluster: str) -> Sequence[Any]:
-        return POOL[: self.size]
+    def devices(self, cluster: str | None = None) -> Any:
+        """The gang's, or as the client has them."""
+        mine = POOL[: self.size]
+        return mine if cluster is not None else {device.id: device for device in mine}
 
     def registration(self) -> Registration:
         return Registration("job_1", "mine", (Cluster("flow", 1, tuple(range(self.size))),), self.name)
@@ -64,6 +67,11 @@ class Pool:
 
     def name_holders(self, cluster: str, processes: Any) -> None: ...
 
+    def lease_log(self, since: int) -> Sequence[LeaseRecord]:
+        """One lease, that it had all the time."""
+        lease = Lease(1, "job_1", "flow", Phase.ACTOR_TRAINING, tuple(range(self.size)))
+        return [LeaseRecord(1, "granted", lease, 0.0)][since:]
+
     def close(self) -> None:
         self.left += 1
 
@@ -77,6 +85,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, rlix_home: Path) -> list[Pool]:
         return made[-1]
 
     monkeypatch.setattr(flow_module, "attach", attach)
+    monkeypatch.setenv("RLIX_RUNS_DIR", str(rlix_home / "runs"))
     return made
 
 
@@ -95,6 +104,13 @@ def test_a_flow_is_measured_once_and_then_run_by_what_is_known(jobs: list[Pool],
         assert jobs[1].left == 0
     assert jobs[1].left == 1
     assert Phase.VALUE_COMPUTE not in dict(jobs[1].asked)
+    run = load_run(rlix_home / "runs" / "sums")
+    assert (run.state, len(run.metrics), len(run.devices), len(run.leases)) == ("finished", 2, 2, 1)
+    for row in run.metrics:
+        assert {"planned_s", "step_s", "double_s", "next_s"} <= row.keys()
+    assert {(one.cluster, one.phase) for one in run.spans} == {("double", "actor_training"), ("next", "old_log_probs")}
+    assert {span.kind for span in run.spans} == {"load", "busy", "offload"}
+    assert {span.step for span in run.spans if span.kind == "busy"} == {0, 1}
     flow.run(range(8), gpus=4)  # nothing is known of so many
     assert (Phase.VALUE_COMPUTE, 4) in jobs[2].asked
 
@@ -150,3 +166,23 @@ def test_parts_stand_in_a_row_unless_they_say_otherwise() -> None:
         "side": (),
         "both": ("next", "side"),
     }
+
+
+def test_a_step_that_failed_is_what_the_run_folder_says_unless_another_was_made(
+    jobs: list[Pool], rlix_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Group.part
+
+    def fails(*_: object) -> None:
+        raise WorkerError("it died")
+
+    flow = Flow("sums", [Double])
+    for again in (False, True):
+        with flow.start(gpus=2, like=range(8), plan="collocated") as running:
+            monkeypatch.setattr(Group, "part", fails)
+            with pytest.raises(WorkerError, match="it died"):
+                running.step(range(8))
+            monkeypatch.setattr(Group, "part", part)
+            if again:
+                running.step(range(8))
+        assert load_run(rlix_home / "runs" / "sums").state == ("finished" if again else "failed")

@@ -10,10 +10,13 @@ print(Flow("guess", [Guess, Judge]).run(range(64), gpus=2))
 """
 
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlix.control.program import Program, attach
+from rlix.control.run_record import Kind, RunRecord
 from rlix.control.settings import Settings
 from rlix.flow.planner import Mode, Plan
 from rlix.flow.profiler.measure import Grid, profile
@@ -41,6 +44,7 @@ class Flow(Wiring):
         plan: Plan | Mode | str = "auto",
         device_bytes: float = float("inf"),
         timeout_s: float = 600.0,
+        runs_dir: Path | str | None = None,
     ) -> Running:
         """Joins the pool, or starts one, as a job with `gpus` devices, and starts every part where the plan says.
 
@@ -51,6 +55,7 @@ class Flow(Wiring):
         Args:
             like: items of a step: how many there are and what parts are measured with, where the flow does not say.
             plan, device_bytes, timeout_s: as of `Running`.
+            runs_dir: where the run folder goes, which has the flow's name; default: RLIX_RUNS_DIR, else "runs".
 
         Raises what `rlix.attach`, `rlix.flow.profile` and `Running` raise.
         """
@@ -58,6 +63,7 @@ class Flow(Wiring):
         flow = self.like(like)
         wanted = check_plan_name(self.name, plan)
         job = attach(self.name, gangs={GANG: gpus}, stay=True)
+        record: RunRecord | None = None
         try:
             devices = job.devices(GANG)
             known = None if isinstance(plan, Plan) else kept(flow, len(devices))
@@ -65,9 +71,14 @@ class Flow(Wiring):
                 plan = flow.unmeasured(len(devices))
             elif known is None and not isinstance(plan, Plan):
                 known = measured(flow, job, timeout_s)
-            how: dict[str, Any] = {"device_bytes": device_bytes, "timeout_s": timeout_s}
+            runs = Path(runs_dir or os.environ.get("RLIX_RUNS_DIR") or "runs")
+            record = RunRecord(job, Kind("flow", {}), runs, GANG)
+            how: dict[str, Any] = {"device_bytes": device_bytes, "timeout_s": timeout_s, "record": record}
             running = Running(flow, devices, plan=plan, profile=known, job=job, cluster=GANG, leaves=True, **how)
-        except BaseException:  # raised again; nobody has anything to close then
+        except BaseException as error:  # raised again; nobody has anything to close then
+            if record is not None:
+                record.broken(error)
+                record.close()
             job.close()
             raise
         logger.info("flow %s: %s", self.name, running.plan.explain())

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from rlix.control.program import Program
+from rlix.control.run_record import RunRecord
 from rlix.flow.counts import is_count
 from rlix.flow.locks.lock import DeviceLock
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
@@ -21,6 +22,7 @@ from rlix.flow.programs.drift import Drift, rescaled
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
+from rlix.flow.programs.watched import Busy
 from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.group import joined
@@ -48,6 +50,7 @@ class Running:
         job, cluster: a job of the pool and its gang, of which these are devices. A segment holds those that it uses,
             each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
         leaves: the job ends at `close`.
+        record: what steps and parts do is written there; it ends at `close`.
         device_bytes: of each device; what fits decides what may stay.
         timeout_s: of each wait for a part: for a call, and for its devices in its turn. A rank that has not answered by
             then is ended. To start, every part has three minutes at least.
@@ -63,13 +66,15 @@ class Running:
         job: Program | None = None,
         cluster: str | None = None,
         leaves: bool = False,
+        record: RunRecord | None = None,
         device_bytes: float = float("inf"),
         timeout_s: float = 600.0,
     ) -> None:
         self._fixed = wanted_plan(flow.name, plan, profile)
         check_gang(flow.name, devices, job, cluster)
         self.flow, self.devices, self.profile = flow, tuple(devices), profile
-        self._job, self._cluster, self._leaves = job, cluster, leaves
+        self._job, self._cluster, self._leaves, self._record = job, cluster, leaves, record
+        self._busy = Busy()
         self._device_bytes, self._timeout_s = device_bytes, timeout_s
         self.planned = None if isinstance(plan, Plan) else self._make_plan(profile)
         self.plan: Plan = plan if isinstance(plan, Plan) else self.planned.best  # type: ignore[union-attr]
@@ -107,6 +112,10 @@ class Running:
             with self._remedy():
                 self._check_lost()
                 return self._step(items)
+        except BaseException as error:
+            if self._record is not None:
+                self._record.broken(error)
+            raise
         finally:
             self._stepping.release()
 
@@ -122,6 +131,9 @@ class Running:
         made = self._segments(items)
         result = self._fetch(made[self.flow.parts[-1].name])
         self.step_s.append(time.monotonic() - began)
+        taken = self._busy.taken()
+        if self._record is not None:
+            self._record.step(len(self.step_s) - 1, {"planned_s": self.plan.seconds, **taken, **self.metrics})
         return result
 
     def set_chunk(self, items: int, segment: int = 0) -> None:
@@ -151,6 +163,8 @@ class Running:
         for group in self.groups.values():
             group.close()
         self.groups.clear()
+        if self._record is not None:
+            self._record.close()
         if self._job is not None and self._leaves:
             self._job.close()
 
@@ -276,6 +290,14 @@ class Running:
         local = [group.worker for group in self.groups.values() if isinstance(group, LocalGroup)]
         return {name: value for worker in local for name, value in worker.metrics.items()}
 
+    def _note(self, part: str, kind: str, start: float, end: float) -> None:
+        self._busy.note(part, kind, start, end)
+        placed = next(one for one in self.plan.parts if one.name == part)
+        if self._record is not None and placed.devices:
+            mine = [device.id for device in self.devices[placed.first : placed.first + placed.devices]]
+            phase = self.flow.part(part).worker.phase.name.lower()
+            self._record.did(phase, mine, kind, start, end, part)
+
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
         with sent(f"flow {self.flow.name}", ((f"item {i} of the step", item) for i, item in enumerate(items))):
             source: Pieces = [(ray.put(list(items)), 0, len(items))]
@@ -291,7 +313,7 @@ class Running:
                         group.lease = fence
                 chunk = self._chunks.get(index, segment.chunk)
                 run = SegmentRun(
-                    self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s
+                    self.flow, segment, index, self.groups, self._lock, source, made, chunk, self._timeout_s, self._note
                 )
                 self._segment = run
                 self._run_stages(run, segment, lease)

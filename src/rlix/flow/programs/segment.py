@@ -12,6 +12,7 @@ from rlix.flow.planner import SegmentPlan, StagePlan
 from rlix.flow.planner.plan import LoopPlan
 from rlix.flow.programs.pieces import Made, Pieces, cut, shard, size
 from rlix.flow.programs.streams import Bounds, Claims, spread, spread_batch
+from rlix.flow.programs.watched import Note, Watched, timed
 from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.ranks import Ranks
 from rlix.protocol.errors import WorkerError
@@ -34,11 +35,12 @@ class SegmentRun:
         before: Mapping[str, Pieces],
         chunk: int,
         timeout_s: float,
+        note: Note,
     ) -> None:
         self.index, self.chunk = index, chunk
         self.seconds: dict[str, list[tuple[int, float]]] = defaultdict(list)
         self._flow, self._groups, self._lock = flow, groups, lock
-        self._source, self._before, self._timeout_s = source, before, timeout_s
+        self._source, self._before, self._timeout_s, self._noted = source, before, timeout_s, note
         parts = [(stage, placed) for stage in plan.stages for placed in stage.parts]
         apart = {name for stage in plan.stages for loop in stage.loops if not loop.shared for name in loop.parts}
         self._devices = {
@@ -133,7 +135,8 @@ class SegmentRun:
                     pass
 
     def _turn(self, name: str, order: tuple[int, ...]) -> AbstractContextManager[object]:
-        return self._lock.turn(self._groups[name], self._devices[name], order, timeout_s=self._timeout_s)
+        occupant = Watched(name, self._groups[name], self._noted)
+        return self._lock.turn(occupant, self._devices[name], order, timeout_s=self._timeout_s)
 
     def _circle(self, loop: LoopPlan, index: int, bounds: Bounds) -> None:
         """All rounds of a chunk, its slices beside each other."""
@@ -190,7 +193,7 @@ class SegmentRun:
         def inputs(begin: int, end: int) -> list[Pieces]:
             return self._inputs(name, (begin, end))
 
-        with self._turn(name, (0, self._order[name])):
+        with self._turn(name, (0, self._order[name])), timed(name, "busy", self._noted):
             busy = spread(self._groups[name], part.method, claim, inputs, made, self.fail)
         with self._changed:
             self.seconds[name].append((self._planned.chunk, busy * share))
@@ -207,7 +210,7 @@ class SegmentRun:
         calling = self._calling[name]
         with calling:  # as long as the slice before it takes, whose waits have limits
             self.check()
-            with self._turn(name, order):
+            with self._turn(name, order), timed(name, "busy", self._noted):
                 began = time.monotonic()
                 if part.each is None:
                     refs, call = group.part(part.method, shard(inputs, group.workers.world_size))

@@ -13,10 +13,10 @@ from ray.rllib.algorithms import AlgorithmConfig
 from ray.tune.result import TRIAL_INFO
 
 from rlix.control.program import Program, attach
+from rlix.control.run_record import Kind, RunRecord
 from rlix.integrations.leases import ProgramGate, Stage, Stages
 from rlix.integrations.rllib.learners import LearnerSet
 from rlix.integrations.rllib.sampling import ElasticSampler, make_elastic
-from rlix.integrations.run_record import Kind, RunRecord
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import ClusterName, Phase
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from rlix.control.program import Program, attach
+from rlix.control.run_record import Kind, RunRecord
 from rlix.integrations.leases import SCRIPT, Gate, ProgramGate, Stages
 from rlix.integrations.ranks import LEAVE_TIMEOUT_S, Desk, RankGate, say_ended
 from rlix.integrations.rollouts import CLUSTER, Rollouts
-from rlix.integrations.run_record import Kind, RunRecord
 from rlix.integrations.script import run_as_main, set_command
 from rlix.integrations.trl.attachment import INITIALIZATION, Attachment, refuse_kind
 from rlix.integrations.trl.parts import parts_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rlix.node.durable import sync, sync_folder
-from rlix.pipeline.jobs.manifest import write_manifest
-from rlix.pipeline.jobs.run_folder import PARTIAL, RunFolder, list_checkpoints, replace_file
+from rlix.node.manifest import write_manifest
+from rlix.node.run_folder import PARTIAL, RunFolder, list_checkpoints, replace_file
 from rlix.pipeline.spec.evaluation import EvaluationSpec
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlix.engine.lora import CONFIG_FILE, AdapterConfig
 from rlix.engine.train.saved_weights import saved_names, saved_weights, write_weights
 from rlix.engine.weights.naming import as_stored
+from rlix.node.manifest import damage
+from rlix.node.run_folder import PARTIAL, list_checkpoints, newest_checkpoint
 from rlix.pipeline.jobs.checkpoints import BEST
-from rlix.pipeline.jobs.manifest import damage
-from rlix.pipeline.jobs.run_folder import PARTIAL, list_checkpoints, newest_checkpoint
 from rlix.pipeline.models import describe_model, local_model
 from rlix.protocol.errors import SpecError
 

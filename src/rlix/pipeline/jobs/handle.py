@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlix.control.rpc import in_words, root_cause
 from rlix.control.watchdog import COORDINATOR
-from rlix.pipeline.jobs.run_folder import how_to_go_on
+from rlix.node.run_folder import how_to_go_on
 from rlix.pipeline.jobs.status import JobStatus
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.types import COORDINATOR_ACTOR_NAME_PREFIX, pipeline_namespace

@@ -15,10 +15,10 @@ from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.control.watch import died_by_itself
 from rlix.flow.workers.futures import read_error
 from rlix.node import output
+from rlix.node.run_folder import take_back
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
 from rlix.pipeline.jobs.handle import STOPPED_BY, with_next
 from rlix.pipeline.jobs.register import register
-from rlix.pipeline.jobs.run_folder import take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec

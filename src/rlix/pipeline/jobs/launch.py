@@ -14,13 +14,13 @@ from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.flow import prefork
 from rlix.flow.workers.worker import WORKER_ENVIRONMENT
+from rlix.node.run_folder import check_free, take_back
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.handle import JobHandle
 from rlix.pipeline.jobs.hosts import check_hosts
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import check_resumable
-from rlix.pipeline.jobs.run_folder import check_free, take_back
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.choose import choose
 from rlix.pipeline.spec.clusters import ClusterSpec

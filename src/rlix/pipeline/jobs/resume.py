@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rlix.pipeline.jobs.run_folder import (
+from rlix.node.run_folder import (
     aside_of,
     earlier_runs,
     list_checkpoints,

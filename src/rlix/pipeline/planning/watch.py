@@ -10,7 +10,7 @@ from rlix.control.settings import Settings
 from rlix.flow.planner.plan import AHEAD
 from rlix.flow.programs.drift import LIMIT, Drift
 from rlix.node.devices import smallest_memory
-from rlix.pipeline.jobs.run_folder import replace_file
+from rlix.node.run_folder import replace_file
 from rlix.pipeline.planning.choose import FILE, Chosen, choose, measured_in, unplanned
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError

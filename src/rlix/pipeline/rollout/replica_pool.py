@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rlix.engine.inference.requests import Collected, GenerationRequest
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.pipeline.jobs.run_folder import RunFolder, Span
+from rlix.node.run_folder import RunFolder, Span
 from rlix.pipeline.rollout.rebalance import running_mean
 from rlix.pipeline.rollout.router import ReplicaState, Router
 from rlix.protocol.errors import RlixError, StaleEpochError

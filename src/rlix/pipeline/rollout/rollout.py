@@ -17,7 +17,7 @@ from functools import partial
 
 from rlix.engine.inference.requests import Collected
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.pipeline.jobs.run_folder import RunFolder
+from rlix.node.run_folder import RunFolder
 from rlix.pipeline.rollout.device_time import DeviceTime
 from rlix.pipeline.rollout.replica_pool import ReplicaPool, Replicas, RolloutClient, RolloutError
 from rlix.pipeline.rollout.router import Owner, Router, Trajectory

@@ -67,9 +67,9 @@ def start(folder: Path, runs_dir: Path, attempt: int) -> None:
 def _launched(folder: Path, runs_dir: Path, attempt: int) -> str:
     from rlix.control.init import init
     from rlix.control.settings import Settings
+    from rlix.node.run_folder import check_free
     from rlix.pipeline.jobs.handle import FINAL_STATES, find_jobs
     from rlix.pipeline.jobs.launch import launch
-    from rlix.pipeline.jobs.run_folder import check_free
     from rlix.pipeline.spec.job import load_job
 
     spec = load_job(folder / FILES / JOB_FILE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.exceptions import RayError
 
-from rlix.pipeline.jobs.run_folder import moved_aside
+from rlix.node.run_folder import moved_aside
 from rlix.pipeline.requests.served import ServedModel
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import RlixError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlix.integrations import run_record
-from rlix.integrations.run_record import Kind, RunRecord
+from rlix.control import run_record
+from rlix.control.run_record import Kind, RunRecord
 from rlix.monitor.records import load_run
 from rlix.protocol.errors import SpecError
 

@@ -17,8 +17,7 @@ from typing import NoReturn, Self
 import yaml
 
 from rlix.control.program import Program
-from rlix.integrations.leases import Stage
-from rlix.pipeline.jobs.run_folder import RunFolder, Span
+from rlix.node.run_folder import RunFolder, Span
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.types import folder_problem
 
@@ -74,9 +73,11 @@ class RunRecord:
     def folder(self) -> RunFolder:
         return self._folder
 
-    def did(self, stage: Stage, devices: Sequence[int], kind: str, start: float, end: float) -> None:
+    def did(
+        self, stage: str, devices: Sequence[int], kind: str, start: float, end: float, cluster: str | None = None
+    ) -> None:
         """A stage kept devices busy, or bytes moved (`kind`: busy, load or offload). Unix seconds."""
-        self._folder.spans([Span(tuple(devices), self._cluster, stage.name, kind, start, end, self._step)])
+        self._folder.spans([Span(tuple(devices), cluster or self._cluster, stage, kind, start, end, self._step)])
 
     def step(self, step: int, values: Mapping[str, object]) -> None:
         """The metrics of step `step` (from 0), under the program's own names and, where known, the report's."""

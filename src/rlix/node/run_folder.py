@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlix.node.file_lock import FileBusyError, lock_file
-from rlix.pipeline.jobs.manifest import damage
+from rlix.node.manifest import damage
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import LeaseRecord
 
