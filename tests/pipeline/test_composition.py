@@ -1,4 +1,4 @@
-"""Any source goes with any schedule and any algorithm: each combination takes real steps on a tiny model."""
+"""Any source goes with any schedule and any algorithm: any two of them take real steps together on a tiny model."""
 
 import json
 import math
@@ -34,9 +34,10 @@ AHEAD = {
     "one_version": {"name": "ahead", "options": {"in_flight": "finish"}},
 }
 PLAYED = [name for name in CLASSES if name not in ("sft", "dpo")]
+# Every two of them meet; none knows more of the others than the samples.
 COMBINATIONS = [
-    *product(SOURCES, ("on_policy", "ahead"), PLAYED),
-    *product(SOURCES, ("one_version",), ("grpo", "ppo")),
+    *((s, ("on_policy", "ahead")[(i + j) % 2], a) for (i, s), (j, a) in product(enumerate(SOURCES), enumerate(PLAYED))),
+    *zip(SOURCES, ("one_version",) * 3, ("grpo", "ppo", "grpo"), strict=True),
 ]
 
 
@@ -65,7 +66,7 @@ def test_every_name_has_options_and_a_class() -> None:
 
 
 @pytest.mark.parametrize(("source", "schedule", "algorithm"), COMBINATIONS)
-def test_every_combination_takes_steps(source: str, schedule: str, algorithm: str, tmp_path: Path) -> None:
+def test_any_two_of_them_take_steps_together(source: str, schedule: str, algorithm: str, tmp_path: Path) -> None:
     options = {}
     if algorithm == "distill":
         like = TinyModel(hidden_size=16, layers=1, heads=2)

@@ -224,8 +224,10 @@ def test_runs_learn_together_what_each_learns_alone_and_peft_loads_them(
 
 def test_a_job_that_is_run_anew_keeps_its_place(tmp_path: Path) -> None:
     for _ in range(2):
-        many = Many(job({"small": {**RUNS["small"], "steps": 1}}), tmp_path / "job")
+        small = {"small": {**RUNS["small"], "steps": 1}}
+        many = Many(job(small, warmup={"steps": 1, "batch_size": 2}), tmp_path / "job")
         assert many.run().run_dir == str(tmp_path / "job")
+        assert many.engines.base_path == tmp_path / "job" / "reference", "the runs are on the model that is warmed up"
     assert many.folder.earlier is not None, "what it did stands where it was asked to, the run before it aside"
     assert many.status().moved_to is None
 
