@@ -12,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
 import rlix
+from rlix.cli.programs import progress_line
 from rlix.control.program import Program, _on_uncaught, attach
 from rlix.control.rollout_lease import Granted, Taken
 from rlix.node.device_lock import holder
 from rlix.protocol.errors import DeadlockError, RlixError, SpecError
+from rlix.protocol.messages import Progress
 from rlix.protocol.types import Phase
 from tests.control.conftest import MakeJob
 from tests.control.test_pipelines import ask
@@ -44,6 +47,13 @@ def test_a_phase_holds_the_devices_and_their_locks(
         status = ask(ray_session.status.remote())
         assert [process.pid for process in status.holders[lease.epoch]] == [program.client.process.pid]
         assert [p.name for p in status.pipelines if p.pipeline_id == program.pipeline_id] == ["my script"]
+        program.metrics(step=3, steps=9, loss=np.float32(0.5), reward=1, note="x", wrong=float("nan"), done=True)
+        (told,) = [p.progress for p in ask(ray_session.status.remote()).pipelines if p.name == "my script"]
+        assert told == Progress(3, 9, {"loss": 0.5, "reward": 1.0})
+        assert progress_line(told) == ", step 3/9, reward 1, loss 0.5"
+        for wrong_one in (Progress(-1), Progress(1, 0, {"a": float("nan")}), Progress(1, 0, {"a": "b"}), "5"):  # type: ignore[dict-item]
+            with pytest.raises(SpecError, match=r"a progress needs|finite numbers"):
+                program.client._ask("report_progress", wrong_one)
         with program.phase(Phase.CRITIC_TRAINING) as inner:
             assert set(inner.devices).isdisjoint(lease.devices)
         kept, given = lease.devices

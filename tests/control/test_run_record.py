@@ -16,8 +16,9 @@ from rlix.monitor.records import load_run
 from rlix.protocol.errors import SpecError
 
 
-def record_in(folder: Path) -> RunRecord:
-    program: Any = SimpleNamespace(name="job", client=SimpleNamespace(devices=dict, lease_log=lambda after: ()))
+def record_in(folder: Path, told: list[Any] | None = None) -> RunRecord:
+    client = SimpleNamespace(devices=dict, lease_log=lambda after: ())
+    program: Any = SimpleNamespace(name="job", client=client, progress=lambda *said: told is None or told.append(said))
     return RunRecord(program, Kind("a program", {}), folder, "actor_train")
 
 
@@ -80,3 +81,10 @@ def test_a_fork_that_is_terminated_says_nothing_of_the_program(tmp_path: Path) -
     assert "stopped" not in (tmp_path / "job" / "events.jsonl").read_text()
     record.close()
     assert load_run(tmp_path / "job").state == "finished"
+
+
+def test_people_are_told_what_the_folder_is(tmp_path: Path) -> None:
+    told: list[Any] = []
+    with record_in(tmp_path, told) as record:
+        record.step(4, {"loss": 0.5, "self": 1.0, "note": "text"}, 40)
+    assert told == [(5, 40, {"loss": 0.5, "self": 1.0})]

@@ -84,7 +84,8 @@ class Browser:
         if "method" in message:
             self._events.append(message)
             if message["method"] == "Runtime.exceptionThrown":
-                self.problems.append(str(message["params"]["exceptionDetails"].get("exception", message["params"])))
+                details = message["params"]["exceptionDetails"]
+                self.problems.append(details.get("exception", {}).get("description") or str(details))
             if message["method"] == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
                 self.problems.append(message["params"]["entry"]["text"])
         return message

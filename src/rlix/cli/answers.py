@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import typer
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 
@@ -43,6 +43,8 @@ class JobAnswer(Answer):
     reward: float | None = None
     tokens_per_s: float | None = None
     staleness: float | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Of a program: what it said of its last step."""
 
 
 class JobsAnswer(Answer):

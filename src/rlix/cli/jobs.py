@@ -19,7 +19,7 @@ from rlix.cli.answers import DownAnswer, JobsAnswer, StatusAnswer, print_answer
 from rlix.cli.hosts import host_lines
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.pool import STATUS_TIMEOUT_S, Pool, StatusSource, elsewhere, running_pool
-from rlix.cli.programs import AttachedProgram, asking, find_programs
+from rlix.cli.programs import AttachedProgram, asking, find_programs, progress_line
 from rlix.cli.said_status import job_answer, status_answer
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render
@@ -90,7 +90,8 @@ def show_status(*, as_json: bool = False) -> int:
             _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}{where}")
         for program in programs:
             state = f"ending: {program.ending}" if program.ending else "a program of its own"
-            _say(console, f"{program.name or program.pipeline_id} ({program.pipeline_id}): {state}")
+            said = f"{state}{progress_line(program.progress)}"
+            _say(console, f"{program.name or program.pipeline_id} ({program.pipeline_id}): {said}")
         with contextlib.suppress(RayError):
             for line in host_lines(ray.get(asked, timeout=STATUS_TIMEOUT_S)):
                 _say(console, line)

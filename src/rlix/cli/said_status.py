@@ -43,6 +43,9 @@ def status_answer(
             pipeline_id=p.pipeline_id,
             state="ending" if p.ending else "attached",
             error=p.ending,
+            step=p.progress.step if p.progress else 0,
+            steps=p.progress.steps if p.progress else 0,
+            metrics=dict(p.progress.metrics) if p.progress else {},
         )
         for p in programs
     )

@@ -5,6 +5,7 @@ every second, and the planner reckons with it: one wrong type, or a number out o
 everybody.
 """
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple
 
@@ -13,7 +14,7 @@ from rlix.control.gang_queue import Asked
 from rlix.control.job import Job
 from rlix.control.registration import job_name
 from rlix.protocol.errors import PipelineGoneError, SpecError, StaleEpochError
-from rlix.protocol.messages import Demand, Lease, LeaseState, Process, Registration
+from rlix.protocol.messages import MOST_METRICS, Demand, Lease, LeaseState, Process, Progress, Registration
 from rlix.protocol.types import Phase
 
 LEAST, MOST = 1e-9, 1e12  # of numbers that are not counted: seconds, trajectories at once
@@ -161,6 +162,17 @@ def demand(where: str, value: object) -> None:
         )
     if not all(number == 0 or (_is_seconds(number) and number >= LEAST) for number in astuple(value)):
         raise SpecError(f"{where}: numbers of a demand are 0 or from {LEAST:g} to {MOST:g}, got {value!a:.200}")
+
+
+def progress(where: str, value: object) -> None:
+    """Raises SpecError unless it is a progress with a bounded number of finite metrics."""
+    if not isinstance(value, Progress) or not (_is_count(value.step) and _is_count(value.steps)):
+        raise SpecError(f"{where}: a progress needs whole numbers of steps from 0 up, got {value!a:.200}")
+    numbers = value.metrics if isinstance(value.metrics, Mapping) and len(value.metrics) <= MOST_METRICS else {"": None}
+    for name, number in numbers.items():
+        text(where, "the name of a metric", name)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise SpecError(f"{where}: at most {MOST_METRICS} metrics, finite numbers, got {name!a}: {number!a:.100}")
 
 
 def _are_counts(value: object) -> bool:

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 import ray
 
@@ -18,6 +18,7 @@ from rlix.control.rpc import Patient
 from rlix.node.process import this_process
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import (
+    MOST_METRICS,
     Demand,
     Device,
     Fence,
@@ -26,6 +27,7 @@ from rlix.protocol.messages import (
     LeaseRecord,
     LeaseStatus,
     Process,
+    Progress,
     Registration,
     RolloutAnswer,
 )
@@ -205,6 +207,15 @@ class JobClient:
         known = demand if isinstance(demand, Demand) else Demand(demand)
         self._ask("report_demand", cluster, known)
 
+    def report_progress(self, step: int, steps: int = 0, metrics: Mapping[str, object] | None = None) -> None:
+        """How far it is: `step` steps are done, of `steps` where that is known, and what was measured in the last one.
+
+        People see it. Of the metrics finite numbers are told, at most `MOST_METRICS` of them.
+        """
+        numbers = {str(name): float(x) for name, x in (metrics or {}).items() if is_finite(x)}
+        told = dict(list(numbers.items())[:MOST_METRICS])
+        self._ask("report_progress", Progress(max(0, int(step)), max(0, int(steps)), told))
+
     # -- the pipeline ------------------------------------------------------------------------------------------------
 
     def join(self, name: str = "") -> None:
@@ -272,6 +283,11 @@ class JobClient:
                 f"a JobClient of process {self.process.pid} was used in process {os.getpid()}: make another"
             )
         return self._scheduler.ask(method, *args, timeout_s=self._timeout_s + wait_s)
+
+
+def is_finite(value: object) -> TypeGuard[SupportsFloat]:
+    """Whether it is a finite number, also one of NumPy's."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool) and math.isfinite(float(value))
 
 
 def check_part(lease: Lease, devices: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from rlix.control.settings import Settings
 from rlix.control.usage import Usage
-from rlix.protocol.messages import Process
+from rlix.protocol.messages import Process, Progress
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -46,6 +46,7 @@ class Job:
         self.heard_at = now
         self.callers: dict[Process, Caller] = {}
         self.ending: Departure | None = None
+        self.progress: Progress | None = None  # what it said last; forgotten with the scheduler's process
         self.deaf: set[str] = set()  # elastic clusters that did not take a bundle up and have not asked since
         self._polls: dict[str, tuple[float, float]] = {}  # of elastic clusters: the last, the longest time between two
         self._failures = 0

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import logging
 import signal
 import sys
 import threading
@@ -24,6 +25,8 @@ from rlix.protocol.messages import Demand, Device, Lease, Process
 from rlix.protocol.types import ClusterName, Phase, pipeline_namespace
 
 Size = int | Sequence[int] | Mapping[str, int] | None
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 64
 _CALL_TIMEOUT_S = 30.0
@@ -221,6 +224,20 @@ class Program:
         """Those that a gang, which may be left out when there is one, was placed on, in rank order."""
         known, name = self.client.devices(), cluster or self._only(elastic=False)
         return tuple(known[device] for device in self.registration.cluster(name).devices)
+
+    def metrics(self, step: int, steps: int = 0, **values: object) -> None:
+        """Says how far the program is: `step` steps are done, of `steps` where that is known, and what was measured.
+
+        `rlix status` and the page show it. It is one short call; where nobody answers, the program goes on.
+        """
+        self.progress(step, steps, values)
+
+    def progress(self, step: int, steps: int, values: Mapping[str, object]) -> None:
+        """`metrics`, of which any may be called as it likes."""
+        try:
+            self.client.report_progress(step, steps, values)
+        except RlixError as error:
+            logger.warning("%s: its metrics of step %d are not shown: %s", self.name, step, error)
 
     def name_holders(self, cluster: str, processes: Mapping[int, Process]) -> None:
         """Other processes than this one keep the bytes of a cluster; see `JobClient.name_holders`."""

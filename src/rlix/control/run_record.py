@@ -79,8 +79,9 @@ class RunRecord:
         """A stage kept devices busy, or bytes moved (`kind`: busy, load or offload). Unix seconds."""
         self._folder.spans([Span(tuple(devices), cluster or self._cluster, stage, kind, start, end, self._step)])
 
-    def step(self, step: int, values: Mapping[str, object]) -> None:
-        """The metrics of step `step` (from 0), under the program's own names and, where known, the report's."""
+    def step(self, step: int, values: Mapping[str, object], steps: int = 0) -> None:
+        """The metrics of step `step` (from 0) of `steps`, 0 where nobody knows: under the program's own names and,
+        where known, the report's."""
         now = time.time()
         with self._lock:
             if self._first:
@@ -92,6 +93,7 @@ class RunRecord:
             self._step, self._last_time = step + 1, now
             self._error, self._stopped = None, False
             self._write_leases()
+        self._program.progress(step + 1, steps, row)
 
     def broken(self, error: BaseException) -> None:
         """How it ends, unless another step is made: Ctrl-C and a signal's exit code stop it, anything else has failed.

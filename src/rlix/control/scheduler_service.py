@@ -36,6 +36,7 @@ from rlix.protocol.messages import (
     LeaseRecord,
     LeaseStatus,
     Process,
+    Progress,
     Registration,
     RolloutAnswer,
     StartNeed,
@@ -355,6 +356,17 @@ class Scheduler:
         checks.demand(checks.name(core, pipeline_id), demand)
         job.heard(None, core.clock.time())
         core.report(pipeline_id, cluster, demand)
+
+    async def report_progress(self, pipeline_id: str, progress: Progress) -> None:
+        """How far its program is, for people; nothing is decided by it.
+
+        Raises:
+            SpecError: it is none.
+        """
+        core = await self._core()
+        job = checks.job(core, pipeline_id)
+        checks.progress(checks.name(core, pipeline_id), progress)
+        job.progress = progress
 
     async def give_up_device(self, device_id: int) -> tuple[Lease, ...]:
         """A person says that a quarantined device is free; returns the leases that kept it.

@@ -40,6 +40,7 @@ def status_of(core: Core) -> ControlStatus:
             demand=demands.get(pipeline_id, Demand(0)),
             name=registration.name,
             ending=state.ending.get(pipeline_id, ""),
+            progress=known.jobs[pipeline_id].progress if pipeline_id in known.jobs else None,
         )
         for pipeline_id, registration in state.registrations.items()
     )

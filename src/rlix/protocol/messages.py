@@ -269,6 +269,25 @@ class LeaseRecord:
     waited_s: float | None = None
 
 
+MOST_METRICS = 32
+"""Of a program's last step, as people see them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a program says it is: `step` steps are done, of `steps` (0: it does not say). `metrics`: of the last one,
+    under the program's own names."""
+
+    step: int
+    steps: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def of(self) -> str:
+        """ "12/40", or "12" where nobody knows of how many."""
+        return f"{self.step}/{self.steps}" if self.steps else str(self.step)
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
     pipeline_id: str
@@ -278,6 +297,7 @@ class PipelineStatus:
     demand: Demand
     name: str = ""  # what its user calls it
     ending: str = ""  # why it ends, while its devices are taken back
+    progress: Progress | None = None  # of a program that says it
 
 
 @dataclass(frozen=True, slots=True)

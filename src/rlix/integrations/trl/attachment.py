@@ -27,7 +27,8 @@ REWARDS = Stage("reward", Phase.REFERENCE_LOG_PROBS)
 EVALUATION = Stage("evaluation", Phase.OLD_LOG_PROBS)
 TRAINING = Stage("actor_training", Phase.ACTOR_TRAINING)
 
-OnLog = Callable[[int, Mapping[str, object]], None]
+OnLog = Callable[[int, Mapping[str, object], int], None]
+"""Step (from 0), metrics, and how many steps there will be."""
 Around = Callable[..., AbstractContextManager[None]]
 
 
@@ -209,4 +210,4 @@ class _Boundaries(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._on_log is not None and logs and "loss" in logs:
-            self._on_log(state.global_step - 1, logs)
+            self._on_log(state.global_step - 1, logs, state.max_steps)

@@ -52,6 +52,7 @@ function firstVisible(spans) {
 const scale = (width) => (time) => LEFT + (time - view.start) / (view.end - view.start) * (width - LEFT);
 
 function draw() {
+  if (timeline.clientWidth <= LEFT) return; // it is not shown
   const height = data.devices.length * (LANE + GAP) + AXIS;
   const [context, width] = fit(timeline, height);
   const x = scale(width);

@@ -54,8 +54,8 @@ class JobStatus:
 
     @property
     def progress(self) -> str:
-        """How far it is; of a program that attached itself nobody knows."""
-        return f"{self.step}/{self.steps}" if self.steps else ""
+        """How far it is; of a program that attached itself only what it says."""
+        return f"{self.step}/{self.steps}" if self.steps else str(self.step or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,10 @@ class ProgramView(BaseModel):
     name: str
     phase: str
     gpus: int
+    step: int = 0
+    steps: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """What the program said of its last step."""
 
 
 class TeamUsage(BaseModel):

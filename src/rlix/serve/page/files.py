@@ -7,12 +7,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 _REPORT = ("report.css", "common.js", "timeline.js", "curves.js")
-_OWN = ("page.html", "page.css", "page.js")
-_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_OWN = ("page.html", "page.css", "page.js", "icon.svg")
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
     # Nothing is loaded from elsewhere, no text of a job becomes a script, and no other page can frame this one.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

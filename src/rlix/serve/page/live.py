@@ -175,6 +175,9 @@ class Live:
                 if p.ending
                 else ", ".join(phases.get(p.pipeline_id, {})) or _idle(p.waiting),
                 gpus=held.get(p.pipeline_id, 0),
+                step=p.progress.step if p.progress else 0,
+                steps=p.progress.steps if p.progress else 0,
+                metrics=dict(p.progress.metrics) if p.progress else {},
             )
             for p in self._control.pipelines
             if p.pipeline_id not in mine

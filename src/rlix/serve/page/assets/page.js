@@ -1,5 +1,6 @@
 // The live page: asks the API every few seconds, with the token of who looks, and shows the answers.
 const $ = (id) => document.getElementById(id);
+const SHOWN_METRICS = 8;
 const EVERY_MS = 2000, SURE_MS = 4000;
 const api = { token: "", user: null };
 const shown = { selected: null, overview: null, wanted: 0 };
@@ -166,7 +167,8 @@ function showOverview(overview, pool) {
   $("waits").replaceChildren(...(waits.length ? waits : [make("li", "nobody")]));
   $("programs-card").hidden = !overview.programs.length;
   table("programs", ["program", "step", "GPUs", "does", ""], overview.programs, (program) => [
-    `${program.name} (${program.pipeline_id})`, program.progress ?? "", program.gpus, program.phase, program.said ?? "",
+    `${program.name} (${program.pipeline_id})`, program.step ? (program.steps ? `${program.step}/${program.steps}` : program.step) : "",
+    program.gpus, program.phase, Object.entries(program.metrics).slice(0, SHOWN_METRICS).map(([name, value]) => `${name} ${short(value)}`).join(", "),
   ], (program) => program.pipeline_id);
   $("programs-more").textContent = overview.more_programs ? `and ${overview.more_programs} more` : "";
   $("usage-card").hidden = !overview.usage.length;
