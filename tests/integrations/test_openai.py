@@ -212,8 +212,13 @@ def test_agents_from_outside_take_episodes_and_post_rewards() -> None:
         opened = endpoint.episodes.open(endpoint.policy, 0, "e/0/0", "e/0", waiting=True)
         refused = await endpoint.client.post("/episodes", headers={"Authorization": "Bearer wrong"})
         assert refused.status_code == 401
-        taken = (await endpoint.client.post("/episodes", headers={"Authorization": "Bearer key"})).json()
+        key = {"Authorization": "Bearer key"}
+        wrong = await endpoint.client.post("/episodes", json={"rows": {"train": 0}}, headers=key)
+        assert "rows must be an object with the number of rows" in wrong.json()["error"]["message"]
+        rows = {"train": 10, "evaluation": 3}
+        taken = (await endpoint.client.post("/episodes", json={"rows": rows}, headers=key)).json()
         assert (taken["id"], taken["task"], taken["seed"]) == ("e/0/0", "e/0", opened.seed)
+        assert taken["row"] == opened.place.row(10), "every epoch is a shuffle of all rows"
         task = await endpoint.ask(opened)
         endpoint.world.settle()
         await task

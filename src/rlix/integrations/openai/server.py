@@ -37,6 +37,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """What of these is no more than the default; the rest would be answered as if it had not been asked."""
 
+_ROWS = "an object with the number of rows that the agent has of a split, such as {'train': 100}"
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -94,7 +96,8 @@ class _Endpoint:
     async def take(self, request: Request) -> Response:
         if not self._episodes.is_jobs(_key(request)):
             return _error(401, "invalid_api_key", "an episode's key gives no other episode; use the job's")
-        split = (await _body(request)).get("split") if request.headers.get("content-length", "0") != "0" else None
+        body = await _body(request) if request.headers.get("content-length", "0") != "0" else {}
+        split, rows = body.get("split"), _needed({"rows": {}, **body}, "rows", _ROWS, _are_counts)
         if split not in (None, TRAIN, EVALUATION):
             raise RequestError(f"split must be {TRAIN!r} or {EVALUATION!r}, or be left out for any, not {split!r}")
         deadline = time.monotonic() + _TAKE_S
@@ -103,12 +106,14 @@ class _Endpoint:
             if gone or time.monotonic() > deadline:
                 return _error(503, "no_episode", "no episode is open: the job is training; ask again")
             await asyncio.sleep(_WATCH_S)
+        place, count = episode.place, rows.get(episode.place.split)
         return JSONResponse(
             {
                 "id": episode.id,
                 "task": episode.task,
                 "seed": episode.seed,
-                "split": episode.place.split,
+                "split": place.split,
+                "row": None if count is None else place.row(count),
                 "api_key": self._episodes.key_of(episode),
             }
         )
@@ -262,6 +267,10 @@ def _are_objects(value: Any) -> bool:
 
 def _are_messages(value: Any) -> bool:
     return _are_objects(value) and bool(value) and all(isinstance(each.get("role"), str) for each in value)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, int) and each > 0 for each in value.values())
 
 
 def _is_finite(value: Any) -> bool:
