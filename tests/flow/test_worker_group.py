@@ -13,7 +13,6 @@ import ray
 
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.flow.workers.launch import Group, launch
-from rlix.flow.workers.placement import OnCpu
 from rlix.node import process
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
@@ -77,7 +76,7 @@ def test_arguments_go_to_all_ranks_or_one_each(group: WorkerGroup) -> None:
     with pytest.raises(SpecError, match=r"^echo: on\(\) needs ranks, from 0 to 2$"):
         handle.on()
     with pytest.raises(SpecError, match=r"^lock: greeting cannot be sent to workers: TypeError"):
-        launch(EchoWorker, OnCpu(), [], name="lock", kwargs={"greeting": threading.Lock()})
+        launch(EchoWorker, [[]], [], name="lock", kwargs={"greeting": threading.Lock()})
     with pytest.raises(ValueError, match=r"add\(\) goes to 3 rank\(s\), but a PerRank argument has 1"):
         group.call("add", PerRank([1]), 2)
     with pytest.raises(IndexError, match=r"ranks 0\.\.2, not 3"):

@@ -22,7 +22,6 @@ from rlix.flow.workers.group import START_TIMEOUT_S
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
 from rlix.flow.workers.local import LocalGroup, LocalWorker
 from rlix.flow.workers.part_group import PartGroup
-from rlix.flow.workers.placement import Flexible, OnCpu
 from rlix.flow.workers.ranks import Ranks
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device
@@ -163,7 +162,7 @@ def start(
     `timeout_s`: of each of its calls, and, if it is longer than what any group has for that, until it is there.
     """
     own = [[first + i * part.unit + j for j in range(part.unit)] for i in range(ranks)]
-    placement = OnCpu(ranks) if part.cpu_ranks else Flexible(own)
+    placement: list[list[int]] = [[]] * ranks if part.cpu_ranks else own
     kwargs, name = dict(part.kwargs), name or part.name
     if issubclass(part.worker, LocalWorker):
         mine = [devices[number] for numbers in own for number in numbers]

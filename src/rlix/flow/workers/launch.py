@@ -8,7 +8,7 @@ import ray
 
 from rlix.flow.counts import check_count
 from rlix.flow.workers.group import WorkerGroup
-from rlix.flow.workers.placement import Placement, Pool, place
+from rlix.flow.workers.placement import Placement, place
 from rlix.flow.workers.user_errors import sent
 from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
@@ -123,7 +123,7 @@ class Group:
 def launch(
     worker_cls: type[Worker],
     placement: Placement,
-    pool: Pool | Sequence[Device],
+    devices: Sequence[Device],
     *,
     name: str | None = None,
     **options: Any,
@@ -139,7 +139,7 @@ def launch(
     if name is not None and not isinstance(name, str):
         raise SpecError(f"launch: the name of a group is text, not {name!r}")
     check_count("launch: max_concurrency", options.get("max_concurrency", 1))
-    placements = place(placement, pool if isinstance(pool, Pool) else Pool(pool))
+    placements = place(placement, devices)
     name = name or worker_cls.__name__
     with sent(name, (options.get("kwargs") or {}).items()):
         return Group(WorkerGroup(worker_cls, name=name, placements=placements, **options))
