@@ -175,7 +175,7 @@ class _Generate(_Engine):
     def __init__(self, policy: Policy, unit: int) -> None:
         super().__init__(policy)
         self._unit = unit
-        self._asked = (-1, 0)  # of which version how many prompts
+        self._step = self._count = 0  # prompts of this step that were texts
 
     def begin(self) -> None:
         spec = self.policy.spec
@@ -190,6 +190,9 @@ class _Generate(_Engine):
             load=False,  # nothing may be on a device before there is a lease for it
         )
         self._name(self.engine.processes)
+
+    def step_begins(self, number: int) -> None:
+        self._step, self._count = number, 0
 
     def onload(self) -> None:
         self.engine.acquire(self.lease, self.policy.published)
@@ -250,16 +253,14 @@ class _Generate(_Engine):
         return samples
 
     def _prompt(self, item: Any) -> Prompt:
-        """A text gets its name from which of the policy's steps it is for, and its place there."""
+        """A text gets its name from the flow's step, and its place there."""
         if isinstance(item, Prompt):
             return item
         if not isinstance(item, str):
             raise SpecError(f"Generate: an item is a prompt's text, or a task's Prompt, not {type(item).__name__}")
-        version, count = self._asked
-        count = count if version == self.policy.version else 0
-        self._asked = (self.policy.version, count + 1)
+        self._count += 1
         ids = read(self.policy.tokenizer, item, special=True)
-        return Prompt(f"{self.policy.version}/{count}", item, ids, "", ())
+        return Prompt(f"{self._step}/{self._count - 1}", item, ids, "", ())
 
 
 class _TrainEngine(_Engine):

@@ -50,6 +50,17 @@ class Training:
     def cpu(self) -> None:
         self.where.append("host")
 
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir()
+        state = {name: getattr(self.engine.module, name).state_dict() for name in ("optimizer", "scheduler")}
+        torch.save({**state, "module": self.engine.module.state_dict()}, folder / "state")
+
+    def load_state(self, folder: Path) -> None:
+        state = torch.load(folder / "state")
+        self.engine.module.load_state_dict(state.pop("module"))
+        for name, value in state.items():
+            getattr(self.engine.module, name).load_state_dict(value)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["engine"], name)
 
@@ -148,9 +159,10 @@ def test_a_prompt_may_be_text() -> None:
         assert [sample.id for sample in first.samples + second.samples] == ["0/0/0", "0/0/1", "0/1/0", "0/1/1"]
         assert first.texts != second.texts
         again = running.step(["1>", "1>"])
-        assert [one.prompt.id for one in again] == ["0/2", "0/3"]  # nobody has trained meanwhile
+        assert [one.prompt.id for one in again] == ["1/0", "1/1"]
         with pytest.raises(SpecError, match="an item is a prompt's text, or a task's Prompt, not int"):
-            running.step([1, 2])
+            running.step(["2>", 1])
+        assert [one.prompt.id for one in running.step(["2>", "2>"])] == ["2/0", "2/1"]  # the one that failed
 
 
 def test_what_makes_no_sense_is_said_where_it_is_written() -> None:
@@ -167,3 +179,22 @@ def test_what_makes_no_sense_is_said_where_it_is_written() -> None:
         pytest.raises(SpecError, match="Train: grpo compares with a reference here: put Score before it"),
     ):
         running.step(["1>", "2>"])
+
+
+def test_training_that_is_started_again_goes_on_equal_to_the_bit() -> None:
+    policy = Policy(
+        rollout={"max_new_tokens": 4, "samples_per_prompt": 4}, optimizer={"learning_rate": 1e-3}, algorithm=KL
+    )
+    task = SimpleNamespace(reward=lambda prompt, ids: float(len(ids)))
+    parts = [Generate(policy), Part("judge", Judge, kwargs={"task": task}), Score(policy), Train(policy)]
+    flow = Flow("again", parts, 2)
+    with Running(flow, POOL[:1], plan=flow.unmeasured(1)) as running:
+        running.step(["1>", "2>"])
+        running.keep()
+        later = [one.prompt for one in running.step(["3>", "4>"])]
+        once, published = running.metrics, policy.published
+        running.restart("train")
+        running.step(later)
+        assert running.metrics == once
+        assert (policy.version, policy.published) == (2, published)
+        assert once["grad_norm"] > 0

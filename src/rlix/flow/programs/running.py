@@ -26,7 +26,7 @@ from rlix.flow.programs.watched import Busy
 from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.group import joined
-from rlix.flow.workers.local import LocalGroup
+from rlix.flow.workers.local import LocalGroup, LocalWorker
 from rlix.flow.workers.ranks import Ranks
 from rlix.flow.workers.user_errors import sent
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
@@ -127,6 +127,8 @@ class Running:
         self._look_for_drift()  # here, where there is no result to lose yet
         if not self._started:
             self._start()  # an earlier move to another plan failed on the way
+        for worker in self._local:
+            worker.step_begins(len(self.step_s))
         began = time.monotonic()
         made = self._segments(items)
         result = self._fetch(made[self.flow.parts[-1].name])
@@ -287,8 +289,11 @@ class Running:
     @property
     def metrics(self) -> dict[str, float]:
         """What parts with engines noted in the last step."""
-        local = [group.worker for group in self.groups.values() if isinstance(group, LocalGroup)]
-        return {name: value for worker in local for name, value in worker.metrics.items()}
+        return {name: value for worker in self._local for name, value in worker.metrics.items()}
+
+    @property
+    def _local(self) -> list[LocalWorker]:
+        return [group.worker for group in self.groups.values() if isinstance(group, LocalGroup)]
 
     def _note(self, part: str, kind: str, start: float, end: float) -> None:
         self._busy.note(part, kind, start, end)

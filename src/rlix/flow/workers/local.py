@@ -30,6 +30,9 @@ class LocalWorker(FlowWorker):
     def begin(self) -> None:
         """Start what needs no device."""
 
+    def step_begins(self, number: int) -> None:
+        """Which step the next items are of; it may be one that failed before."""
+
     @property
     def processes(self) -> Mapping[int, Process]:
         """That use the devices, by rank."""
