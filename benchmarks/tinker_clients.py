@@ -12,14 +12,15 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rlix.serve.tinker.wire import Datum, Pass, pass_bytes
+from rlix.serve.tinker.wire import MESSAGES, Datum, Pass, pass_bytes
 
-CLIENTS = (1, 4, 8)
+CLIENTS = (1, 4, 8, 32)
 ROWS, LENGTH = 32, 24
+AGAIN_S = 300.0
 
 
 class Client:
-    """A supervised loop: a pass and a step, sent together; then both are waited for."""
+    """A supervised loop of what Tinker's client sends. Like that, it asks again while the server is not there."""
 
     def __init__(self, url: str, key: str, model: str) -> None:
         self._http = httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=60.0)
@@ -34,25 +35,50 @@ class Client:
         )
 
     def train(self, steps: int) -> None:
+        """A pass and a step, sent together; then both are waited for."""
         for _ in range(steps):
-            self._seq += 2
-            body = pass_bytes(Pass(self._model, self._seq - 1, self._data, "cross_entropy", {}, forward_only=False))
-            futures = [self._http.post("forward_backward", content=body).json()]
-            adam = {"learning_rate": 1e-3}
-            futures.append(self._post("optim_step", model_id=self._model, seq_id=self._seq, adam_params=adam))
-            for future in futures:
+            for future in (self._ask_pass(), self._ask_step()):
                 self._result(future)
 
+    def run_pass(self) -> float:
+        """The loss."""
+        answer = MESSAGES["ForwardBackwardOutput"]()
+        answer.ParseFromString(self._result(self._ask_pass()))
+        return float(answer.metrics["loss:sum"])
+
+    def take_step(self) -> None:
+        self._result(self._ask_step())
+
+    def _ask_pass(self) -> Any:
+        self._seq += 1
+        given = Pass(self._model, self._seq, self._data, "cross_entropy", {}, forward_only=False)
+        return self._sent("forward_backward", content=pass_bytes(given)).json()
+
+    def _ask_step(self) -> Any:
+        self._seq += 1
+        return self._post("optim_step", model_id=self._model, seq_id=self._seq, adam_params={"learning_rate": 1e-3})
+
     def _post(self, path: str, **body: Any) -> Any:
-        response = self._http.post(path, json=body)
-        response.raise_for_status()
-        return response.json()
+        return self._sent(path, json=body).json()
 
     def _result(self, future: Any) -> Any:
-        while (response := self._http.post("retrieve_future", json=future)).status_code == 408:
+        while (response := self._sent("retrieve_future", json=future)).status_code == 408:
             pass
-        response.raise_for_status()
         return response.json() if "json" in response.headers["content-type"] else response.content
+
+    def _sent(self, path: str, **body: Any) -> httpx.Response:
+        deadline = time.monotonic() + AGAIN_S
+        while True:
+            try:
+                response = self._http.post(path, **body)
+            except httpx.TransportError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+                continue
+            if response.status_code != 408:
+                response.raise_for_status()
+            return response
 
 
 def measure(clients: Sequence[Client], steps: int) -> float:

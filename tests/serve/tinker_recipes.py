@@ -62,7 +62,7 @@ def serving(folder: Path) -> Iterator[dict[str, str]]:
     home = {"RLIX_HOME": str(folder / "home")}
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
-            [*command, "--devices", "2"], cwd=folder, env={**os.environ, **home}, stdout=log, stderr=subprocess.STDOUT
+            [*command, "--gpus", "2"], cwd=folder, env={**os.environ, **home}, stdout=log, stderr=subprocess.STDOUT
         )
     address, deadline = folder / "home" / "tinker" / "address.json", time.monotonic() + _START_S
     try:
