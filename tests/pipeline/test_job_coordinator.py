@@ -9,9 +9,11 @@ from unittest.mock import MagicMock
 import pytest
 from ray.exceptions import RayActorError
 
+from rlix.pipeline.base import Pipeline
 from rlix.pipeline.jobs import job_coordinator
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
+from rlix.protocol.errors import DeviceBusyError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Ending
 from tests.pipeline.test_run_folder import killed_starts
 from tests.pipeline.training_jobs import small
@@ -152,3 +154,38 @@ def test_a_process_that_is_killed_before_its_first_step_gives_the_run_folder_bac
     assert (path / "spec.yaml").read_text() == "first"
     assert f"it died\n{path} holds the run before this one again" in str(final.error)
     assert (Path(str(final.moved_to)) / "spec.yaml").read_text() == "killed 0"
+
+
+@pytest.mark.parametrize(
+    ("error", "by_pool"),
+    [(WaitTimeoutError("no answer in 60 s"), True), (SpecError("devices: the pool has 2"), False)],
+)
+def test_a_start_that_came_to_nothing_is_the_pools_fault_or_the_jobs(
+    error: Exception, by_pool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unstarted(JobCoordinator):
+        async def _create(self) -> Any:
+            raise error
+
+    async def final() -> JobStatus:
+        coordinator = Unstarted("ft_1", JobConfig(small(), tmp_path / "job"))
+        coordinator._unstarted.cancel()
+        await coordinator._begin()
+        return await coordinator.ended()
+
+    monkeypatch.setattr(job_coordinator, "ray", MagicMock())
+    monkeypatch.setattr(job_coordinator, "REMEMBERED_S", 0.0)
+    ended = asyncio.run(asyncio.wait_for(final(), 60))
+    assert (ended.state, ended.by_pool) == ("failed", by_pool)
+    assert ended.error == f"it could not start: {error}"
+
+
+@pytest.mark.parametrize(("state", "by_pool"), [("starting", True), ("running", False)])
+def test_a_device_that_somebody_else_has_is_the_pools_fault_until_the_first_step(
+    state: str, by_pool: bool, tmp_path: Path
+) -> None:
+    pipeline = MagicMock(folder=SimpleNamespace(path=tmp_path / "job", is_open=False))
+    pipeline._status = JobStatus("job", "ft_1", state, 0, 4, "initialization")
+    pipeline._ended.is_set.return_value = False
+    Pipeline._failed(pipeline, DeviceBusyError("device 0 is held by process 7"))
+    assert pipeline._update.call_args.kwargs["by_pool"] is by_pool

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from rlix.flow.workers.user_errors import failure
-from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
+from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, is_the_pools, what_ended
 from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits
 from rlix.pipeline.sources.panel import Asked
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import RewardSpec
-from rlix.protocol.errors import WorkerError
+from rlix.protocol.errors import DeviceBusyError, WaitTimeoutError, WorkerError
 from tests.pipeline.test_panel import judged
 
 logger = logging.getLogger("rlix.somewhere")
@@ -123,6 +123,16 @@ def test_a_full_disk_is_known_from_whatever_process_it_comes() -> None:
     assert not is_full_disk(OSError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
+@pytest.mark.parametrize("error", [DeviceBusyError("device 0 is held"), WaitTimeoutError("no grant in 60 s")])
+def test_a_device_that_is_taken_and_a_wait_that_is_over_are_the_pools(error: Exception) -> None:
+    within = failure("train-1", 0, "cuda", RayTaskError("cuda", "page", error))
+    within.__cause__ = RayTaskError("cuda", "page", error)
+    plain = RuntimeError("it did not start")
+    plain.__cause__ = error
+    assert all(map(is_the_pools, (error, within, plain)))
+    assert not is_the_pools(ValueError("mine")) and not is_the_pools(TimeoutError("mine"))
+
+
 def test_a_worker_that_died_is_named_with_what_it_did_and_how_to_go_on(tmp_path: Path) -> None:
     """And not with what somebody who holds its engine could do."""
     died = failure("train-1", 1, "policy_step", ActorDiedError())
@@ -130,7 +140,10 @@ def test_a_worker_that_died_is_named_with_what_it_did_and_how_to_go_on(tmp_path:
     died.add_note("build() the engine and load a state")
     said = what_ended(died, tmp_path, "actor_training")
     assert said.startswith("in actor training: WorkerError: train-1: rank 1 died before it answered policy_step(): ")
-    assert said.endswith("; go on from the newest checkpoint with --resume")
+    assert said.endswith("; go on from the newest checkpoint with `rlix run --resume`")
+    (tmp_path / ".queued").write_text("17\n")
+    said = what_ended(died, tmp_path / "job", "actor_training")
+    assert said.endswith("; go on from the newest checkpoint with `rlix requeue 17`"), "a queue's job is the queue's"
     assert "build()" not in said
     own = ValueError("mine")
     assert what_ended(own, tmp_path, "rollout") == "ValueError: mine"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlix.node.run_folder import command_to_go_on
 from rlix.scheduler.queue.decide import STOP_S
 from rlix.scheduler.queue.jobs import Job, Outcome, QueueError, State
 from rlix.scheduler.queue.reasons import Drained, NoRoom, Reclaiming
@@ -273,6 +274,22 @@ def test_only_who_runs_the_service_reads_a_jobs_folders(scene: Scene) -> None:
     scene.turn()
     work = scene.keeper.work(scene.job(id))
     assert {stat.S_IMODE(path.stat().st_mode) for path in (work.folder, work.runs_dir)} == {0o700}
+    assert command_to_go_on(work.run_dir) == f"`rlix requeue {id}`", "and who stops it there is told how it goes on"
+
+
+def test_a_user_has_only_so_many_jobs_and_gets_the_one_it_asked_for_before(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, QueueSpec(most_jobs=2))
+    first = scene.submit(key="ann:first-one")
+    scene.submit()
+    assert scene.submit(key="ann:first-one") == first
+    with pytest.raises(QueueError, match=r"ann has 2 jobs that have not ended, and may have 2 \(most_jobs"):
+        scene.submit()
+    scene.submit(owner="bob")
+    scene.keeper.cancel(scene.job(first), "ann")
+    scene.submit()
+    with pytest.raises(QueueError, match="may have 2"):
+        scene.keeper.requeue(scene.job(first), "ann")
+    scene.store.close()
 
 
 def test_files_of_who_ended_long_ago_are_forgotten(scene: Scene) -> None:

@@ -1,5 +1,6 @@
 """The folder `runs/<name>/` where one job's spec, metrics, events and checkpoints live."""
 
+import contextlib
 import errno
 import glob
 import json
@@ -30,6 +31,8 @@ _BY_STEP = (METRICS, "samples.jsonl")
 _LOCK = ".lock"
 _EARLIER = ".earlier"
 """In a run's folder: the name of the run before it, which has its place again if this one does no step."""
+QUEUED = ".queued"
+"""Beside the run folder of a job that a queue has started: its number there."""
 PARTIAL = ".partial"
 _BROKEN = ".broken"
 _ASIDE = r"-\d{8}-\d{6}(-\d+)?"
@@ -294,11 +297,18 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted((int(match[1]), path) for match, path in matches)
 
 
+def command_to_go_on(path: Path) -> str:
+    """With which a person has the run in the folder `path` go on that was ended: of a queue's job the queue's own."""
+    with contextlib.suppress(OSError):
+        return f"`rlix requeue {(path.parent / QUEUED).read_text().strip()}`"
+    return "`rlix run --resume`"
+
+
 def how_to_go_on(path: Path) -> str:
     """What a person does next whose run in the folder `path` was ended."""
     if not list_checkpoints(path / "checkpoints"):
         return "it has no checkpoint to go on from"
-    return "`rlix run --resume` goes on from its newest checkpoint"
+    return f"{command_to_go_on(path)} goes on from its newest checkpoint"
 
 
 def moved_aside(path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from rlix.node.run_folder import RunFolder, Span
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.hosts import check_hosts
-from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, what_ended
+from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, is_the_pools, what_ended
 from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
@@ -387,7 +387,8 @@ class Pipeline(ABC):
         if self._ended.is_set():
             return  # it was given up: why is what counts
         detail = what_ended(error, self.folder.path, self._status.phase)
-        self._update(state="failed", phase="failed", error=detail)
+        by_pool = self._status.state == "starting" and not hangs and is_the_pools(error)
+        self._update(state="failed", phase="failed", error=detail, by_pool=by_pool)
         if self.folder.is_open:
             self._save_after_error(error, hangs)
             self._note_failure(detail)

@@ -18,6 +18,7 @@ from rlix.node import output
 from rlix.node.run_folder import take_back
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
 from rlix.pipeline.jobs.handle import STOPPED_BY, with_next
+from rlix.pipeline.jobs.job_log import is_the_pools
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.job import JobSpec
@@ -84,9 +85,8 @@ class JobCoordinator(PipelineCoordinator):
         try:
             pipeline = await self._create()
         except (RlixError, RayError, TimeoutError, ValueError) as error:
-            await self._be_over(
-                self._failed(f"it could not start: {in_words(error) if isinstance(error, RayError) else error}")
-            )
+            failed = self._failed(f"it could not start: {in_words(error) if isinstance(error, RayError) else error}")
+            await self._be_over(replace(failed, by_pool=is_the_pools(error)))
         except InterruptedError:
             await self._be_over(replace(self._last, state="stopped", phase="stopped"))
         else:
@@ -195,7 +195,8 @@ class JobCoordinator(PipelineCoordinator):
             if said is not None:
                 self._last = replace(self._last, step=max(self._last.step, said.step), moved_to=said.moved_to)
             what = (said and said.error) or f"{type(cause).__name__}: {cause}"
-            return self._failed(what + await self._why_taken())
+            failed = self._failed(what + await self._why_taken())
+            return replace(failed, by_pool=said is not None and said.by_pool)
         except (RayActorError, ActorUnschedulableError) as error:  # or its node left before it began
             return await self._died(error)
         except WaitTimeoutError as error:

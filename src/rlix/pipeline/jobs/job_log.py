@@ -6,10 +6,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
+from rlix.control.rpc import root_cause
 from rlix.node import output
+from rlix.node.run_folder import command_to_go_on
 from rlix.pipeline.spec.named import where_raised
+from rlix.protocol.errors import DeviceBusyError, WaitTimeoutError
 
 _LIBRARY = "rlix"
 _FULL = ("No space left on device", "Disk quota exceeded", "os error 28")
@@ -93,10 +96,20 @@ def is_full_disk(error: BaseException) -> bool:
 def what_ended(error: BaseException, folder: Path, phase: str) -> str:
     """In one line, what ended the job whose run folder this is, in `phase`."""
     if is_full_disk(error):
-        return f"the disk of {folder} is full: free some space, then go on with --resume"
+        return f"the disk of {folder} is full: free some space, then go on with {command_to_go_on(folder)}"
     if any(isinstance(found, RayActorError) for found in _chain(error)):
-        return f"in {phase.replace('_', ' ')}: {where_raised(error)}; go on from the newest checkpoint with --resume"
+        how = f"go on from the newest checkpoint with {command_to_go_on(folder)}"
+        return f"in {phase.replace('_', ' ')}: {where_raised(error)}; {how}"
     return where_raised(error)
+
+
+def is_the_pools(error: BaseException) -> bool:
+    """Whether a job that had only begun to start failed for what is not its own: a wait that was over, a device that
+    somebody else has."""
+    return any(
+        isinstance(root_cause(found) if isinstance(found, RayTaskError) else found, WaitTimeoutError | DeviceBusyError)
+        for found in _chain(error)
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -49,7 +49,7 @@ class JobStatus:
     error: str | None = None
     runs: tuple["JobStatus", ...] = ()  # of a job that trains many adapters
     resumes: int = 0  # how often it was started again because a node had left
-    by_pool: bool = False  # why it failed: its nodes left, or the control plane ended it
+    by_pool: bool = False  # why it failed: its nodes left, the control plane ended it, or it could not start there
     moved_to: str | None = None  # where its files are, of one that came to no step: its folder is an earlier run's
 
     @property

@@ -10,7 +10,7 @@ from rlix.control.settings import Settings
 from rlix.flow.planner.plan import AHEAD
 from rlix.flow.programs.drift import LIMIT, Drift
 from rlix.node.devices import smallest_memory
-from rlix.node.run_folder import replace_file
+from rlix.node.run_folder import command_to_go_on, replace_file
 from rlix.pipeline.planning.choose import FILE, Chosen, choose, measured_in, unplanned
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
@@ -119,7 +119,7 @@ class PlanWatch:
             replace_file(folder / FILE, json.dumps(kept).encode())
             return mine.spec
         if best in others:
-            how = "stop the job and go on with `rlix run --resume` to have it"
+            how = f"stop the job and go on with {command_to_go_on(folder)} to have it"
             logger.info("%s: by these times another plan would be %s; %s", self._spec.name, _named(best), how)
         return None
 

@@ -39,6 +39,8 @@ class QueueSpec(BaseModel):
     """How many jobs' gangs may have a place on one GPU; they take turns there phase by phase."""
     half_life_h: _Hours = 168.0
     """After so many hours what a team was given counts half."""
+    most_jobs: Annotated[int, Field(ge=1)] = 1000
+    """How many jobs one user may have that have not ended."""
     starved_h: _Hours = 24.0
     """A job that has waited for so long is told of by webhooks as starved."""
     limit_h: _Hours | None = None

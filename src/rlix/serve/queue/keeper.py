@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from rlix.node.run_folder import QUEUED
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus, LeaseRecord
 from rlix.scheduler.queue.decide import STOP_S, Decision, decide
@@ -167,12 +168,20 @@ class Keeper:
         """A new job, which is on disk; the one there is where the same was asked before under this key."""
         if key is not None and (known := self._store.by_key(key)) is not None:
             return self._jobs.get(known.id, known)
+        self._check_room(owner)
         job = self.draft(asked, owner, team)
         self._store.add(job, key, files, Change(job.since, job.id, owner, "submitted"))
         self._jobs[job.id] = job
         self._next_id += 1
         self._poke(job)
         return job
+
+    def _check_room(self, owner: str) -> None:
+        most, has = self._config.most_jobs, sum(job.owner == owner for job in self._jobs.values())
+        if has >= most:
+            raise QueueError(
+                f"{owner} has {has} jobs that have not ended, and may have {most} (most_jobs in queue.yaml)"
+            )
 
     def cancel(self, job: Job, by: str) -> Job:
         """It ends: at once when it waits, after a checkpoint when it runs."""
@@ -203,6 +212,8 @@ class Keeper:
             raise QueueError(
                 f"job {job.id} ({job.name}) ended long ago: its files were kept {KEPT_DAYS} days; submit it"
             )
+        if job.state is State.ENDED:
+            self._check_room(job.owner)
         return self._put(self._again(job.become(State.SUBMITTED, self._now(), why)), by, why)
 
     def drain(self, by: str, *, requeue: bool) -> None:
@@ -358,6 +369,7 @@ class Keeper:
         for folder in (work.folder, work.runs_dir):  # whose it is, reads what is in it, and nobody else
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
+        (work.runs_dir / QUEUED).write_text(f"{work.id}\n")
         for path, content in files.items():
             target = work.files / path
             target.parent.mkdir(parents=True, exist_ok=True)
