@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,10 @@ def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
         ("big", 8, 7200.0),
         ("small", 2, 7200.0),
     ]
+    assert "has no log so far: is held by" in shell("logs", "1")
+    assert "there is no job 99" in shell("explain", "99", code=2) + shell("logs", "98", code=2)
     shell.become(token)
+    assert "may read the log of it, or an admin; you are bob" in " ".join(shell("logs", "1", code=2).split())
     assert "may cancel it, or an admin; you are bob" in " ".join(shell("cancel", "1", code=2).split())
     assert "only an admin may add users" in shell("user", "eve", code=2)
     assert (
@@ -191,3 +196,46 @@ def await_address(home: Path, service: Command) -> None:
     while not (home / "serve.json").exists():
         assert service.process.poll() is None and time.monotonic() < deadline, service.output()
         time.sleep(0.05)
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """Somebody else's server at the address of a queue, which answers everything."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404 if "history" in self.path else 200)
+            self.end_headers()
+            self.wfile.write(b"<html>a page</html>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_whatever_is_wrong_is_one_sentence_and_a_code(
+    stranger: str, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*arguments: str, code: int, **environment: str) -> str:
+        with monkeypatch.context() as patch:
+            for name, value in {"RLIX_TOKEN": "token", "RLIX_SERVER": stranger, **environment}.items():
+                patch.setenv(name, value)
+            text = " ".join(shell(*arguments, code=code).split())
+        assert "Traceback" not in text and "<html>" not in text
+        return text
+
+    for command in ("explain", "logs", "history"):
+        assert "is no queue, or one of another version" in said(command, "1", code=2 if command == "history" else 1)
+        assert "no queue answers at http://127.0.0.1:9 " in said(command, "1", code=1, RLIX_SERVER="http://127.0.0.1:9")
+        for wrong in ("sweep", "9" * 30, "1.5"):
+            assert f"{wrong[:20]}" in (text := said(command, wrong, code=2)) and "`rlix ps`" in text
+    for address in ("127.0.0.1:7459", "http://127.0.0.1:port", "http://", "ftp://127.0.0.1"):
+        assert "is no address of a queue" in said("explain", "1", code=2, RLIX_SERVER=address)
+    assert "RLIX_TOKEN: holds what no token has" in said("explain", "1", code=2, RLIX_TOKEN="tokén\n")
+    absent = said("explain", "1", code=2, RLIX_SERVER="https://127.0.0.1:9", RLIX_SERVER_CA="/no/such/file")
+    assert "RLIX_SERVER_CA=/no/such/file: cannot be read" in absent
+    monkeypatch.delenv("RLIX_TOKEN", raising=False)
+    assert "no queue is known here" in " ".join(shell("explain", "1", code=2).split())

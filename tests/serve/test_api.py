@@ -140,6 +140,9 @@ def test_logs_are_their_owners_and_come_in_parts(api: Api, tmp_path: Path) -> No
     assert part == {"text": "step 1 ", "next": 7, "ended": False}, "who follows it waits"
     log.write_text("step 1 × 2\n")
     assert api.ask("root", "GET", f"/v1/jobs/{job.id}/log?offset=7").json()["text"] == "× 2\n"
+    log.write_text("again\n")
+    part = api.ask("ann", "GET", f"/v1/jobs/{job.id}/log?offset=12").json()
+    assert (part["text"], part["next"]) == ("again\n", 6), "it began again, and who follows it reads on"
     for offset in ("-1", "nan", "1e300", "x"):
         assert api.ask("ann", "GET", f"/v1/jobs/{job.id}/log?offset={offset}").status_code == 422
         assert api.ask("ann", "GET", f"/v1/usage?since={offset}").status_code == 422

@@ -123,6 +123,9 @@ def logs(id: int, *, follow: bool, as_json: bool = False, sleep: Callable[[float
         sys.stdout.write(f"{part.model_dump_json()}\n" if as_json else part.text)
         sys.stdout.flush()
         if part.next == offset and (not follow or part.ended):
+            if not offset:
+                job = client.job(id)
+                typer.echo(f"{job.name} ({id}) has no log so far: {_sentence(job)}", err=True)
             return
         if part.next == offset:
             sleep(POLL_S)

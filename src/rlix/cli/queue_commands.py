@@ -8,8 +8,18 @@ import typer
 from rlix.cli.mistakes import one_message_per_mistake
 from rlix.protocol.errors import SpecError
 
-Id = Annotated[int, typer.Argument(metavar="ID", help="A job's number, as `rlix submit` prints it.")]
-Ids = Annotated[list[int], typer.Argument(metavar="ID...", help="Jobs' numbers, as `rlix submit` prints them.")]
+
+def _number(text: str) -> int:
+    if not (text.isdecimal() and len(text) <= _LONGEST_NUMBER):
+        raise typer.BadParameter(f"{text} is no job's number: `rlix ps` and `rlix history` show them")
+    return int(text)
+
+
+_LONGEST_NUMBER = 17
+Id = Annotated[int, typer.Argument(metavar="ID", parser=_number, help="A job's number, as `rlix submit` prints it.")]
+Ids = Annotated[
+    list[int], typer.Argument(metavar="ID...", parser=_number, help="Jobs' numbers, as `rlix submit` prints them.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; anything else goes to stderr.")]
 Mine = Annotated[bool, typer.Option("--mine", help="Only jobs of yours.")]
 Given = Annotated[
@@ -110,7 +120,9 @@ def ps(mine: Mine = False, as_json: Json = False) -> None:
 
 
 def history(
-    id: Annotated[int | None, typer.Argument(metavar="[ID]", help="What has happened to this job.")] = None,
+    id: Annotated[
+        int | None, typer.Argument(metavar="[ID]", parser=_number, help="What has happened to this job.")
+    ] = None,
     mine: Mine = False,
     as_json: Json = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """The HTTP API: each door, who may use it, and what it answers. Who asks is said by the token alone."""
 
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -186,10 +187,8 @@ class _Doors:
         job = self._own(request, user, "read the log of")
         offset = _number(request.query_params, "offset")
         path = self._keeper.work(job).run_dir / "job.log"
-        data = _read(path, int(offset))
-        return models.Log(
-            text=data.decode(errors="replace"), next=int(offset) + len(data), ended=job.state is State.ENDED
-        )
+        start, data = _read(path, int(offset))
+        return models.Log(text=data.decode(errors="replace"), next=start + len(data), ended=job.state is State.ENDED)
 
     async def cancel(self, request: Request, user: User) -> models.JobView:
         return self._changed(self._keeper.cancel(self._own(request, user, "cancel"), user.name))
@@ -329,15 +328,18 @@ def _number(params: Mapping[str, str], name: str) -> float:
     return value
 
 
-def _read(path: Path, offset: int) -> bytes:
-    """Whole characters, as far as they are there."""
+def _read(path: Path, offset: int) -> tuple[int, bytes]:
+    """Whole characters, as far as they are there, and where they begin: a log that is shorter than what was read of it
+    is another one, of a job that began again."""
     try:
         with path.open("rb") as file:
+            if offset > os.fstat(file.fileno()).st_size:
+                offset = 0
             file.seek(offset)
             data = file.read(_MOST_LOG)
     except OSError:
-        return b""
-    return data if len(data) < 4 else data[: _whole(data)]
+        return offset, b""
+    return offset, data if len(data) < 4 else data[: _whole(data)]
 
 
 def _whole(data: bytes) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.serve.api.models import JobList, JobView
@@ -30,26 +30,31 @@ class Client:
     """One connection, which is made anew where it was lost. For one thread."""
 
     def __init__(self, url: str, token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
             raise SpecError(f"{url!r} is no address of a queue, such as http://127.0.0.1:7459")
+        if not (token.isascii() and token.isprintable()):
+            raise SpecError("RLIX_TOKEN: holds what no token has; copy the line that `rlix user NAME` has printed")
         self._url, self._token = url, token
         if parts.scheme == "https":
-            context = ssl.create_default_context(cafile=os.environ.get("RLIX_SERVER_CA"))
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=timeout_s, context=context
+                host, port, timeout=timeout_s, context=_context(os.environ.get("RLIX_SERVER_CA"))
             )
         else:
-            self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+            self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
 
     def get(self, path: str, answer: type[T], **query: object) -> T:
         """Raises what `_asked` raises."""
-        return answer.model_validate_json(self._asked("GET", f"{path}?{urlencode(query)}" if query else path, None))
+        return self._read(answer, self._asked("GET", f"{path}?{urlencode(query)}" if query else path, None))
 
     def post(self, path: str, answer: type[T], body: BaseModel | None = None) -> T:
         """Raises what `_asked` raises."""
         text = b"" if body is None else body.model_dump_json().encode()
-        return answer.model_validate_json(self._asked("POST", path, text))
+        return self._read(answer, self._asked("POST", path, text))
 
     def jobs(self, *, ended: bool = False, mine: bool = False) -> list[JobView]:
         query = {**({"state": "ended"} if ended else {}), **({"mine": 1} if mine else {})}
@@ -57,6 +62,16 @@ class Client:
 
     def job(self, id: int) -> JobView:
         return self.get(f"/v1/jobs/{id}", JobView)
+
+    def _read(self, answer: type[T], text: bytes) -> T:
+        """Raises RlixError: something else answers there, or another version."""
+        try:
+            return answer.model_validate_json(text)
+        except ValidationError as error:
+            raise RlixError(self._no_queue("200")) from error
+
+    def _no_queue(self, status: str) -> str:
+        return f"what answers at {self._url} ({status}) is no queue, or one of another version of RLix; see RLIX_SERVER"
 
     def close(self) -> None:
         self._connection.close()
@@ -79,10 +94,18 @@ class Client:
             ) from error
         if response.status == 200:
             return found
-        text = found.decode(errors="replace")
+        text = self._no_queue(str(response.status))
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            text = json.loads(text)["error"]
+            text = str(json.loads(found)["error"])
         raise (SpecError if response.status in _MISTAKES else RlixError)(text)
+
+
+def _context(authority: str | None) -> ssl.SSLContext:
+    """Raises SpecError: the file of the authority cannot be used."""
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as error:
+        raise SpecError(f"RLIX_SERVER_CA={authority}: cannot be read as certificates: {error}") from error
 
 
 def connect(home: Path) -> Client:
