@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rlix.integrations.openai.verifiers_agent import VerifiersAgent
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
 from tests.integrations.test_openai import TEMPLATE
@@ -53,6 +54,12 @@ def test_a_job_learns_from_an_environment(rlix_home: Path, tmp_path: Path, monke
     (metrics,) = InProcess(spec(tmp_path, "say-twice"), tmp_path / "run").run_steps()
     assert (metrics["trajectories"], metrics["turns"], metrics["agent_failed"]) == (4.0, 2.0, 0.0)
     assert metrics["reward"] > 2
+
+
+def test_a_release_with_another_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("verifiers.load_environment")
+    with pytest.raises(SpecError, match=r"verifiers 0\.1\.\d+ has no 'load_environment'; install 'verifiers<0\.2'"):
+        VerifiersAgent("say-twice")
 
 
 @pytest.mark.parametrize("held_out", [0, 2])

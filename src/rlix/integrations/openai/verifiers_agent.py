@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ from openai import AsyncOpenAI
 from rlix.integrations.openai.source import Call
 from rlix.pipeline.sources.loop import LoopThread
 from rlix.pipeline.sources.place import EVALUATION, TRAIN
-from rlix.pipeline.spec.named import import_object
+from rlix.pipeline.spec.named import load_module
 from rlix.protocol.errors import RlixError, SpecError
 
 _THE_POLICYS_FAULT = "EmptyModelResponseError"  # an answer of nothing is an answer, and has its reward
@@ -26,11 +27,16 @@ class VerifiersAgent:
         environment: what `verifiers.load_environment` finds, which is called with `options`.
 
     Raises:
-        SpecError: there is no such environment, or it has no rows to train on.
+        SpecError: there is no such environment, or it has no rows to train on, or the package has another interface.
     """
 
     def __init__(self, environment: str, **options: Any) -> None:
-        load: Any = import_object("verifiers:load_environment")
+        load: Any = getattr(load_module("verifiers"), "load_environment", None)
+        if load is None:
+            raise SpecError(
+                f"source.openai.name: verifiers {version('verifiers')} has no 'load_environment'; install "
+                "'verifiers<0.2', or have its environment played from outside, with 'openai: external'"
+            )
         try:
             # It would take over the pipeline's signals, which works on the main thread only.
             with mock.patch.object(signal, "signal"):

@@ -60,7 +60,7 @@ def import_object(name: str) -> object:
         with _loading:
             module = _load_file(Path(module_name))
     else:
-        module = _load_module(module_name)
+        module = load_module(module_name)
     try:
         found: object = getattr(module, attribute)
     except AttributeError:
@@ -69,7 +69,8 @@ def import_object(name: str) -> object:
     return found
 
 
-def _load_module(name: str) -> ModuleType:
+def load_module(name: str) -> ModuleType:
+    """Raises SpecError when it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
