@@ -1,4 +1,4 @@
-# make demo    two RL jobs share four virtual GPUs (or the machine's NVIDIA GPUs)
+# make demo    three RL jobs on six virtual GPUs: in equal parts, then sharing them
 # make test    lint, types and every test
 # Both build their own environment in .venv; a second run installs nothing. PIP_ARGS goes to every pip install, e.g.
 #   make demo PIP_ARGS=--extra-index-url=https://download.pytorch.org/whl/cpu    # CPU-only torch, 2 GB less to download
@@ -9,13 +9,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
-DEMO_SPECS := examples/sort_digits.yaml examples/copy_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs tinker bench clean
+.PHONY: help demo picture notebook test lint format docs tinker bench clean
 
 help:
-	@echo "make demo   run two RL jobs side by side on one pool of devices"
+	@echo "make demo   run three RL jobs in equal parts of six virtual GPUs, then sharing them, and compare"
+	@echo "make picture  the same, and write README's table and picture from it"
+	@echo "make notebook  run examples/first_job.ipynb from top to bottom"
 	@echo "make test   lint, type check and run every test"
 	@echo "make lint   ruff and mypy only"
 	@echo "make docs   build the manual as a site, build/site, and check every link"
@@ -48,7 +49,18 @@ endif
 	@touch $@
 
 demo: $(VENV)/.stamp-demo
-	RLIX_VIRTUAL_GPUS=4 $(BIN)/rlix run --private $(DEMO_SPECS)
+	$(BIN)/python -m benchmarks.demo
+
+picture: $(VENV)/.stamp-demo
+	$(BIN)/python -m benchmarks.demo --write
+
+$(VENV)/.stamp-notebook: $(VENV)/.stamp-demo
+	$(PIP) -e '.[notebook]'
+	@touch $@
+
+notebook: $(VENV)/.stamp-notebook
+	@mkdir -p build
+	$(BIN)/jupyter execute examples/first_job.ipynb --output=../build/first_job.ipynb
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

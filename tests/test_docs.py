@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import typer
 
+import rlix.flow
+from benchmarks import demo
 from rlix.cli.main import app
-from rlix.pipeline.spec.job import JobSpec
+from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.spec_file import read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +123,49 @@ def test_the_metrics_of_the_manual_are_metrics() -> None:
     assert not names - set(re.findall(r"\w+", code))
 
 
+def test_what_programs_import_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    paths = [path.rpartition(".") for path in re.findall(r"^::: (\S+)", page, re.MULTILINE)]
+    assert not [f"{module}.{name}" for module, _, name in paths if name not in defined(module)]
+    shown = {name for _, _, name in paths}
+    names = {*rlix.__all__, *rlix.flow.__all__} - {
+        "nn",
+        "pipeline",
+        "protocol",
+        "device",
+        "__version__",
+        "Mode",
+        "JobSpec",
+    }
+    assert {name for name in names if not name.endswith("Error")} <= shown
+
+
+def test_the_demo_of_the_readme_is_one_run() -> None:
+    found = json.loads(demo.RECORD.read_text())
+    readme = demo.README.read_text()
+    assert readme == demo.in_readme(readme, found), "run `make picture`"
+    assert demo.PICTURE.read_text() == demo.picture(found), "run `make picture`"
+
+
+def test_what_the_tutorial_and_the_notebook_begin_with_is_a_job(tmp_path: Path) -> None:
+    """And the same one, but for its length."""
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    files = dict(re.findall(r"```(?:python|yaml)\n# (\w+\.\w+)\n(.*?)```", page, re.DOTALL))
+    (tmp_path / "larger.jsonl").write_text(json.dumps({"prompt": "10,11=", "answer": "11"}) + "\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    job = load_job(tmp_path / "larger.yaml")
+    cells = json.loads((ROOT / "examples" / "first_job.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for cell in code:
+        compile(cell, "first_job.ipynb", "exec")
+    texts = dict(re.findall(r'folder / "([\w.]+)"\)\.write_text\(\'\'\'\n(.*?)\'\'\'\)', code[0], re.DOTALL))
+    assert texts["rewards.py"].strip() == files["rewards.py"].strip()
+    (tmp_path / "larger.yaml").write_text(texts["larger.yaml"])
+    same = {"steps": job.steps, "checkpoint": job.checkpoint}
+    assert load_job(tmp_path / "larger.yaml").model_copy(update=same) == job
+
+
 def defined(module: str) -> set[str]:
     """The names in a module of ours, without importing it."""
     path = ROOT / "src" / module.replace(".", "/")
@@ -140,6 +185,9 @@ def defined(module: str) -> set[str]:
 
 def test_what_examples_and_the_manual_import_is_there() -> None:
     programs = {path.name: path.read_text() for path in sorted((ROOT / "examples").rglob("*.py"))}
+    for path in (ROOT / "examples").rglob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        programs[path.name] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for page in PAGES:
         programs[page.name] = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
     missing = [
