@@ -159,7 +159,10 @@ def test_what_the_tutorial_and_the_notebook_begin_with_is_a_job(tmp_path: Path) 
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     for cell in code:
         compile(cell, "first_job.ipynb", "exec")
-    texts = dict(re.findall(r'folder / "([\w.]+)"\)\.write_text\(\'\'\'\n(.*?)\'\'\'\)', code[0], re.DOTALL))
+    texts = {
+        name: text
+        for name, _, text in re.findall(r'"([\w.]+)"\)\.write_text\(("""|\'\'\')\n(.*?)\2\)', code[0], re.DOTALL)
+    }
     assert texts["rewards.py"].strip() == files["rewards.py"].strip()
     (tmp_path / "larger.yaml").write_text(texts["larger.yaml"])
     same = {"steps": job.steps, "checkpoint": job.checkpoint}
