@@ -80,5 +80,5 @@ def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str, *, as_j
     if mode not in ("auto", *Mode):
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
     only = None if mode == "auto" else Mode(mode)
-    planned = flow.plan(known, gpus, device_bytes=memory_gib * 2**30 if memory_gib else float("inf"), mode=only)
+    planned = flow.plan(known, gpus, device_bytes=memory_gib * 2**30 if memory_gib else None, mode=only)
     say_plan(planned, known.describe(), planned.explain(), as_json=as_json)

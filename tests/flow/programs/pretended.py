@@ -30,6 +30,9 @@ class Adds(FlowWorker):
     def memory(self) -> tuple[float, float]:
         return 1.0, 2.0
 
+    def room(self) -> float:
+        return 80.0
+
     def save(self) -> int:
         return self.calls
 

@@ -28,6 +28,7 @@ def test_parts_are_measured_with_whole_batches_of_what_there_is() -> None:
     flow = Flow("measured", parts, ITEMS, sample=lambda count: list(range(count)))
     known = measure_module.profile(flow, POOL, grid)
     assert known.parts["ones"].measured == "Adds.add on ranks of 1 device(s)"
+    assert known.device_bytes == 80.0
     assert [(p.width, p.items) for p in known.parts["ones"].points] == [(1, 4), (1, 8), (2, 4), (2, 8)]
     assert {p.items for p in known.parts["tens"].points} == {2, 4, 8}  # of 10, 8 were made
     wide = measure_module.profile(flow, POOL, measure_module.Grid((8,), (8,)))
@@ -73,11 +74,11 @@ def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: py
     flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
     with pytest.raises(WaitTimeoutError, match="ones: rank"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
-    assert waits == [START_TIMEOUT_S, 0.5, 0.5, 0.5]  # its start, its onload, its memory, and itself
+    assert waits == [START_TIMEOUT_S, *[0.5] * 4]  # its start, its room, its onload, its memory, and itself
     part = launch.Group(workers, timeout_s=0.25).on(0)
     part.memory().wait()
     part.memory().wait(2.0)
-    assert waits[4:] == [0.25, 2.0]
+    assert waits[5:] == [0.25, 2.0]
 
 
 def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:

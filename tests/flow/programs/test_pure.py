@@ -146,6 +146,17 @@ def test_a_profile_is_kept_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFi
         flow.sample(1)
 
 
+def test_states_stay_side_by_side_only_where_the_measured_devices_have_room(tmp_path: Path) -> None:
+    part = PartProfile((Point(1, 4, 1.0, 60.0, 60.0),), 0.1, 0.1)
+    flow = Flow("f", [Part("a", Nothing), Part("b", Nothing)], 4)
+    Profile("f", machine(), {"a": part, "b": part}, device_bytes=80.0).write(tmp_path / "f.json")
+    known = Profile.read(tmp_path / "f.json")
+    assert flow.plan(known, 1).best.switch_s == pytest.approx(0.4)
+    assert flow.plan(known, 1, device_bytes=120.0).best.switch_s == 0.0
+    assert flow.plan(replace(known, device_bytes=float("inf")), 1).best.switch_s == 0.0
+    assert known.scaled({"a": 2.0}).device_bytes == 80.0
+
+
 def test_a_flow_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(SpecError, match="two parts are called 'a'"):
         Flow("f", [Part("a", Nothing, "run"), Part("a", Nothing, "run")], 4)

@@ -1,4 +1,4 @@
-"""One flow on real workers in every mode, without a branch: same results, turns, chunks that change, and errors."""
+"""One flow on real workers in every mode, without a branch: results, turns, streams, chunks that change, errors."""
 
 import os
 import threading
@@ -63,7 +63,7 @@ class Adds(FlowWorker):
 FLOW = Flow(
     "sums",
     [
-        Part("ones", Adds, "add", kwargs={"number": 1}),
+        Part("ones", Adds, "add", kwargs={"number": 1}, each=3),
         Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
     ],
     ITEMS,
@@ -88,7 +88,7 @@ def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -
     expected = [n + 11 for n in range(ITEMS)]
     for _ in range(2):
         assert running.step(list(range(ITEMS))) == expected
-    assert running.groups["ones"].count().wait() == [2, 2]
+    assert sum(running.groups["ones"].count().wait()) == 2 * ITEMS // 3  # by whoever was free
     assert "faster, but not collocated: " in running.explain()
     one, two = running.flow.part("ones"), running.flow.part("tens")
     assert one.after == () and two.after == ("ones",)

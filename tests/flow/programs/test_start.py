@@ -26,6 +26,9 @@ class Small(FlowWorker):
     def memory(self) -> tuple[float, float]:
         return 0.0, 0.0
 
+    def room(self) -> float:
+        return 80.0
+
 
 class Double(Small):
     def run(self, items: Sequence[int]) -> list[int]:
@@ -71,6 +74,8 @@ class Pool:
         """One lease, that it had all the time."""
         lease = Lease(1, "job_1", "flow", Phase.ACTOR_TRAINING, tuple(range(self.size)))
         return [LeaseRecord(1, "granted", lease, 0.0)][since:]
+
+    def progress(self, *_: object, **__: object) -> None: ...
 
     def close(self) -> None:
         self.left += 1

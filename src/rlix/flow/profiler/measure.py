@@ -71,13 +71,13 @@ def profile(
     largest = max(grid.batches)
     source = list(flow.sample(largest))
     first: Pieces = [(ray.put(source), 0, len(source))]
-    parts = {}
+    parts, rooms = {}, list[float]()
     pool = _Pool(tuple(devices), job, cluster)
     for part in flow.parts:
         inputs = [made[name] for name in flow.before(part.name)] or [first]
-        parts[part.name], made[part.name] = _measure(part, inputs, pool, grid, timeout_s)
+        parts[part.name], made[part.name] = _measure(part, inputs, pool, grid, timeout_s, rooms)
         logger.info("profiled %s", part.name)
-    return Profile(flow.name, machine(), parts)
+    return Profile(flow.name, machine(), parts, device_bytes=min(rooms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,9 @@ class _Pool:
             self.job.client.release(lease)
 
 
-def _measure(part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_s: float) -> tuple[PartProfile, Pieces]:
+def _measure(
+    part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_s: float, rooms: list[float]
+) -> tuple[PartProfile, Pieces]:
     largest = max(grid.batches)
     most = part.ranks(len(pool.devices), largest)
     widths = [most] if part.cpu_ranks else sorted({min(width, most) for width in grid.widths})
@@ -126,6 +128,7 @@ def _measure(part: Part, inputs: list[Pieces], pool: _Pool, grid: Grid, timeout_
                 group.worker.measured = True
                 group.onload()  # the first time, its engine may be built
                 group.offload()
+            rooms += group.call("room").wait()
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in _memory(group, part))
             for batch in sorted(grid.batches):

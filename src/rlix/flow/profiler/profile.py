@@ -35,12 +35,13 @@ class PartProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """By part; `transfers` by pair of parts: seconds for a batch, and for each item."""
+    """By part; `transfers` by pair of parts: seconds for a batch, and for each item. `device_bytes`: of a device."""
 
     flow: str
     machine: str
     parts: Mapping[str, PartProfile]
     transfers: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    device_bytes: float = float("inf")
 
     def scaled(self, factors: Mapping[str, float]) -> "Profile":
         """The same with some parts' times multiplied: what drifted."""
@@ -50,7 +51,7 @@ class Profile:
             )
             for name, part in self.parts.items()
         }
-        return Profile(self.flow, self.machine, parts, self.transfers)
+        return replace(self, parts=parts)
 
     def describe(self) -> str:
         """Each part's table in a line: what was measured, and how wrong it is between."""
@@ -73,6 +74,7 @@ class Profile:
             "machine": self.machine,
             "parts": {name: asdict(part) for name, part in self.parts.items()},
             "transfers": [[*pair, *cost] for pair, cost in self.transfers.items()],
+            "device_bytes": self.device_bytes,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
@@ -95,7 +97,8 @@ class Profile:
             transfers = {(a, b): (fixed, each) for a, b, fixed, each in value["transfers"]}
             for part in parts.values():
                 part.table  # noqa: B018 (points that are no measurements are refused here)
-            found = Profile(value["flow"], value["machine"], parts, transfers)
+            room = float(value.get("device_bytes", "inf"))
+            found = Profile(value["flow"], value["machine"], parts, transfers, room)
         except FileNotFoundError:
             raise SpecError(f"there is no profile {path}: run `rlix profile` first") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

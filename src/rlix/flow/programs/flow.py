@@ -42,7 +42,7 @@ class Flow(Wiring):
         *,
         like: Sequence[Any] | None = None,
         plan: Plan | Mode | str = "auto",
-        device_bytes: float = float("inf"),
+        device_bytes: float | None = None,
         timeout_s: float = 600.0,
         runs_dir: Path | str | None = None,
     ) -> Running:

@@ -51,7 +51,7 @@ class Running:
             each until its stage has ended; in such gaps, between segments and between steps they are others' to use.
         leaves: the job ends at `close`.
         record: what steps and parts do is written there; it ends at `close`.
-        device_bytes: of each device; what fits decides what may stay.
+        device_bytes: of each device (None: as the profile has it); what fits decides what may stay.
         timeout_s: of each wait for a part: for a call, and for its devices in its turn. A rank that has not answered by
             then is ended. To start, every part has three minutes at least.
     """
@@ -67,7 +67,7 @@ class Running:
         cluster: str | None = None,
         leaves: bool = False,
         record: RunRecord | None = None,
-        device_bytes: float = float("inf"),
+        device_bytes: float | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._fixed = wanted_plan(flow.name, plan, profile)

@@ -256,10 +256,11 @@ class Wiring:
         }
 
     def plan(
-        self, profile: Profile, devices: int, *, device_bytes: float = float("inf"), mode: Mode | None = None
+        self, profile: Profile, devices: int, *, device_bytes: float | None = None, mode: Mode | None = None
     ) -> Planned:
         """Raises SpecError: the profile is of another flow, a part was not profiled, or there is no plan."""
-        return make_plan(self.graph(profile), self.items, devices, device_bytes=device_bytes, mode=mode)
+        room = profile.device_bytes if device_bytes is None else device_bytes
+        return make_plan(self.graph(profile), self.items, devices, device_bytes=room, mode=mode)
 
 
 def _parts(flow: str, given: object) -> tuple[Part, ...]:

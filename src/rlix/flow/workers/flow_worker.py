@@ -56,6 +56,15 @@ class FlowWorker(Worker):
             torch.cuda.reset_peak_memory_stats(device)
         return max(float(torch.cuda.memory_allocated(device)) for device in mine), peak
 
+    def room(self) -> float:
+        """Bytes of the smallest device; a virtual one has no limit."""
+        if not self.ctx.devices or self.ctx.kind != "cuda":
+            return float("inf")
+        import torch
+
+        every = range(torch.cuda.device_count())  # only this worker's are visible
+        return min(float(torch.cuda.get_device_properties(device).total_memory) for device in every)
+
     def _rlix_onload(self, lease: Fence | None) -> None:
         if self._locks is None:
             self._locks = self.ctx.device_locks()

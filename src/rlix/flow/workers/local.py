@@ -30,6 +30,10 @@ class LocalWorker(FlowWorker):
     def begin(self) -> None:
         """Start what needs no device."""
 
+    def room(self) -> float:
+        """Bytes of the smallest device; as far as nobody says, there is no limit."""
+        return float("inf")
+
     def step_begins(self, number: int) -> None:
         """Which step the next items are of; it may be one that failed before."""
 
