@@ -13,10 +13,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rlix.cli.simulate_queue import queues, show_queues
 from rlix.protocol.errors import RlixError, SpecError
 from rlix.sim.page import averages, column_names, render
 from rlix.sim.results import POLICIES, Row, policy_named, simulate_one
-from rlix.sim.workload import Workload, load_workload
+from rlix.sim.submissions import read_submissions
+from rlix.sim.workload import Workload, read_source, validated
 
 _BARS = (("gang", "█", "blue"), ("decode", "█", "green"), ("load", "▒", "yellow"), ("drain", "▒", "red"))
 _BAR_WIDTH = 50
@@ -39,7 +41,12 @@ def simulate(
     """Simulate a cluster: the scheduler's own code on a virtual clock, policy by policy."""
     messages = Console(stderr=True)
     try:
-        loaded = load_workload(workload)
+        data, origin = read_source(workload)
+        if "users" in data:
+            found = queues(read_submissions(data, origin), policy, seeds, gpus=gpus)
+            show_queues(found, as_json=as_json)
+            return
+        loaded = validated(data, origin)
         loaded = loaded.resized(gpus) if gpus is not None else loaded
         loaded = loaded.narrowing() if gangs_narrow else loaded.moving() if gangs_move else loaded
         names = list(dict.fromkeys(policy or POLICIES))

@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
 GangPhase = Literal["actor_training", "critic_training", "old_log_probs", "reference_log_probs", "value_compute"]
 
-SHIPPED = Path(__file__).parent / "workloads"
+SHIPPED, SUBMITTERS = Path(__file__).parent / "workloads", Path(__file__).parent / "submitters"
 
 
 class _Model(BaseModel):
@@ -163,7 +163,7 @@ class Workload(_Model):
         """The same jobs on another number of GPUs; raises SpecError when they cannot run there."""
         data = self.model_dump()
         data["pool"] = {"gpus": gpus, "gpus_per_node": min(self.pool.gpus_per_node, gpus)}
-        return _validated(data, Origin(f"{self.name} on {gpus} GPUs"))
+        return validated(data, Origin(f"{self.name} on {gpus} GPUs"))
 
 
 def _problems(pool: Pool, jobs: tuple[JobSpec, ...]) -> Iterator[Problem]:
@@ -218,21 +218,31 @@ def phase_of(name: str) -> Phase:
 
 def load_workload(source: str | Path) -> Workload:
     """Reads a workload file, or a shipped one by name. Raises SpecError naming the file, the field and the fix."""
+    return validated(*read_source(source))
+
+
+def read_source(source: str | Path) -> tuple[Mapping[str, Any], Origin]:
+    """What a file says, or one that is shipped, of jobs or of people who submit. Raises SpecError: there is none."""
     path = Path(source)
     if not path.suffix and not path.exists():
-        path = SHIPPED / f"{source}.yaml"
+        path = next((folder / f"{source}.yaml" for folder in (SHIPPED, SUBMITTERS) if source in _names(folder)), path)
     if not path.is_file():
-        shipped = ", ".join(shipped_names())
+        shipped = ", ".join([*_names(SHIPPED), *_names(SUBMITTERS)])
         raise SpecError(f"{source}: there is no such file; give a file or one of: {shipped}")
-    data, origin = read_yaml(path, "a workload is a mapping of name, pool and jobs")
-    return _validated(data, origin)
+    return read_yaml(path, "a workload is a mapping of name, pool and jobs, or of name, gpus and users")
 
 
 def shipped_names() -> list[str]:
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    """Of workloads of jobs."""
+    return _names(SHIPPED)
 
 
-def _validated(data: Mapping[str, Any], origin: Origin) -> Workload:
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def validated(data: Mapping[str, Any], origin: Origin) -> Workload:
+    """Raises SpecError with one line for each mistake."""
     try:
         # JSON mode is strict about types, yet takes a list for a tuple as YAML must.
         return Workload.model_validate_json(json.dumps(data, default=str), strict=True)
