@@ -11,13 +11,17 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.queue_service import Served
 from rlix.cli.main import app
-from rlix.cli.queue import FOLLOW_TRIES, logs
+from rlix.cli.queue import FOLLOW_TRIES, Wish, logs, submit_all
+from rlix.cli.run_queued import Queue, follow
+from rlix.cli.run_queued import served as runs_here
+from rlix.cli.watch import Interrupts
 from rlix.serve.api.client import UnreachableError, connect
-from rlix.serve.api.models import TimelineView
+from rlix.serve.api.models import JobView, TimelineView
 from tests.cli.commands import END_TIMEOUT_S, JOB, Command
 
 OWN = """
@@ -88,8 +92,56 @@ def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
     assert json.loads(shell("ps", "--mine", "--json"))["jobs"][0]["team"] == "b"
     shell("set-priority", "4", "--to", "high")
     shell("cancel", "4")
+    interrupts = Interrupts()
+    interrupts.note(signal.SIGINT)  # before it has begun to watch
+    client = connect(shell.folder / "home")
+    told = io.StringIO()
+    waiting = submit_all([shell.job("more", 8)], Wish())[1]
+    (ended,) = follow(client, waiting, Console(file=told), interrupts)
+    assert (ended.outcome, "cancelling" in told.getvalue()) == ("cancelled", True)
     assert "priority 1 by bob" in shell("history", "4")
     assert shell("usage", "--csv", "--since", "1d").startswith("job,name,owner,team,phase,given_s")
+
+
+class Told(Queue):
+    """A queue in which a job does one thing after another."""
+
+    def __init__(self, *views: JobView | UnreachableError) -> None:
+        self.views = list(views)
+
+    def job(self, id: int) -> JobView:
+        view = self.views.pop(0)
+        if isinstance(view, UnreachableError):
+            raise view
+        return view
+
+    def post(self, path: str, answer: type[JobView]) -> JobView:
+        raise AssertionError(path)
+
+
+def test_a_run_through_the_queue_says_why_it_waits_and_how_it_ended() -> None:
+    waits = JobView(
+        id=7, name="j", owner="ann", team="a", state="submitted", gpus=4, priority="normal", preemptible=True,
+        limit_s=None, submitted_at=0.0, since=0.0, started_at=None, reason="needs 4 GPUs at once, 2 are free",
+    )  # fmt: skip
+    runs = waits.model_copy(update={"state": "running", "step": 1, "steps": 3, "reason": "rollout"})
+    ended = waits.model_copy(update={"state": "ended", "outcome": "failed", "reason": "ValueError: no"})
+    told, interrupts = io.StringIO(), Interrupts()
+    interrupts.wake.set()  # it need not wait between two looks
+    queue = Told(waits, UnreachableError("away"), runs, runs, ended)
+    assert follow(queue, [waits], Console(file=told, width=200), interrupts) == [ended]
+    assert told.getvalue().splitlines() == [
+        "j (7): needs 4 GPUs at once, 2 are free",
+        "j (7): runs: step 1/3, rollout",
+        "j (7): failed: ValueError: no",
+    ]
+
+
+def test_who_runs_jobs_past_the_queue_asks_none(shell: Shell) -> None:
+    (shell.folder / "home").mkdir()
+    (shell.folder / "home" / "serve.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (shell.folder / "home" / "queue.token").write_text("token")
+    assert not runs_here(), "nobody answers: it died"
 
 
 def test_who_follows_a_log_finds_the_service_that_was_started_again(served: Served, shell: Shell) -> None:

@@ -73,10 +73,12 @@ def run(
 ) -> None:
     """Run jobs side by side on one pool of devices, and report.
 
-    They join the control plane that runs here, or one is started that others may join. Without its terminal, the run
-    goes on.
+    Where `rlix serve` keeps a queue they are submitted to it and watched, unless --private, --runs-dir, --gpus,
+    --resume or --split is given. Otherwise they join the control plane that runs here, or one is started that others
+    may join. Without its terminal, the run goes on.
     """
     from rlix.cli.run import RunOptions, run_jobs, run_script
+    from rlix.cli.run_queued import run_queued, served
 
     with one_message_per_mistake():
         if trl:
@@ -93,7 +95,11 @@ def run(
             memory_check=memory_check,
             given=tuple(given or ()),
         )
-        code = run_jobs(options)
+        # What the queue decides, or knows nothing of, is asked of no queue.
+        alone = private or resume or split or gpus is not None or runs_dir != Path("runs")
+        code = (
+            run_queued(options.specs, options.given, as_json=as_json) if not alone and served() else run_jobs(options)
+        )
     raise typer.Exit(code)
 
 

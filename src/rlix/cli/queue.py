@@ -46,9 +46,7 @@ class Wish:
 
 def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
     """Each job is checked here, where its files are, before any is sent. Prints ids, one a line."""
-    asked = [_submission(spec, wish) for spec in specs]
-    client = _client()
-    jobs = [_submitted(client, one) for one in asked]
+    client, jobs = submit_all(specs, wish)
     if as_json:
         print_answer(models.JobList(jobs=jobs))
     elif wish.dry_run:
@@ -58,6 +56,13 @@ def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
     else:
         for job in jobs:
             typer.echo(str(job.id))
+
+
+def submit_all(specs: Sequence[str], wish: Wish) -> tuple[Client, list[models.JobView]]:
+    """Each job is checked here, where its files are, before any is sent."""
+    asked = [_submission(spec, wish) for spec in specs]
+    client = _client()
+    return client, [_submitted(client, one) for one in asked]
 
 
 def ps(*, mine: bool, as_json: bool) -> None:
@@ -89,7 +94,7 @@ def history(id: int | None, *, mine: bool, as_json: bool) -> None:
 def explain(id: int, *, as_json: bool) -> None:
     """One sentence: why a job waits, what it does, how it ended."""
     job = _client().job(id)
-    print_answer(job) if as_json else _say(f"{job.name} ({job.id}) {_sentence(job)}")
+    print_answer(job) if as_json else _say(f"{job.name} ({job.id}) {sentence(job)}")
 
 
 def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json: bool) -> None:
@@ -100,7 +105,7 @@ def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json
         print_answer(models.JobList(jobs=jobs))
         return
     for job in jobs:
-        _say(f"{job.name} ({job.id}) {_sentence(job)}")
+        _say(f"{job.name} ({job.id}) {sentence(job)}")
 
 
 def logs(id: int, *, follow: bool, as_json: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -125,7 +130,7 @@ def logs(id: int, *, follow: bool, as_json: bool = False, sleep: Callable[[float
         if part.next == offset and (not follow or part.ended):
             if not offset:
                 job = client.job(id)
-                typer.echo(f"{job.name} ({id}) has no log so far: {_sentence(job)}", err=True)
+                typer.echo(f"{job.name} ({id}) has no log so far: {sentence(job)}", err=True)
             return
         if part.next == offset:
             sleep(POLL_S)
@@ -262,7 +267,8 @@ def _said_of(pool: models.PoolView) -> str:
     return f"{found}{drained}"
 
 
-def _sentence(job: models.JobView) -> str:
+def sentence(job: models.JobView) -> str:
+    """What it does, why it waits, or how it ended."""
     if job.state == "running":
         progress = f" step {job.step}/{job.steps}," if job.steps else ""
         return f"runs:{progress} {job.reason}"
@@ -278,7 +284,7 @@ def _print_jobs(jobs: Sequence[models.JobView]) -> None:
     for job in jobs:
         state = job.outcome or job.state
         cells = (str(job.id), job.name, job.team, job.owner, state, str(job.gpus), job.priority, _when(job.since))
-        table.add_row(*cells, "" if job.state == "ended" and not job.reason else _sentence(job))
+        table.add_row(*cells, "" if job.state == "ended" and not job.reason else sentence(job))
     make_console().print(table, markup=False)
 
 
