@@ -1,7 +1,9 @@
 from pathlib import Path
 
 import pytest
+import ray
 
+from rlix.control.init import init
 from rlix.control.settings import Settings
 from rlix.protocol.errors import SpecError
 
@@ -28,3 +30,12 @@ def test_an_unknown_policy_is_named_with_those_there_are() -> None:
 def test_a_wrong_value_is_named(name: str, value: str) -> None:
     with pytest.raises(SpecError, match=f"environment variable {name}='{value}' must be a positive"):
         Settings.from_env({name: value})
+
+
+def test_where_gpus_are_hidden_from_ray_there_are_no_virtual_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES shows no GPU.*: unset it"):
+        init(address="local", settings=Settings(home=tmp_path, ray_address="local"))

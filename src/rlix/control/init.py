@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -181,6 +182,8 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
         logger.info("this machine has %d GPUs: virtual_gpus=%d is ignored", real, virtual_gpus)
     devices: dict[str, Any] = {"num_gpus": real}
     if not real:
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            raise SpecError("CUDA_VISIBLE_DEVICES shows no GPU, and hides Ray's virtual ones, too: unset it")
         devices = {
             "num_gpus": virtual_gpus or settings.virtual_gpus,
             "resources": {VIRTUAL_DEVICE_RESOURCE: 1},
