@@ -37,5 +37,5 @@ def test_where_gpus_are_hidden_from_ray_there_are_no_virtual_ones(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES shows no GPU.*: unset it"):
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES shows no GPU"):
         init(address="local", settings=Settings(home=tmp_path, ray_address="local"))
