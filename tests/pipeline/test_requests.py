@@ -1,6 +1,8 @@
 """Passes and steps that are asked for one by one: the named losses, and gradients that wait while others compute."""
 
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 from rlix.engine.lora import AdapterConfig
 from rlix.pipeline.requests.losses import OPTIONS, RequestedLoss
 from rlix.pipeline.requests.module import AdamStep, requested_on_meta
+from rlix.pipeline.requests.turns import Turns
 from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_scenarios import built, write_model
 
+WAIT_S = 60.0
 ADAM = AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0)
 LOG_PROBS = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, -9.0]])
 OLD = torch.tensor([[-1.5, -1.0, -0.5], [-0.4, -2.0, 0.0]])
@@ -132,6 +136,46 @@ def test_targets_may_be_any_tokens(folder: Path, several: int) -> None:
     assert torch.allclose(scored["log_probs"].view_as(wanted) * mask, wanted, atol=1e-5)
     best = log_p.topk(2).values * mask
     assert torch.allclose(scored["best"] * mask, best, atol=1e-5)
+
+
+def test_what_needs_the_same_runs_together_and_others_wait_for_a_turn() -> None:
+    changes: list[str] = []
+    turns: Turns[str, int] = Turns(changes.append)
+    names = ("a1", "b", "a2", "a3")
+    begun = {name: Event() for name in names}
+    ends: dict[str, Future[int]] = {name: Future() for name in names}
+
+    def ask(name: str) -> "Future[int]":
+        def begin() -> "Future[int]":
+            begun[name].set()
+            return ends[name]
+
+        return turns.ask(name[0], begin)
+
+    first = ask("a1")
+    assert begun["a1"].wait(WAIT_S)
+    other, second, third = ask("b"), ask("a2"), ask("a3")
+    assert not begun["b"].is_set()
+    ends["a1"].set_result(1)
+    assert first.result(WAIT_S) == 1
+    assert begun["b"].wait(WAIT_S)
+    assert not begun["a2"].is_set()  # it was asked for later, and would need another change
+    ends["b"].set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        other.result(WAIT_S)
+    assert begun["a2"].wait(WAIT_S)
+    assert begun["a3"].wait(WAIT_S)  # beside the other
+    for number, name in enumerate(("a2", "a3")):
+        ends[name].set_result(number)
+    assert [second.result(WAIT_S), third.result(WAIT_S)] == [0, 1]
+    assert changes == ["a", "b", "a"]
+
+    def broken(_: str) -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Turns[str, int](broken).ask("a", lambda: ends["b"]).result(WAIT_S)
+    turns.close()
 
 
 def test_a_step_uses_the_numbers_that_it_is_given(folder: Path) -> None:

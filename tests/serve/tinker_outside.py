@@ -62,6 +62,30 @@ def train(service: tinker.ServiceClient, name: str) -> None:
     rest(service, client)
 
 
+def whole(service: tinker.ServiceClient, name: str) -> None:
+    """A model every weight of which is trained."""
+    client = service.create_lora_training_client(name).result()
+    assert client.get_info().model_name == name
+    assert not client.get_info().is_lora
+    plain = datum(weights=tensor([1.0] * (len(SEQUENCE) - 1)))
+    adam = types.AdamParams(learning_rate=1e-3)
+    losses = []
+    for _ in range(3):
+        passed, stepped = client.forward_backward([plain], "cross_entropy"), client.optim_step(adam)
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    assert losses[2] < losses[0]
+    path = client.save_state("three").result().path
+    wanted = client.forward_backward([plain], "cross_entropy").result().metrics
+    client.load_state_with_optimizer(path).result()
+    assert client.forward_backward([plain], "cross_entropy").result().metrics == wanted
+    params = types.SamplingParams(max_tokens=3, seed=3)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(SEQUENCE[:3])
+    assert sampler.sample(prompt, 2, params).result().sequences[0].tokens
+    assert len(sampler.compute_logprobs(prompt).result()) == 3
+
+
 def states(service: tinker.ServiceClient, client: tinker.TrainingClient, plain: types.Datum) -> None:
     path = client.save_state("one", user_metadata={"a": "b"}).result().path
     wanted = client.forward_backward([plain], "cross_entropy").result().metrics
@@ -129,10 +153,13 @@ def rest(service: tinker.ServiceClient, client: tinker.TrainingClient) -> None:
 
 
 def main() -> None:
-    name = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
+    offered = tinker.RestClient().get_server_capabilities().result().supported_models
+    name = offered[0].model_name
     assert name is not None
     with tinker.ServiceClient() as service:
         train(service, name)
+        if f"{name}:full" in {model.model_name for model in offered}:
+            whole(service, f"{name}:full")
     sys.stdout.write("all of the client works as docs/tinker.md says\n")
 
 

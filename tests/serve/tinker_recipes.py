@@ -84,7 +84,7 @@ def write_data(folder: Path, model: Path) -> None:
         (folder / name).symlink_to(model)
     chats = [
         {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}"}]}
-        for n in range(300)
+        for n in range(1400)  # the last 1,024 of a table are held out
     ]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
     sums = [{"question": f"What is {n} + 1?", "answer": f"One more than {n}.\n#### {n + 1}"} for n in range(32)]

@@ -196,7 +196,7 @@ class WholeBase:
         return self._means.state_folder(model, seq)
 
     def why(self, target: str) -> str:
-        live = self._trained.get(target, self._sampled)
+        live = self._sampled if self._means.journal.model(target) is None else self._trained.get(target)
         return "its job is about to start" if live is None else live.why(target)
 
 
