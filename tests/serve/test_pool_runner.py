@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from rlix.control.settings import Settings
 from rlix.pipeline.jobs.handle import with_next
 from rlix.pipeline.jobs.status import JobStatus
+from rlix.protocol.messages import ControlStatus, Lease, LeaseState, LeaseStatus, Waiting
+from rlix.protocol.types import Phase
 from rlix.scheduler.queue.jobs import Outcome
 from rlix.serve.queue import pool_runner
 from rlix.serve.queue.pool_runner import PoolRunner
-from rlix.serve.queue.runner import Is, Seen, Work
+from rlix.serve.queue.runner import Control, Is, Seen, Work
 
 
 class Job:
@@ -126,3 +129,21 @@ def test_one_whose_run_folder_holds_anything_has_not_ended_the_service(scene: Sc
 def test_one_that_nobody_has_begun_to_start_is_absent(scene: Scene) -> None:
     (scene.work.folder / "started-1.json").unlink()
     assert scene.seen() == Seen(Is.ABSENT)
+
+
+def test_what_the_control_plane_says_of_itself_is_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(epoch: int, devices: tuple[int, ...], state: LeaseState) -> LeaseStatus:
+        return LeaseStatus(Lease(epoch, "ft_1", "c", Phase.ROLLOUT, devices), state)
+
+    leases = (
+        held(1, (0, 1), LeaseState.ACTIVE),
+        held(2, (2,), LeaseState.DRAINING),
+        held(3, (3,), LeaseState.QUARANTINED),
+        held(4, (0, 1), LeaseState.PENDING),
+    )
+    waiting = tuple(Waiting(f"ft_{n}", "actor_train", Phase.ACTOR_TRAINING, 5.0, "") for n in range(2))
+    status = ControlStatus((), (), leases, 0, waiting, plans=7, plan_s=0.5)
+    orchestrator = SimpleNamespace(status=SimpleNamespace(remote=lambda: status))
+    monkeypatch.setattr(PoolRunner, "_attached", lambda _: orchestrator)
+    monkeypatch.setattr(pool_runner, "get", lambda asked, **_: asked)
+    assert scene.runner.control() == Control(7, 0.5, {"actor_training": 2}, leased=3, quarantined=1)
