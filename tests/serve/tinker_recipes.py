@@ -27,7 +27,6 @@ PROGRAMS = {
     "sl_loop": f"{RECIPES}.sl_loop model_name={NAME} {_COMMON} max_length=1024 save_every=1",
     "sl_loop, all weights": f"{RECIPES}.sl_loop model_name={FULL} {_COMMON} max_length=1024 save_every=1",
     "rl_loop": f"{RECIPES}.rl_loop model_name={NAME} batch_size=2 group_size=4 max_steps=2 max_tokens=6 save_every=1",
-    "sl_basic": f"{RECIPES}.sl_basic model_name={NAME} max_steps=2",
     "chat_sl": f"{RECIPES}.chat_sl.train model_name={NAME} dataset=chats.jsonl {_COMMON} eval_every=1",
     "math_rl": (
         f"{RECIPES}.math_rl.train model_name={NAME} group_size=4 groups_per_batch=2 max_steps=2 "
@@ -84,7 +83,7 @@ def write_data(folder: Path, model: Path) -> None:
         (folder / name).symlink_to(model)
     chats = [
         {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}"}]}
-        for n in range(1400)  # the last 1,024 of a table are held out
+        for n in range(40)
     ]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
     sums = [{"question": f"What is {n} + 1?", "answer": f"One more than {n}.\n#### {n + 1}"} for n in range(32)]
