@@ -1,4 +1,5 @@
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from rlix.protocol.types import Phase
 from tests.cli.fakes import FakeJob, control, job_status, lease
 
 
-def job(name: str, pipeline_id: str, state: str = "running") -> Any:
+def job(name: str, pipeline_id: str, state: str = "running", run_dir: str | None = None) -> Any:
     made = FakeJob(name, [job_status(name, pipeline_id, state)])
     made.pipeline_id = pipeline_id  # type: ignore[attr-defined]
+    made.run_dir = run_dir  # type: ignore[attr-defined]
     return made
 
 
-SORT, ENDED, COPY, OTHER = job("sort", "ft_1"), job("copy", "ft_2", "stopped"), job("copy", "ft_3"), job("copy", "ft_4")
+SORT, ENDED, OTHER = job("sort", "ft_1"), job("copy", "ft_2", "stopped"), job("copy", "ft_4")
+COPY = job("copy", "ft_3", run_dir="/a/copy")
 
 
 def test_jobs_are_named_by_name_or_id() -> None:
@@ -31,9 +34,13 @@ def test_jobs_are_named_by_name_or_id() -> None:
 
 
 def test_a_name_that_does_not_say_which_job_is_refused_with_those_there_are() -> None:
-    with pytest.raises(SpecError, match=r"copy: several jobs have that name; there are: ft_3 \(copy\), ft_4 \(copy\)"):
+    said = (
+        "copy: several jobs have that name, name one by its id; there are: ft_3 (copy, step 3/10, in /a/copy), "
+        "ft_4 (copy, step 3/10)"
+    )
+    with pytest.raises(SpecError, match=re.escape(said)):
         select([SORT, COPY, OTHER], ["copy"])
-    with pytest.raises(SpecError, match=r"up: no such job runs here; there are: ft_1 \(sort\)"):
+    with pytest.raises(SpecError, match=r"up: no such job runs here; there are: ft_1 \(sort, step 3/10\)"):
         select([SORT], ["up"])
     with pytest.raises(SpecError, match="there are: none"):
         select([], ["up"])

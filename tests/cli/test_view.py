@@ -11,6 +11,7 @@ from rich.console import Console
 from rlix.cli.pool import _let_ray_print
 from rlix.cli.text import count, still
 from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
+from rlix.cli.watch import LogScreen
 from rlix.monitor.waits import device_list
 from rlix.pipeline.rollout.shares import Share
 from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Process
@@ -52,6 +53,21 @@ def test_live_view_shows_every_job_and_device() -> None:
     assert "free" in line_of(lines, "3 (cpu)")
     assert "copy waits" in lines[-2]
     assert "stopping" in lines[-1]
+
+
+def test_jobs_of_one_name_are_told_apart_by_their_ids() -> None:
+    status = control(lease(1, "ft_1", (0,)), lease(2, "ft_2", (1,)), lease(3, "ft_3", (2,)))
+    jobs = (job_status("sort", "ft_1", step=1), job_status("sort", "ft_2", step=2), job_status("copy", "ft_3"))
+    snapshot = Snapshot(jobs, status, 1.0, None)
+    lines = drawn(snapshot)
+    assert "1/10" in line_of(lines, "sort (ft_1)") and "2/10" in line_of(lines, "sort (ft_2)")
+    assert "sort (ft_2)" in line_of(lines, "1 (cpu)")
+    assert "(ft_3)" not in line_of(lines, "copy")
+    out = StringIO()
+    LogScreen(Console(file=out, width=200)).show(snapshot)
+    assert [line.split(": ")[0] for line in out.getvalue().splitlines()] == [
+        f"0:00:01 {name}" for name in ("sort (ft_1)", "sort (ft_2)", "copy")
+    ]
 
 
 def test_a_single_look_says_no_average() -> None:

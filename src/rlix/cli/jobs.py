@@ -23,7 +23,7 @@ from rlix.cli.programs import AttachedProgram, asking, find_programs, progress_l
 from rlix.cli.said_status import job_answer, status_answer
 from rlix.cli.text import clock, count
 from rlix.cli.view import Snapshot, make_console, render
-from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, Interrupts, screen_on, watch
+from rlix.cli.watch import FINAL_STATES, STOP_TIMEOUT_S, STOPS, Interrupts, screen_on, watch
 from rlix.control.announcement import (
     Announcement,
     await_end,
@@ -218,7 +218,7 @@ def _stop(jobs: Sequence[LocalJob], console: Console, by: str, *, now: bool = Fa
             job.stop(f"{STOPPED_BY}{by}")
     if now or not running:
         return True
-    _say(console, f"stopping {count(len(running), 'job')}: each writes a checkpoint (attached programs none) and ends")
+    _say(console, f"stopping {count(len(running), 'job')}: {STOPS}, attached programs without one")
     start = time.monotonic()
 
     def ended() -> bool:
@@ -253,11 +253,17 @@ def select(jobs: Sequence[LocalJob], names: Sequence[str]) -> list[LocalJob]:
         if len(found) > 1:
             found = [job for job in found if job.status().state not in FINAL_STATES]
         if len(found) != 1:
-            ids = ", ".join(f"{job.pipeline_id} ({job.name})" for job in found or jobs)
-            what = "several jobs have that name" if found else "no such job runs here"
+            ids = ", ".join(_told_apart(job) for job in found or jobs)
+            what = "several jobs have that name, name one by its id" if found else "no such job runs here"
             raise SpecError(f"{name}: {what}; there are: {ids or 'none'}")
         chosen += [job for job in found if job not in chosen]
     return chosen
+
+
+def _told_apart(job: LocalJob) -> str:
+    status = job.status()
+    step = f", step {status.progress}" if status.progress else ""
+    return f"{job.pipeline_id} ({job.name}{step}{f', in {job.run_dir}' if job.run_dir else ''})"
 
 
 def _report(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rlix.cli.outcome import exit_code, print_failures, print_json, print_report, write_reports
 from rlix.cli.queue import FOLLOW_TRIES, Wish, sentence, submit_all
 from rlix.cli.view import make_console
-from rlix.cli.watch import LOG_EVERY_S, Interrupts, KilledError
+from rlix.cli.watch import LOG_EVERY_S, STOPS, Interrupts, KilledError
 from rlix.control.settings import Settings
 from rlix.protocol.errors import SpecError
 from rlix.serve.api import models
@@ -102,7 +102,7 @@ def follow(
         try:
             if interrupts.stop_wanted and not cancelled:
                 interrupts.wake.clear()
-                _say(console, "cancelling: each job that runs writes a checkpoint and ends (Ctrl-C again to leave)")
+                _say(console, f"cancelling: {STOPS} (Ctrl-C again to leave)")
                 for id, job in last.items():
                     if job.state != "ended":
                         with contextlib.suppress(SpecError):  # it has ended meanwhile

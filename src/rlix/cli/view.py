@@ -52,6 +52,11 @@ def utilisation(control: ControlStatus) -> float:
     return len(held) / len(control.devices) if control.devices else 0.0
 
 
+def names_of(snapshot: Snapshot) -> dict[str, str]:
+    """What to call each job and program, by its id."""
+    return pipeline_names(snapshot.control, {job.pipeline_id: job.name for job in snapshot.jobs})
+
+
 def holdings(control: ControlStatus) -> dict[str, tuple[int, ...]]:
     """The devices each pipeline holds, by pipeline id; what it waits for is not held yet."""
     held: dict[str, set[int]] = defaultdict(set)
@@ -61,9 +66,9 @@ def holdings(control: ControlStatus) -> dict[str, tuple[int, ...]]:
     return {pipeline_id: tuple(sorted(devices)) for pipeline_id, devices in held.items()}
 
 
-def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float) -> str:
-    """One line of log about one job."""
-    parts = [f"{clock(elapsed_s)} {job.name}: {job.state}"]
+def job_line(job: "JobStatus", devices: tuple[int, ...], elapsed_s: float, name: str | None = None) -> str:
+    """One line of log about one job. `name`: what to call it, where its own name is not enough."""
+    parts = [f"{clock(elapsed_s)} {name or job.name}: {job.state}"]
     if job.progress:
         parts.append(f"step {job.progress}")
     if job.phase and job.phase != job.state:
@@ -142,10 +147,10 @@ def _job_table(snapshot: Snapshot) -> Table:
     for column in shown:
         numeric = column in {"step", "reward", "exact", "evaluation", "tokens/s", *of_many}
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
-    held = holdings(snapshot.control)
+    held, called = holdings(snapshot.control), names_of(snapshot)
     for index, job in enumerate(snapshot.jobs):
         phase = Text(job.state if job.state in STATE_STYLES else words(job.phase), STATE_STYLES.get(job.state, ""))
-        rows = [(job, job.name, phase, device_list(held.get(job.pipeline_id, ())))]
+        rows = [(job, called[job.pipeline_id], phase, device_list(held.get(job.pipeline_id, ())))]
         rows += [(r, f"  {r.name}", Text(words(r.phase), RUN_STYLES.get(r.phase, "")), "") for r in job.runs]
         for one, name, doing, devices in rows:
             share = (one.share.to_come, one.share.in_flight) if one.share else (None, None)
@@ -170,8 +175,8 @@ def _device_table(snapshot: Snapshot) -> Table:
     nodes = ("node",) if several_nodes else ()
     for column in ("device", *nodes, "held by", "phase", "since", "process", "next"):
         table.add_column(column, no_wrap=True)
-    names = {pipeline_id: (name, "") for pipeline_id, name in pipeline_names(snapshot.control).items()}
-    names |= {job.pipeline_id: (job.name, _style(index)) for index, job in enumerate(snapshot.jobs)}
+    styles = {job.pipeline_id: _style(index) for index, job in enumerate(snapshot.jobs)}
+    names = {pipeline_id: (name, styles.get(pipeline_id, "")) for pipeline_id, name in names_of(snapshot).items()}
     by_device: dict[int, list[LeaseStatus]] = defaultdict(list)
     for status in snapshot.control.leases:
         for held in status.lease.devices:

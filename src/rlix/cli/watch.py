@@ -15,7 +15,7 @@ from rich.live import Live
 
 from rlix.cli.stalls import Stalls
 from rlix.cli.text import clock
-from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisation
+from rlix.cli.view import Snapshot, alarms, holdings, job_line, names_of, render, utilisation
 from rlix.protocol.messages import ControlStatus
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ POLL_S = 0.5
 LOG_EVERY_S = 5.0
 STOP_TIMEOUT_S = 90.0
 """How long jobs may take to write a checkpoint and end after Ctrl-C, before they are ended for them."""
+
+
+STOPS = "each job that has done a step writes a checkpoint and ends"
 
 
 class Job(Protocol):
@@ -160,13 +163,14 @@ class LogScreen:
         self._said: tuple[str, ...] = ()
 
     def show(self, snapshot: Snapshot) -> None:
-        held = holdings(snapshot.control)
+        held, called = holdings(snapshot.control), names_of(snapshot)
         for job in snapshot.jobs:
-            state, progress, time = self._printed.get(job.name, ("", (-1, ""), float("-inf")))
+            state, progress, time = self._printed.get(job.pipeline_id, ("", (-1, ""), float("-inf")))
             due = snapshot.elapsed_s - time >= self._every_s and (job.step, job.phase) != progress
             if state != job.state or due:
-                self._line(job_line(job, held.get(job.pipeline_id, ()), snapshot.elapsed_s))
-                self._printed[job.name] = (job.state, (job.step, job.phase), snapshot.elapsed_s)
+                name, devices = called[job.pipeline_id], held.get(job.pipeline_id, ())
+                self._line(job_line(job, devices, snapshot.elapsed_s, name))
+                self._printed[job.pipeline_id] = (job.state, (job.step, job.phase), snapshot.elapsed_s)
         sentences = (*alarms(snapshot.control), *snapshot.stalls)
         for sentence in sentences:
             if sentence not in self._said:
@@ -201,7 +205,7 @@ def watch(
         control, now = control_status(), now_s()
         elapsed_s = now - start
         stopping = stop_deadline < float("inf")
-        notice = "stopping: each job writes a checkpoint and ends (Ctrl-C again to end at once)" if stopping else ""
+        notice = f"stopping: {STOPS} (Ctrl-C again to end at once)" if stopping else ""
         stalled = stalls.sentences(control, statuses, elapsed_s)
         screen.show(Snapshot(statuses, control, elapsed_s, mean.add(utilisation(control), now), notice, stalled))
         running = [status for status in statuses if status.state not in FINAL_STATES]

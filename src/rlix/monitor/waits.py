@@ -1,7 +1,9 @@
 """Who waits, since when, for what, and on whose lease: sentences for people."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from rlix.protocol.messages import Cluster, ControlStatus, LeaseState, LeaseStatus, PipelineStatus
 
@@ -31,7 +33,7 @@ class Wait:
 def waits(control: ControlStatus, called: Mapping[str, str]) -> tuple[Wait, ...]:
     """Everything that pipelines wait for now. `called`: names by pipeline id, beside those that were registered; who
     has none goes by the id."""
-    names = {**pipeline_names(control), **called}
+    names = pipeline_names(control, called)
     since = {(wait.pipeline_id, wait.cluster): wait.since for wait in control.waiting}
     control = _as_asked(control)
     found = []
@@ -70,9 +72,13 @@ def _as_asked(control: ControlStatus) -> ControlStatus:
     )
 
 
-def pipeline_names(control: ControlStatus) -> dict[str, str]:
-    """What people call each pipeline, by its id."""
-    return {pipeline.pipeline_id: pipeline.name or pipeline.pipeline_id for pipeline in control.pipelines}
+def pipeline_names(control: ControlStatus, called: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """What people call each pipeline, by its id: "sort", or "sort (ft_2)" where several have the name. `called`: names
+    that are known beside those that were registered."""
+    registered = {pipeline.pipeline_id: pipeline.name or pipeline.pipeline_id for pipeline in control.pipelines}
+    names = {**registered, **called}
+    often = Counter(names.values())
+    return {pipeline_id: f"{name} ({pipeline_id})" if often[name] > 1 else name for pipeline_id, name in names.items()}
 
 
 def process_list(control: ControlStatus, status: LeaseStatus, limit: int | None = 3) -> str:
