@@ -70,9 +70,18 @@ def test_gangs_move_is_a_workload_of_its_own(app: typer.Typer, workload: Path) -
 
 def test_a_table_is_for_people_and_json_for_programs(app: typer.Typer, workload: Path) -> None:
     arguments = [str(workload), "--policy", "static", "--gpus", "4"]
-    shown = CliRunner().invoke(app, arguments)
+    shown = CliRunner().invoke(app, [*arguments, "--policy", "rlix"])
     assert shown.exit_code == 0 and "static" in shown.stdout, shown.output
-    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)[0]["gpus"] == 4
+    rows = json.loads(CliRunner().invoke(app, [*arguments, "--policy", "rlix", "--json"]).stdout)
+    assert rows[0]["gpus"] == 4
+    parts, shared = (row["steps_per_hour_per_gpu"] for row in rows)
+    first, *lines = shown.stdout.splitlines()
+    assert first.endswith(f" {shared / parts:.2f} x those of equal parts (static)")
+    assert any(line.split()[:2] == ["tight", "share"] for line in lines)
+    *_, legend = lines
+    signs = [legend.split(use)[0].split()[-1] for use in (" gang", " decode", " load", " drain")]
+    assert len(set(signs)) == 4
+    assert "sharing" not in CliRunner().invoke(app, arguments).stdout
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_shipped_workloads_load_and_say_what_they_are(name: str) -> None:
         (["pool", "gpu"], 8, ": pool.gpu: unknown key; did you mean 'gpus'?"),
         (["jobs", 0, "rollout", "lengths", "sigma"], -1, ": jobs.0.rollout.lengths.sigma: must be greater"),
         (["jobs", 0, "rollout", "lengths", "median"], float("inf"), ".lengths.median: must be a finite number"),
+        (["jobs", 0, "rollout", "lengths", "cap"], 300, ".rollout.lengths: median is 400 and cap 300; give a cap of"),
         (["jobs", 0, "gangs", 0, "gpus"], 16, ": jobs.0.gangs.0.gpus: is 16, and the pool has 8"),
         (["jobs", 0, "gangs", 0, "phase"], "actor_trainin", "not 'actor_trainin'; did you mean 'actor_training'?"),
         (["jobs", 0, "rollout", "tensor_parallel"], 3, ".rollout.tensor_parallel: 3 does not divide 8 GPUs"),

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from rlix.cli.simulate_queue import queues, show_queues
 from rlix.protocol.errors import RlixError, SpecError
-from rlix.sim.page import averages, column_names, render
+from rlix.sim.page import averages, column_names, meanings, render, verdict
 from rlix.sim.results import POLICIES, Row, policy_named, simulate_one
 from rlix.sim.submissions import read_submissions
 from rlix.sim.workload import Workload, read_source, validated
 
-_BARS = (("gang", "█", "blue"), ("decode", "█", "green"), ("load", "▒", "yellow"), ("drain", "▒", "red"))
+_BARS = (("gang", "█", "blue"), ("decode", "▓", "green"), ("load", "▒", "yellow"), ("drain", "░", "red"))
 _BAR_WIDTH = 50
 _PLAIN_WIDTH = 150  # where there is no terminal to fit into
 
@@ -123,7 +123,11 @@ def _show(workload: Workload, rows: list[Row]) -> None:
         table.add_column(name, justify="right")
     for name, cells in averages(rows):
         table.add_row(name, *cells)
+    if said := verdict(rows):
+        console.print(said, highlight=False, soft_wrap=True)
     console.print(table)
+    for name, meaning in meanings():
+        console.print(f"{name:>16}  {meaning}", highlight=False)
     for name in dict.fromkeys(row.policy for row in rows):
         mine = [row for row in rows if row.policy == name]
         bar = "".join(

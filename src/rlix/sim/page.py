@@ -18,17 +18,22 @@ _COLOURS = {
 }
 _WIDTH, _HEIGHT, _SAMPLES = 860, 110, 400
 _COLUMNS = (
-    ("makespan_over_bound", "makespan / bound", "{:.2f}"),
-    ("tight_share", "tight share", "{:.3f}"),
-    ("useful_share", "useful share", "{:.3f}"),
-    ("idle_share", "idle share", "{:.3f}"),
-    ("steps_per_hour_per_gpu", "steps / h / GPU", "{:.2f}"),
-    ("mean_job_s", "mean job, s", "{:.0f}"),
-    ("slowdown_mean", "slowdown", "{:.2f}"),
-    ("slowdown_max", "worst", "{:.2f}"),
-    ("switches", "switches", "{:.0f}"),
-    ("plan_ms_p99", "plan p99, ms", "{:.2f}"),
+    ("makespan_over_bound", "makespan / bound", "{:.2f}", "until the last job ends, over the least that is possible"),
+    ("tight_share", "tight share", "{:.3f}", "of the pool, work done, at each rollout's best width, until a job ends"),
+    ("useful_share", "useful share", "{:.3f}", "of the pool, work done, in the best of batches, until a job ends"),
+    ("idle_share", "idle share", "{:.3f}", "of the pool, idle while some job has rollout work"),
+    ("steps_per_hour_per_gpu", "steps / h / GPU", "{:.2f}", "of all jobs, until the last ends"),
+    ("mean_job_s", "mean job, s", "{:.0f}", "from a job's arrival to its end"),
+    ("slowdown_mean", "slowdown", "{:.2f}", "a job's time over what it takes alone on the pool at the least"),
+    ("slowdown_max", "worst", "{:.2f}", "the slowdown of the slowest job"),
+    ("switches", "switches", "{:.0f}", "how often weights were loaded for a rollout"),
+    ("plan_ms_p99", "plan p99, ms", "{:.2f}", "time of the scheduler's own decisions, on this machine"),
 )
+_IN_WORDS = {
+    "static": "equal parts",
+    "slots": "parts as large as the largest gang, for which jobs queue",
+    "exclusive": "one job after another on the whole pool",
+}
 _TEMPLATE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>rlix simulate: {{ title }}</title>
 <style>body{font:15px/1.5 system-ui,sans-serif;max-width:920px;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
@@ -53,12 +58,30 @@ def averages(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     lines = []
     for name in names:
         mine = [row for row in rows if row.policy == name]
-        lines.append((name, [form.format(mean(getattr(row, key) for row in mine)) for key, _, form in _COLUMNS]))
+        lines.append((name, [form.format(mean(getattr(row, key) for row in mine)) for key, _, form, _ in _COLUMNS]))
     return lines
 
 
 def column_names() -> list[str]:
-    return [title for _, title, _ in _COLUMNS]
+    return [title for _, title, _, _ in _COLUMNS]
+
+
+def meanings() -> list[tuple[str, str]]:
+    """What each column says."""
+    return [(title, meaning) for _, title, _, meaning in _COLUMNS]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Whether sharing wins over doing without it: ratios of steps per hour of all jobs, each within one seed, then
+    averaged; "" where the rows do not hold both."""
+    rates = {(row.policy, row.seed): row.steps_per_hour_per_gpu for row in rows}
+    said = []
+    for name, words in _IN_WORDS.items():
+        pairs = [(rates.get(("rlix", seed)), rates.get((name, seed))) for seed in sorted({row.seed for row in rows})]
+        ratios = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+        if ratios:
+            said.append(f"{mean(ratios):.2f} x those of {words} ({name})")
+    return f"sharing (rlix) does, in steps per hour of all jobs, {', '.join(said)}" if said else ""
 
 
 def render(title: str, description: str, rows: Sequence[Row]) -> str:

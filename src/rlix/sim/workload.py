@@ -61,6 +61,12 @@ class Lengths(_Model):
     cap_share: Share = 0.0
     group_correlation: Share = 0.5
 
+    @model_validator(mode="after")
+    def _ordered(self) -> "Lengths":
+        if self.median > self.cap:
+            raise ValueError(f"median is {self.median:g} and cap {self.cap:g}; give a cap of at least the median")
+        return self
+
 
 class Decode(_Model):
     """Decode speed of one GPU; a bundle of t is faster by t × tp_efficiency^log2(t)."""
