@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus, Device, DeviceKind, Lease, LeaseRecord, LeaseState, LeaseStatus
@@ -70,6 +71,6 @@ class FakePool:
         assert why
         self.stopped.append((work.id, now))
 
-    def end(self, id: int, outcome: Outcome = Outcome.FINISHED, why: str = "", *, by_pool: bool = False) -> None:
+    def end(self, id: int, outcome: Outcome = Outcome.FINISHED, why: str = "", **rest: Any) -> None:
         attempt = max(attempt for job, attempt in self.runs if job == id)
-        self.runs[id, attempt] = Seen(Is.ENDED, outcome=outcome, why=why, by_pool=by_pool)
+        self.runs[id, attempt] = Seen(Is.ENDED, outcome=outcome, why=why, **rest)

@@ -11,7 +11,7 @@ import pytest
 from rlix.protocol.errors import SpecError
 from rlix.scheduler.queue.jobs import Job, State
 from rlix.serve.queue.backup import backup, restore
-from rlix.serve.queue.store import FILE, VERSION, Change, Store, User
+from rlix.serve.queue.store import DRAINED, FILE, VERSION, Change, Store, User
 
 JOB = Job(1, "j", "ann", "a", 4, submitted_at=5.0)
 VERSION_1 = """
@@ -63,7 +63,7 @@ def test_a_backup_of_a_queue_that_is_served_is_whole_and_its_numbers_are_not_giv
     with pytest.raises(SpecError, match="is in use by `rlix serve`"):
         restore_at_once(home, copy)
     store.close()
-    aside = restore(home, copy)
+    aside = restore(home, copy).aside
     store = Store(home / FILE)
     assert store.jobs(ended=False) == [JOB] and store.files(1) == {"job.yaml": b"name: j"} and store.next_id() == 6
     store.close()
@@ -109,4 +109,25 @@ def test_only_its_owner_reads_the_queue_and_its_copies(tmp_path: Path) -> None:
     backup(tmp_path, tmp_path / "copy.db")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.db*")}
     assert len(modes) >= 3 and set(modes.values()) == {0o600}, modes
+    store.close()
+
+
+def test_a_restored_queue_stays_drained_and_goes_on_after_the_last_attempts(tmp_path: Path) -> None:
+    home, copy = tmp_path / "home", tmp_path / "copy.db"
+    store = Store(home / FILE)
+    states = {1: State.RUNNING, 2: State.SUBMITTED, 3: State.ENDED, 4: State.SUBMITTED}
+    for id, state in states.items():
+        store.add(replace(JOB, id=id, state=state, requeues=1), None, {}, Change(5.0, id, "ann", "submitted"))
+    backup(home, copy)
+    store.set(DRAINED, "ann")
+    store.close()
+    for id, made in {1: 3, 2: 1, 3: 1}.items():  # since the backup
+        for attempt in range(made + 1):
+            (home / "queue" / str(id)).mkdir(parents=True, exist_ok=True)
+            (home / "queue" / str(id) / f"started-{attempt}.json").write_text("{}")
+    assert restore(home, copy).drained == "ann"
+    store = Store(home / FILE)
+    jobs = [*store.jobs(ended=False), *store.jobs(ended=True)]
+    assert {job.id: job.requeues for job in jobs} == {1: 3, 2: 2, 3: 1, 4: 1}
+    assert store.setting(DRAINED) == "ann"
     store.close()

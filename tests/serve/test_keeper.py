@@ -322,3 +322,14 @@ def test_while_the_pool_is_away_nothing_is_decided_and_nothing_lost(scene: Scene
     scene.turn()
     scene.turn()
     assert scene.state(id) is scene.state(other) is State.RUNNING
+
+
+def test_one_that_the_queue_had_stopped_before_it_was_restored_is_queued_again(scene: Scene) -> None:
+    id = scene.submit()
+    scene.turn()
+    scene.turn()
+    scene.pool.end(id, Outcome.CANCELLED, for_queue="the queue was drained by ann")
+    scene.turn()
+    assert scene.job(id).requeues == 1 and scene.job(id).outcome is None
+    what = [change.what for change in scene.keeper.changes(id)]
+    assert what[-2:] == ["submitted: the queue was drained by ann", "admitted"]

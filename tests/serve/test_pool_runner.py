@@ -147,3 +147,26 @@ def test_what_the_control_plane_says_of_itself_is_counted(scene: Scene, monkeypa
     monkeypatch.setattr(PoolRunner, "_attached", lambda _: orchestrator)
     monkeypatch.setattr(pool_runner, "get", lambda asked, **_: asked)
     assert scene.runner.control() == Control(7, 0.5, {"actor_training": 2}, leased=3, quarantined=1)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_it_is_known_for_whom_one_was_stopped_also_by_who_did_not_ask_for_it(scene: Scene, gone: bool) -> None:
+    job = Job(status("running"), scene.work.run_dir)
+    scene.jobs = [job]
+    scene.seen()
+    scene.runner.stop(scene.work, "the queue was drained by ann", now=False)
+    scene.ended("stopped", 150.0)
+    job.known = status("stopped")
+    if gone:
+        scene.jobs, scene.runner = [], PoolRunner(Settings(scene.work.folder.parent))
+    assert scene.seen().for_queue == "the queue was drained by ann"
+
+
+def test_one_that_somebody_stopped_past_the_queue_is_not_queued_again(scene: Scene) -> None:
+    scene.jobs = [Job(status("stopped"), scene.work.run_dir)]
+    found = scene.seen()
+    assert (found.for_queue, found.outcome, found.why) == (
+        "",
+        Outcome.CANCELLED,
+        "it was stopped, and not by the queue",
+    )

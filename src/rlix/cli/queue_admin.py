@@ -92,6 +92,8 @@ def restore(
     from rlix.serve.queue.backup import restore as put
 
     with one_message_per_mistake():
-        aside = put(Settings.from_env().home, file)
-        kept = "" if aside is None else f"; the one before is kept as {aside}"
-        say(FileAnswer(said=f"restored{kept}", file=None if aside is None else str(aside)), as_json=as_json)
+        done = put(Settings.from_env().home, file)
+        kept = "" if done.aside is None else f"; the one before is kept as {done.aside}"
+        drained = f"; drained by {done.drained}: nothing starts until `rlix queue resume`" if done.drained else ""
+        file_kept = None if done.aside is None else str(done.aside)
+        say(FileAnswer(said=f"restored{kept}{drained}", file=file_kept), as_json=as_json)

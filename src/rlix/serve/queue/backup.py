@@ -1,17 +1,29 @@
 """Copies of the queue's file, taken while the service runs, and put in its place while none does."""
 
+import json
 import os
 import sqlite3
 import time
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import SpecError
-from rlix.serve.queue.store import FILE, VERSION
+from rlix.scheduler.queue.jobs import State
+from rlix.serve.queue.starter import attempts
+from rlix.serve.queue.store import DRAINED, FILE, VERSION, open_file
 
 _LOCK_WAIT_S = 5.0
 _PARTS = ("", "-wal", "-shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """`aside`: where the queue is kept that was there; None: there was none. `drained`: who wants nothing to start."""
+
+    aside: Path | None
+    drained: str
 
 
 def backup(home: Path, target: Path) -> None:
@@ -34,10 +46,11 @@ def backup(home: Path, target: Path) -> None:
         raise SpecError(f"{target}: cannot be written: {error}") from error
 
 
-def restore(home: Path, source: Path) -> Path | None:
-    """Put a backup in the place of the queue of `home`; returns where that one is kept, None where there was none.
+def restore(home: Path, source: Path) -> Restored:
+    """Put a backup in the place of the queue of `home`.
 
-    Numbers that jobs have had since are not given again: their folders are still there.
+    Numbers that jobs have had since are not given again: their folders are still there. What was started since is known
+    by these folders, and a drain that is in force stays so.
 
     Raises:
         SpecError: a service has the queue, or the file is no backup.
@@ -53,10 +66,16 @@ def restore(home: Path, source: Path) -> Path | None:
         partial = path.with_name(f"{FILE}.partial")
         try:
             _copy(source, partial)
-            with closing(sqlite3.connect(partial, isolation_level=None)) as db:
-                last = max(_last(partial), _last(path), *_numbers(home / "queue"), 0)
+            last = max(_last(partial), _last(path), *_numbers(home / "queue"), 0)
+            drained = _drained(path)
+            with closing(open_file(partial)) as db:
                 db.execute("DELETE FROM sqlite_sequence WHERE name = 'jobs'")
                 db.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('jobs', ?)", (last,))
+                _count_attempts(db, home / "queue")
+                if drained:
+                    db.execute("INSERT OR REPLACE INTO settings (name, value) VALUES (?, ?)", (DRAINED, drained))
+                db.execute("PRAGMA journal_mode=DELETE")
+            drained = _drained(partial)
             aside = path.with_name(f"{FILE}.before-{time.strftime('%Y%m%d-%H%M%S')}") if path.exists() else None
             for part in _PARTS if aside is not None else ():
                 with suppress(FileNotFoundError):
@@ -64,7 +83,17 @@ def restore(home: Path, source: Path) -> Path | None:
             partial.rename(path)
         except (sqlite3.Error, OSError) as error:
             raise SpecError(f"{path}: cannot be written: {error}") from error
-    return aside
+    return Restored(aside, drained)
+
+
+def _count_attempts(db: sqlite3.Connection, folder: Path) -> None:
+    """A job goes on after the last attempt that was made with it, also after the backup was."""
+    for id, state, body in db.execute("SELECT id, state, body FROM jobs").fetchall():
+        if not (made := attempts(folder / str(id))):
+            continue
+        job, last = json.loads(body), max(made)
+        job["requeues"] = max(job["requeues"], last + (state in (State.SUBMITTED, State.HELD)))
+        db.execute("UPDATE jobs SET body = ? WHERE id = ?", (json.dumps(job), id))
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -100,6 +129,15 @@ def _last(path: Path) -> int:
             row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
             return int(row[0]) if row else 0
     return 0
+
+
+def _drained(path: Path) -> str:
+    """Who has drained the queue of that file; "": nobody, or it cannot be read."""
+    if path.exists():
+        with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as db:
+            row = db.execute("SELECT value FROM settings WHERE name = ?", (DRAINED,)).fetchone()
+            return str(row[0]) if row else ""
+    return ""
 
 
 def _numbers(folder: Path) -> list[int]:

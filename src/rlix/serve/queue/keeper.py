@@ -25,7 +25,7 @@ from rlix.scheduler.queue.jobs import Job, Outcome, Pool, QueueError, Snapshot, 
 from rlix.scheduler.queue.reasons import Wait
 from rlix.serve.queue.config import QueueSpec
 from rlix.serve.queue.runner import Control, Is, Runner, Seen, Work
-from rlix.serve.queue.store import Change, Store
+from rlix.serve.queue.store import DRAINED, Change, Store
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,7 +38,6 @@ FAILURES = 5
 _STEADY_S = 600.0  # who ran for so long has not failed in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 1800.0
 _ASK_AGAIN_S = 10.0  # for a stop
-_DRAINED = "drained"
 KEPT_DAYS = 30
 """After its end so long a job's files are kept, and it can be queued again."""
 
@@ -75,7 +74,7 @@ class Keeper:
         """What the control plane has said of itself when `look_at_control` was asked last."""
         self._changed = asyncio.Event()
         self._decision = Decision((), (), {})
-        self.drained = store.setting(_DRAINED)
+        self.drained = store.setting(DRAINED)
         """Who wants nothing to start; "": nobody."""
         self.on_end: Callable[[Job], None] = lambda _: None
         self._undecided: set[int] = set()  # something was asked of them since
@@ -219,7 +218,7 @@ class Keeper:
     def drain(self, by: str, *, requeue: bool) -> None:
         """Nothing starts until `resume`, also after a restart. `requeue`: what runs writes a checkpoint, ends, and
         waits with the others."""
-        self._store.set(_DRAINED, by)
+        self._store.set(DRAINED, by)
         self.drained = by
         for job in list(self._jobs.values()) if requeue else ():
             if job.active and job.stop is None:
@@ -229,7 +228,7 @@ class Keeper:
         self._changed.set()
 
     def resume(self) -> None:
-        self._store.set(_DRAINED, "")
+        self._store.set(DRAINED, "")
         self.drained = ""
         self._decide()
         self._changed.set()
@@ -325,6 +324,8 @@ class Keeper:
             if stop.outcome is None:
                 return self._again(job.become(State.SUBMITTED, now, stop.why))
             outcome, why = stop.outcome, stop.why
+        elif seen.for_queue:
+            return self._again(job.become(State.SUBMITTED, now, seen.for_queue))
         elif seen.by_pool:
             failures = 1 + (job.failures if now - job.admitted_at < _STEADY_S else 0)
             if failures < FAILURES:

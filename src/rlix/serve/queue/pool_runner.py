@@ -100,6 +100,8 @@ class PoolRunner:
 
     def stop(self, work: Work, why: str, *, now: bool) -> None:
         handle = self._handles.get(work.run_dir)
+        if handle is not None:
+            _stopped(work).write_text(why)
         with self._in_words():
             if handle is not None and now:
                 handle.close(f"{BY_QUEUE}{why}")
@@ -128,7 +130,7 @@ class PoolRunner:
         if status.state not in FINAL_STATES:
             return Seen(Is.RUNNING, handle.pipeline_id, status.phase, status.step, status.steps)
         self._handles.pop(work.run_dir)
-        return Seen(
+        ended = Seen(
             Is.ENDED,
             handle.pipeline_id,
             step=status.step,
@@ -137,6 +139,7 @@ class PoolRunner:
             why=status.error or "",
             by_pool=status.by_pool,
         )
+        return _by_whom(work, ended)
 
     def _without_coordinator(self, work: Work) -> Seen:
         """How it ended, by its run folder: it did so long ago, or its pool is gone."""
@@ -144,7 +147,7 @@ class PoolRunner:
             record = load_run(work.run_dir)
             last = max(record.job_events, key=lambda event: event.time, default=None)
             if last is not None and last.event in ENDINGS and last.time > work.admitted_at:
-                return Seen(Is.ENDED, outcome=_OUTCOMES[last.event], why=last.detail or "")
+                return _by_whom(work, Seen(Is.ENDED, outcome=_OUTCOMES[last.event], why=last.detail or ""))
         why = "its pool ended before it did"
         return Seen(Is.ENDED, outcome=Outcome.FAILED, why=why, by_pool=True)
 
@@ -177,6 +180,20 @@ class PoolRunner:
             if not ray.is_initialized():
                 self._leave()
             raise RlixError(f"the pool does not answer: {in_words(error)}") from error
+
+
+def _stopped(work: Work) -> Path:
+    """Holds why the queue had this attempt stopped: in its folder, which no backup of the queue turns back."""
+    return work.folder / f"stopped-{work.attempt}"
+
+
+def _by_whom(work: Work, ended: Seen) -> Seen:
+    """Of one that was stopped: for the queue, or by somebody who did not ask the queue."""
+    if ended.outcome is not Outcome.CANCELLED:
+        return ended
+    with contextlib.suppress(OSError):
+        return replace(ended, for_queue=_stopped(work).read_text())
+    return replace(ended, why=ended.why or "it was stopped, and not by the queue")
 
 
 def _at(pipeline_id: str) -> int:

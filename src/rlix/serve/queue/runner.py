@@ -43,7 +43,8 @@ class Is(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is there of a job. `by_pool`: it failed for a reason of the pool's, and may be tried again."""
+    """What is there of a job. `by_pool`: it failed for a reason of the pool's, and may be tried again. `for_queue`: why
+    the queue had it stopped, which a queue that was restored from a backup does not know."""
 
     state: Is
     pipeline_id: str = ""
@@ -53,6 +54,7 @@ class Seen:
     outcome: Outcome | None = None
     why: str = ""
     by_pool: bool = False
+    for_queue: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,12 @@ def read_note(folder: Path, attempt: int) -> Note | None:
         return Note(error=f"what came of its start cannot be read in {path}")
 
 
+def attempts(folder: Path) -> list[int]:
+    """Those that were made with the job whose work is there."""
+    numbers = [path.stem.removeprefix("started-") for path in folder.glob("started-*.json")]
+    return [int(number) for number in numbers if number.isdecimal()]
+
+
 def is_starting(folder: Path) -> bool:
     """Whether a starter is at work there."""
     if not (folder / _LOCK).exists():

@@ -24,6 +24,8 @@ from rlix.scheduler.queue.jobs import Job, State
 logger = logging.getLogger(__name__)
 
 FILE = "queue.db"
+DRAINED = "drained"
+"""The setting: who wants nothing to start; "": nobody."""
 _LOCK_WAIT_S = 5.0  # a process that was just killed holds its files until the kernel has cleaned up after it
 _BUSY_TIMEOUT_MS = 1000
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -104,7 +106,7 @@ class Store:
             raise StoreError(f"cannot open {path}: {error}; set RLIX_HOME to another folder") from error
         try:
             with self._in_words("open"):
-                self._db = _open(path)
+                self._db = open_file(path)
         except BaseException:  # raised again: the next attempt needs the lock
             self._lock.close()
             raise
@@ -269,7 +271,8 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def open_file(path: Path) -> sqlite3.Connection:
+    """Of this version, whatever version it had. Raises StoreError or sqlite3.Error."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     for part in ("", "-wal", "-shm"):  # SQLite gives what it makes beside the file the file's mode
         with suppress(FileNotFoundError):
