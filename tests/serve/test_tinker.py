@@ -771,7 +771,7 @@ def test_states_of_models_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
 def test_the_manual_has_every_method_of_the_client() -> None:
     """Those of tinker 0.38.0, as its classes have them."""
     known = (Path(__file__).parent / "tinker_methods.txt").read_text().split()
-    page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tinker-client.md").read_text()
     listed = {line.split("`")[1] for line in page.splitlines() if re.match(r"\| `[A-Z]\w+Client\.", line)}
     assert listed == {name for name in known if not name.endswith("_async")}
     assert {name.removesuffix("_async") for name in known} == listed

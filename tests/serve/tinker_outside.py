@@ -160,7 +160,7 @@ def main() -> None:
         train(service, name)
         if f"{name}:full" in {model.model_name for model in offered}:
             whole(service, f"{name}:full")
-    sys.stdout.write("all of the client works as docs/tinker.md says\n")
+    sys.stdout.write("all of the client works as docs/tinker-client.md says\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section
 
 
 class PlanSpec(Section):
-    """Widths and devices of the clusters come from a plan, made when the job starts (docs/flows.md). A mode alone may
-    stand for the section: `plan: auto`."""
+    """Widths and devices of the clusters come from a plan, made when the job starts (docs/planned-jobs.md). A mode
+    alone may stand for the section: `plan: auto`."""
 
     bare = "mode"
 

@@ -285,4 +285,4 @@ def refusal(status: int, detail: str) -> JSONResponse:
 
 
 async def _no_such_path(request: Request, _: Exception) -> Response:
-    return refusal(404, f"{request.method} {request.url.path} is not served: docs/tinker.md lists what is")
+    return refusal(404, f"{request.method} {request.url.path} is not served: docs/tinker-client.md lists what is")
