@@ -100,6 +100,8 @@ def test_the_command_and_its_mistakes(tmp_path: Path) -> None:
     assert export(run, tmp_path / "newest")[1].name == "step_1"  # that is whole
     with pytest.raises(SpecError, match="has no checkpoint; give a run folder"):
         export(tmp_path, tmp_path / "other")
+    missing = CliRunner().invoke(app, ["export", str(tmp_path / "none"), str(tmp_path / "other")])
+    assert (missing.exit_code, "none: there is no such folder" in " ".join(missing.output.split())) == (2, True)
 
 
 def test_a_state_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:

@@ -171,7 +171,11 @@ class TestJob:
                 "actor_train",
                 "set clusters.actor_train.shards: 8",
             ),
-            ({"training": {}}, "actor_train", "set training.activation_checkpointing: true"),
+            (
+                {"training": {"micro_batch_tokens": 16384}},
+                "actor_train",
+                "set training.activation_checkpointing: true or lower training.micro_batch_tokens (16384)",
+            ),
             (
                 {"training": {"micro_batch_tokens": 262144, "activation_checkpointing": True}},
                 "actor_train",
@@ -198,6 +202,15 @@ class TestJob:
         assert about
         assert "GiB on each device, and " in about[0]
         assert advice in about[0]
+
+    def test_nothing_is_advised_that_saves_nothing(self) -> None:
+        """The optimizer state of an adapter is nothing beside what the backward pass keeps."""
+        clusters = {"actor_train": {"gpus": 1}, "actor_infer": {"gpus": 1}}
+        spec = job(training={}, lora={"rank": 8}, clusters=clusters)
+        problems = memory_problems(spec, job_memory(spec, QWEN_7B, 24 * GIB), 24 * GIB)
+        advice = next(p.message for p in problems if "actor_training needs" in p.message).rpartition("; ")[2]
+        assert advice.startswith("set training.activation_checkpointing: true or ")
+        assert "offload" not in advice
 
 
 def test_what_adapters_copy_into_float32() -> None:

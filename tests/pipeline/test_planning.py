@@ -141,7 +141,7 @@ def test_only_widths_among_which_batches_divide() -> None:
 
 def test_without_a_declared_speed_a_job_is_planned_from_its_profile(tmp_path: Path) -> None:
     spec = job(declared_speed=None, plan="auto")
-    with pytest.raises(SpecError, match="run `rlix profile` first"):
+    with pytest.raises(SpecError, match="run `rlix profile job --gpus 2` first"):
         choose(spec, range(2), tmp_path)
     points = tuple(Point(w, 32, 8.0 / w) for w in (1, 2))
     Profile("job", "here", {name: PartProfile(points) for name in ("actor_infer", "actor_train")}).write(
@@ -155,7 +155,7 @@ def test_without_a_declared_speed_a_job_is_planned_from_its_profile(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("kept", "said"),
-    [(None, "there is no profile"), ("{", "is not a profile"), ('{"flow": "", "machine": "", "parts": {}, '
+    [(None, "job.yaml --gpus 8` first"), ("{", "is not a profile"), ('{"flow": "", "machine": "", "parts": {}, '
       '"transfers": []}', "has no actor_infer, actor_train")],
 )  # fmt: skip
 def test_a_run_without_tables_to_plan_by_starts_nothing(

@@ -76,7 +76,7 @@ def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str, *, as_j
     """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
     logging.getLogger("rlix.flow").setLevel(logging.WARNING)
     flow = load_flow(name)
-    known = Profile.read(path_of(Settings.from_env().home, flow.name))
+    known = Profile.read(path_of(Settings.from_env().home, flow.name), f"rlix profile {name} --gpus {gpus}")
     if mode not in ("auto", *Mode):
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
     only = None if mode == "auto" else Mode(mode)

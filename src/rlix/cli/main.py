@@ -17,6 +17,7 @@ from rlix.cli.mistakes import one_message_per_mistake
 from rlix.cli.queue_commands import Given, Json, add_commands
 from rlix.cli.simulate import simulate
 from rlix.cli.view import make_console
+from rlix.node.run_folder import checkpoints_of
 from rlix.protocol.errors import SpecError
 
 Live = Annotated[bool, typer.Option("--live/--no-live", help="Live view, or plain lines of log.")]
@@ -54,7 +55,9 @@ def run(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Use this many virtual GPUs (default: the machine's GPUs, or 8 virtual).")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from each job's latest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from each job's latest checkpoint; one that has none begins anew.")
+    ] = False,
     split: Annotated[
         bool, typer.Option("--split", help="Give each job a fixed equal part of the devices, to compare with sharing.")
     ] = False,
@@ -170,6 +173,7 @@ def export(
             raise SpecError(f"--step {step}: must be the number of a step, or best")
         if dtype not in (None, "float32", "bfloat16"):
             raise SpecError(f"--dtype {dtype}: must be float32 or bfloat16")
+        checkpoints_of(run_dir)  # before what takes long to import
         from rlix.pipeline.jobs.export import export as write
 
         wanted: int | Literal["best"] | None = "best" if step == "best" else None if step is None else int(step)

@@ -14,6 +14,7 @@ from rlix.monitor.report import Report, build_report, keep_report, summary, writ
 from rlix.monitor.tables import render_text
 from rlix.monitor.trace import write_trace
 from rlix.node import output
+from rlix.node.run_folder import how_to_go_on
 from rlix.protocol.types import REPORT_FILE
 
 if TYPE_CHECKING:
@@ -49,17 +50,29 @@ def write_reports(run_dirs: Sequence[Path], runs_dir: Path) -> Report | None:
 def print_report(
     report: Report | None, statuses: Sequence["JobStatus"], run_dirs: Sequence[Path], runs_dir: Path, console: Console
 ) -> None:
-    if report is None:
-        return
-    console.print(render_text(report.tables))
+    if report is not None:
+        console.print(render_text(report.tables))
     for status, run_dir in zip(statuses, run_dirs, strict=True):
         ended = status.state if status.state in FINAL_STATES else f"ended while {status.phase}"
         printed = run_dir / output.FILE
         note = f" (what its code printed: {printed})" if output.has_more(printed) else ""
-        console.print(f"{status.name}: {ended}, {run_dir}{note}", markup=False, highlight=False, soft_wrap=True)
+        said = f"{status.name}: {ended}, {run_dir}{note}{_next(status, run_dir)}"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    if report is None:
+        return
     link = runs_dir / REPORT_FILE
     said = f"report: {link} (kept as {link.parent / link.readlink()})"
     console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+def _next(status: "JobStatus", run_dir: Path) -> str:
+    """Where a run that was stopped goes on; of one with an error, that says so."""
+    if status.state == "finished" or status.error:
+        return ""
+    if status.moved_to is None:
+        return f"; {how_to_go_on(run_dir)}"
+    before = run_dir.with_name(status.name)
+    return f"; it did no step, so the run before it is in {before} again: {how_to_go_on(before)}"
 
 
 def print_failures(statuses: Sequence["JobStatus"]) -> None:

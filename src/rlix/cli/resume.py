@@ -30,7 +30,7 @@ def say_resumptions(specs: Sequence[JobSpec], runs_dir: Path, console: Console) 
             _say(console, f"{found.name}: checkpoint {broken}; it is not gone on from")
         changed = ", with a changed spec:" if found.changes else ""
         if found.step is None:
-            _say(console, f"{found.name}: has no checkpoint, so it begins anew")
+            _say(console, f"{found.name}: {runs_dir / spec.name} has no checkpoint, so it begins anew")
         elif found.step >= spec.steps and not spec.multi_lora:
             _say(console, f"{found.name}: has done {found.step} steps, and nothing of its {spec.steps} is left to do")
             continue

@@ -119,6 +119,8 @@ def _reported(run_dirs: Sequence[Path], runs_dir: Path, console: Console) -> Rep
 def _check_output(runs_dir: Path) -> None:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise SpecError(f"--runs-dir {runs_dir}: is a file; choose a folder") from None
     except OSError as error:
         raise SpecError(
             f"--runs-dir {runs_dir}: cannot be created ({error.strerror}); choose another folder"

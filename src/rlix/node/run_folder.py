@@ -306,9 +306,22 @@ def command_to_go_on(path: Path) -> str:
 
 def how_to_go_on(path: Path) -> str:
     """What a person does next whose run in the folder `path` was ended."""
-    if not list_checkpoints(path / "checkpoints"):
+    if not (done := list_checkpoints(path / "checkpoints")):
         return "it has no checkpoint to go on from"
-    return f"{command_to_go_on(path)} goes on from its newest checkpoint"
+    return f"{command_to_go_on(path)} goes on from its newest checkpoint, after step {done[-1][0]}"
+
+
+def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
+    """Those of a run that a user named, in ascending order.
+
+    Raises:
+        SpecError: there is no such folder, or it has none.
+    """
+    if not run_dir.is_dir():
+        raise SpecError(f"{run_dir}: there is no such folder; give a run folder, such as runs/<name>")
+    if not (found := list_checkpoints(run_dir / "checkpoints")):
+        raise SpecError(f"{run_dir}: has no checkpoint; give a run folder, such as runs/<name>")
+    return found
 
 
 def moved_aside(path: Path) -> list[Path]:

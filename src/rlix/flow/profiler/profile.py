@@ -82,8 +82,11 @@ class Profile:
         new.replace(path)
 
     @staticmethod
-    def read(path: Path | str) -> "Profile":
+    def read(path: Path | str, command: str = "rlix profile") -> "Profile":
         """As `write` kept it; of another kind of machine it is logged as a warning.
+
+        Args:
+            command: with which a user makes one.
 
         Raises:
             SpecError: there is none, or the file is no profile.
@@ -100,9 +103,9 @@ class Profile:
             room = float(value.get("device_bytes", "inf"))
             found = Profile(value["flow"], value["machine"], parts, transfers, room)
         except FileNotFoundError:
-            raise SpecError(f"there is no profile {path}: run `rlix profile` first") from None
+            raise SpecError(f"there is no profile {path}: run `{command}` first") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SpecError(f"{path} is not a profile ({error}): delete it and run `rlix profile` again") from error
+            raise SpecError(f"{path} is not a profile ({error}): delete it and run `{command}` again") from error
         if found.machine != (here := machine()):
             logger.warning(
                 "%s was measured on %s, and this is %s: by it, plans for here are guesses", path, found.machine, here

@@ -15,7 +15,7 @@ from rlix.engine.lora import CONFIG_FILE, AdapterConfig
 from rlix.engine.train.saved_weights import saved_names, saved_weights, write_weights
 from rlix.engine.weights.naming import as_stored
 from rlix.node.manifest import damage
-from rlix.node.run_folder import PARTIAL, list_checkpoints, newest_checkpoint
+from rlix.node.run_folder import PARTIAL, checkpoints_of, newest_checkpoint
 from rlix.pipeline.jobs.checkpoints import BEST
 from rlix.pipeline.models import describe_model, local_model
 from rlix.protocol.errors import SpecError
@@ -116,9 +116,7 @@ def _names(model: torch.nn.Module, state: Path) -> list[str]:
 
 def _checkpoint(run_dir: Path, step: int | Literal["best"] | None) -> Path:
     folder = run_dir / "checkpoints"
-    found = dict(list_checkpoints(folder))
-    if not found:
-        raise SpecError(f"{run_dir}: has no checkpoint; give a run folder, such as runs/<name>")
+    found = dict(checkpoints_of(run_dir))
     known = ", ".join(map(str, found))
     if step == BEST:
         if not (folder / BEST).exists():

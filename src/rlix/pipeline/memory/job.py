@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _CONTEXT = 2 * _GIB
 _WIDE = 4
+_WORTH_SAVING = 0.05  # of what a phase needs
+_MOST_WAYS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def memory_problems(spec: "JobSpec", found: JobMemory, memory: int) -> Iterator[
             yield Problem(
                 f"clusters.{need.cluster}",
                 f"{need.phase} needs about {gib(need.total)} on each device, and {gib(room)} of {gib(memory)} are "
-                f"there for it: {described(need)}; {_advice(spec, need)}",
+                f"there for it: {described(need)}; {_advice(spec, need, found.longest)}",
             )
 
 
@@ -191,35 +193,41 @@ def _bytes(spec: "JobSpec") -> int:
     return 2 if spec.model.dtype == "bfloat16" else 4
 
 
-def _advice(spec: "JobSpec", need: Need) -> str:
-    """What helps with the largest parts."""
-    ways = _ways_of_rollout(spec) if need.cluster == ClusterName.ACTOR_INFER else _ways_of_training(spec, need)
-    largest = sorted(need.parts, key=lambda name: -need.parts[name])
-    return " or ".join(list(dict.fromkeys(ways[name] for name in largest if name in ways))[:2])
+def _advice(spec: "JobSpec", need: Need, longest: int) -> str:
+    """What helps with the largest parts; of a part that is nothing beside the others nothing would be saved."""
+    infers = need.cluster == ClusterName.ACTOR_INFER
+    ways = _ways_of_rollout(spec) if infers else _ways_of_training(spec, need, longest)
+    largest = sorted(ways.keys() & need.parts.keys(), key=lambda name: (-need.parts[name], name))
+    helps = [name for name in largest if need.parts[name] >= _WORTH_SAVING * need.total] or largest[:1]
+    return " or ".join(list(dict.fromkeys(way for name in helps for way in ways[name]))[:_MOST_WAYS])
 
 
-def _ways_of_rollout(spec: "JobSpec") -> dict[str, str]:
+def _ways_of_rollout(spec: "JobSpec") -> dict[str, tuple[str, ...]]:
     return {
-        "weights": f"raise clusters.actor_infer.tensor_parallel above {spec.clusters.actor_infer.tensor_parallel}",
-        "cache": "lower rollout.executor_options.max_model_len",
-        "logits": f"lower rollout.max_num_seqs ({spec.rollout.max_num_seqs})",
-        "activations": "lower rollout.executor_options.max_num_batched_tokens",
+        "weights": (f"raise clusters.actor_infer.tensor_parallel above {spec.clusters.actor_infer.tensor_parallel}",),
+        "cache": ("lower rollout.executor_options.max_model_len",),
+        "logits": (f"lower rollout.max_num_seqs ({spec.rollout.max_num_seqs})",),
+        "activations": ("lower rollout.executor_options.max_num_batched_tokens",),
     }
 
 
-def _ways_of_training(spec: "JobSpec", need: Need) -> dict[str, str]:
+def _ways_of_training(spec: "JobSpec", need: Need, longest: int) -> dict[str, tuple[str, ...]]:
     own, cluster = spec.training, spec.clusters_in_use[need.cluster]
     count = cluster.count or 1
     width = cluster.copy_of(count)
     field, more = ("shards", count) if count > width else ("gpus", 2 * width)
     wider = f"set clusters.{need.cluster}.{field}: {more}"
     offload = count == width and not own.offload_optimizer
-    fewer = f"lower training.micro_batch_tokens ({own.micro_batch_tokens}), and the longest trajectory with it"
+    # A batch has at least one trajectory, whatever its tokens may be.
+    whole = f"make the longest trajectory shorter ({longest} tokens)"
+    fewer = (
+        f"lower training.micro_batch_tokens ({own.micro_batch_tokens})" if own.micro_batch_tokens > longest else whole
+    )
     keeps = need.phase.endswith("training") and not own.activation_checkpointing
     return {
-        "weights": wider,
-        "gradients": wider,
-        "optimizer": "set training.offload_optimizer: true" if offload else wider,
-        "gathered": "use a smaller model" if spec.model.dtype == "bfloat16" else "use model.dtype: bfloat16",
-        "activations": "set training.activation_checkpointing: true" if keeps else fewer,
+        "weights": (wider,),
+        "gradients": (wider,),
+        "optimizer": ("set training.offload_optimizer: true" if offload else wider,),
+        "gathered": ("use a smaller model" if spec.model.dtype == "bfloat16" else "use model.dtype: bfloat16",),
+        "activations": (*(("set training.activation_checkpointing: true",) if keeps else ()), fewer),
     }

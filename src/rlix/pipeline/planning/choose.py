@@ -88,9 +88,10 @@ def tables(spec: JobSpec, devices: int, home: Path, *, ahead: bool) -> Profile:
     if spec.declared_speed is not None:
         return declared_profile(spec, devices, off_policy=ahead)
     path = profile_path(home, spec)
-    found = Profile.read(path)
+    command = f"rlix profile {spec.file or spec.name} --gpus {devices}"
+    found = Profile.read(path, command)
     if missing := [name for name in parts_of(spec) if name not in found.parts]:
-        raise SpecError(f"{path} has no {', '.join(missing)}: run `rlix profile` again")
+        raise SpecError(f"{path} has no {', '.join(missing)}: run `{command}` again")
     return found
 
 

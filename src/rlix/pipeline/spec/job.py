@@ -58,6 +58,11 @@ class JobSpec(Sections):
         """The problem with file and line, where this came from a file."""
         return self._origin.describe(problem)
 
+    @property
+    def file(self) -> str:
+        """Where it was read from; "" of a spec that was made in a program."""
+        return self._origin.path
+
     @field_validator("pipeline", mode="before")
     @classmethod
     def _own(cls, value: Any) -> Any:

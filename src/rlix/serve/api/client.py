@@ -117,7 +117,8 @@ def connect(home: Path) -> Client:
     url = os.environ.get("RLIX_SERVER") or _read(home / ADDRESS_FILE).get("url", "")
     if not url:
         raise SpecError(
-            f"no queue is known here (RLIX_HOME is {home}): start one with `rlix serve`, or set RLIX_SERVER"
+            f"no queue is known here (RLIX_HOME is {home}): start one with `rlix serve`, or set RLIX_SERVER; "
+            "`rlix status` shows jobs that run without one"
         )
     token = os.environ.get("RLIX_TOKEN", "")
     if not token:
