@@ -70,6 +70,10 @@ def served(shell: Shell) -> Iterator[Served]:
 def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
     shell("submit", shell.job("first", 4), "--no-preemptible", "--hold")
     assert shell("explain", "1").startswith("first (1) is held by ")
+    assert "must begin with a letter or a digit" in shell("user", "a b", code=2)
+    assert "give a NAME, or --list" in shell("user", code=2)
+    shell("user", "eve")
+    assert "eve" in shell("user", "--list") and "eve" not in shell("user", "eve", "--remove")
     token = shell("user", "bob", "--team", "b").strip()
     assert shell("submit", shell.job("big", 8), shell.job("small", 2), "--time", "2h").split() == ["2", "3"]
     found = json.loads(shell("ps", "--json"))["jobs"]
@@ -91,7 +95,8 @@ def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
     assert shell("submit", shell.job("mine", 4)).strip() == "4"
     assert json.loads(shell("ps", "--mine", "--json"))["jobs"][0]["team"] == "b"
     shell("set-priority", "4", "--to", "high")
-    shell("cancel", "4")
+    text = shell("cancel", "99", "4", code=2)
+    assert "there is no job 99" in text and "mine (4) cancelled" in text, "the others have their turn"
     interrupts = Interrupts()
     interrupts.note(signal.SIGINT)  # before it has begun to watch
     client = connect(shell.folder / "home")
@@ -99,7 +104,7 @@ def test_a_queue_as_two_users_see_it(served: Served, shell: Shell) -> None:
     waiting = submit_all([shell.job("more", 8)], Wish())[1]
     (ended,) = follow(client, waiting, Console(file=told), interrupts)
     assert (ended.outcome, "cancelling" in told.getvalue()) == ("cancelled", True)
-    assert "priority 1 by bob" in shell("history", "4")
+    assert "priority high by bob" in (told_of := shell("history", "4")) and "cancelled by bob\n" in told_of
     assert shell("usage", "--csv", "--since", "1d").startswith("job,name,owner,team,phase,given_s")
 
 

@@ -150,10 +150,10 @@ def test_logs_are_their_owners_and_come_in_parts(api: Api, tmp_path: Path) -> No
 
 def test_only_an_admin_adds_users_and_a_new_token_replaces_the_old_one(api: Api) -> None:
     assert api.ask("ann", "POST", "/v1/users", name="eve", admin=True).status_code == 403
-    token = api.ask("root", "POST", "/v1/users", name="bob", team="b").json()["token"]
+    token = api.ask("root", "POST", "/v1/users", name="bob", team="a").json()["token"]
     assert api.ask("bob", "GET", "/v1/pool").status_code == 401
     pool = api.ask(token, "GET", "/v1/pool").json()
-    assert (pool["user"], pool["team"], pool["admin"], pool["devices"]) == ("bob", "b", False, 8)
+    assert (pool["user"], pool["team"], pool["admin"], pool["devices"]) == ("bob", "a", False, 8)
 
 
 def test_only_an_admin_drains_the_queue_and_everybody_sees_it(api: Api) -> None:
@@ -175,6 +175,7 @@ def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> N
         "needs 6 GPUs at once, 4 are free; 4 are held by b/sweep"
     )
     assert [job["owner"] for job in api.ask("ann", "GET", "/v1/jobs").json()["jobs"]] == ["bob"]
+    assert (found.id, found.run_dir) == (0, ""), "the next job has what it would have had"
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,10 @@ def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> N
         ({"spec": SPEC, "files": {"job.yaml/a": ""}}, "job.yaml: is a file, and the folder of job.yaml/a"),
         ({"spec": SPEC, "files": {"a": "", "a/b/c": ""}}, "a: is a file, and the folder of a/b/c"),
         ({"spec": SPEC, "limit_s": -1}, "limit_s"),
+        ({"spec": SPEC, "limit_s": 1e300}, "limit_s"),
+        ({"spec": f"{SPEC}lora: {{path: mine/a}}\n"}, "names mine/a, which is not among the `files`"),
+        ({"spec": f"{SPEC}lora: {{path: mine/a}}\n", "dry_run": True}, "names mine/a, which is not among the `files`"),
+        ({"spec": SPEC.replace("gpus: 4", "gpus: 5"), "preemptible": False}, "would never start: 4 are guaranteed to"),
         ({"spec": SPEC, "priority": "urgent"}, "priority"),
         ({"hold": True}, "spec"),
     ],
@@ -254,4 +259,37 @@ def test_what_is_described_is_what_there_is(api: Api) -> None:
     names = set(described["components"]["schemas"])
     text = api.ask("", "GET", "/openapi.json").text
     assert set(re.findall(r"#/components/schemas/(\w+)", text)) <= names
-    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 18
+    assert {"JobView", "Submission", "UsageList"} <= names and len(described["paths"]) == 19
+
+
+def test_whatever_is_wrong_is_json_and_no_parameter_is_passed_over(api: Api) -> None:
+    for method, path, code in (
+        ("GET", "/v1/nothing", 404),
+        ("DELETE", "/v1/jobs", 405),
+        ("GET", "/v1/jobs?state=foo", 422),
+        ("GET", "/v1/jobs?mine=yes", 422),
+    ):
+        answer = api.ask("ann", method, path)
+        assert answer.status_code == code and answer.json()["error"], path
+
+
+def test_users_are_listed_and_removed_and_an_admin_is_left(api: Api) -> None:
+    for body, why in (
+        ({"name": "a b"}, "name: must begin with a letter or a digit"),
+        ({"name": ""}, "name: must begin"),
+        ({"name": "eve", "team": "-"}, "team: must begin"),
+        ({"name": "eve", "team": "nosuchteam"}, "team: nosuchteam is not in queue.yaml, which names a"),
+    ):
+        answer = api.ask("root", "POST", "/v1/users", **body)
+        assert answer.status_code == 422 and answer.json()["error"].startswith(why)
+    for method, path in (("GET", "/v1/users"), ("POST", "/v1/users/bob/remove")):
+        assert api.ask("ann", method, path).status_code == 403
+    assert api.ask("root", "POST", "/v1/users/nobody/remove").status_code == 404
+    api.ask("bob", "POST", "/v1/hook", url="https://chat.example/x")
+    left = api.ask("root", "POST", "/v1/users/bob/remove").json()["users"]
+    assert left == api.ask("root", "GET", "/v1/users").json()["users"]
+    assert [(user["name"], user["admin"]) for user in left] == [("ann", False), ("root", True)]
+    assert api.ask("bob", "GET", "/v1/pool").status_code == 401 and api.hooks.of("bob") is None
+    for path, body in (("/v1/users/root/remove", {}), ("/v1/users", {"name": "root"})):
+        refused = api.ask("root", "POST", path, **body)
+        assert refused.status_code == 409 and "the last admin" in refused.json()["error"]

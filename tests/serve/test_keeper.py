@@ -295,7 +295,7 @@ def test_a_user_has_only_so_many_jobs_and_gets_the_one_it_asked_for_before(tmp_p
 def test_files_of_who_ended_long_ago_are_forgotten(scene: Scene) -> None:
     old, runs = scene.submit(2), scene.submit(2)
     scene.turn()
-    scene.pool.end(old)
+    scene.pool.end(old, Outcome.FAILED)
     scene.turn()
     scene.clock.now += KEPT_DAYS * 86400.0
     recent = scene.submit(2, held=True)
@@ -333,3 +333,21 @@ def test_one_that_the_queue_had_stopped_before_it_was_restored_is_queued_again(s
     assert scene.job(id).requeues == 1 and scene.job(id).outcome is None
     what = [change.what for change in scene.keeper.changes(id)]
     assert what[-2:] == ["submitted: the queue was drained by ann", "admitted"]
+
+
+def test_one_that_has_finished_is_as_far_as_it_came_and_nobody_changes_it(scene: Scene) -> None:
+    id, ended = scene.submit(), list[Job]()
+    scene.turn()
+    scene.turn()  # it is at step 1 of 5
+    scene.pool.end(id)
+    scene.keeper.on_end = ended.append
+    scene.turn()
+    assert (scene.job(id).step, scene.job(id).steps) == (1, 5)
+    with pytest.raises(QueueError, match="has finished: it has done all its steps"):
+        scene.keeper.requeue(scene.job(id), "ann")
+    with pytest.raises(QueueError, match="has ended"):
+        scene.keeper.set_priority(scene.job(id), 1, "ann")
+    assert len(ended) == 1, "it is told of once"
+    other = scene.submit()
+    scene.keeper.set_priority(scene.job(other), -1, "ann")
+    assert scene.keeper.changes(other)[-1].what == "priority low"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import typer
 from pydantic import BaseModel
@@ -20,6 +21,7 @@ from rlix.cli.view import make_console
 from rlix.control.settings import Settings
 from rlix.pipeline.spec.job import job_text, load_job, named_files, shipped_jobs, shipped_path
 from rlix.protocol.errors import RlixError, SpecError
+from rlix.scheduler.queue.reasons import counted
 from rlix.serve.api import models
 from rlix.serve.api.client import Client, UnreachableError, connect
 from rlix.serve.queue.submission import check_size
@@ -51,7 +53,7 @@ def submit(specs: Sequence[str], wish: Wish, *, as_json: bool) -> None:
         print_answer(models.JobList(jobs=jobs))
     elif wish.dry_run:
         for job in jobs:
-            _say(f"{job.name}: {job.gpus} GPUs for its largest gang, of {_pool_text(client)}; {job.reason}")
+            _say(f"{job.name}: {counted(job.gpus, 'GPUs')} for its largest gang, of {_pool_text(client)}; {job.reason}")
         _print_memory(specs, wish.given, client)
     else:
         for job in jobs:
@@ -88,7 +90,8 @@ def history(id: int | None, *, mine: bool, as_json: bool) -> None:
         print_answer(found)
         return
     for change in found.changes:
-        _say(f"{_when(change.time)}  {change.what}{f' by {change.by}' if change.by else ''}")
+        by = f" by {change.by}"
+        _say(f"{_when(change.time)}  {change.what}{by if change.by and not change.what.endswith(by) else ''}")
 
 
 def explain(id: int, *, as_json: bool) -> None:
@@ -98,14 +101,19 @@ def explain(id: int, *, as_json: bool) -> None:
 
 
 def act(ids: Sequence[int], verb: str, body: BaseModel | None = None, *, as_json: bool) -> None:
-    """The same with each of these jobs; the first refusal ends it."""
-    client = _client()
-    jobs = [client.post(f"/v1/jobs/{id}/{verb}", models.JobView, body) for id in ids]
+    """The same with each of these jobs, also after one that is refused; the refusals are raised at the end."""
+    client, jobs, refused = _client(), [], []
+    for id in ids:
+        try:
+            jobs.append(client.post(f"/v1/jobs/{id}/{verb}", models.JobView, body))
+        except SpecError as error:
+            refused.append(str(error))
     if as_json:
         print_answer(models.JobList(jobs=jobs))
-        return
-    for job in jobs:
+    for job in () if as_json else jobs:
         _say(f"{job.name} ({job.id}) {sentence(job)}")
+    if refused:
+        raise SpecError("\n".join(dict.fromkeys(refused)))
 
 
 def logs(id: int, *, follow: bool, as_json: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -153,8 +161,23 @@ def usage(since: str, *, as_json: bool, as_csv: bool) -> None:
 
 def add_user(name: str, team: str, *, admin: bool, as_json: bool) -> None:
     """Prints the token, which nobody can ask for later."""
-    token = _client().post("/v1/users", models.Token, models.NewUser(name=name, team=team, admin=admin))
+    asked = models.NewUser.model_construct(name=name, team=team, admin=admin)  # the service checks it
+    token = _client().post("/v1/users", models.Token, asked)
     print_answer(token) if as_json else typer.echo(token.token)
+
+
+def users(removed: str | None, *, as_json: bool) -> None:
+    """Who there is, perhaps without one from now on."""
+    client = _client()
+    if removed is None:
+        found = client.get("/v1/users", models.UserList)
+    else:
+        found = client.post(f"/v1/users/{quote(removed, safe='')}/remove", models.UserList)
+    if as_json:
+        print_answer(found)
+        return
+    for user in found.users:
+        _say(f"{user.name}  team {user.team}{'  admin' if user.admin else ''}")
 
 
 def duration(text: str, option: str) -> float:
@@ -263,7 +286,8 @@ def _said_of(pool: models.PoolView) -> str:
     shares = "".join(f"; {team} has used {x:.1f} × its share" for team, x in pool.times_share.items())
     counts = f"{pool.running} running, {pool.waiting} waiting"
     drained = f"; drained by {pool.drained}: nothing starts" if pool.drained else ""
-    found = f"no pool now: {pool.why}" if pool.why else f"a pool of {pool.devices} GPUs{shared}: {counts}{shares}"
+    size = f"a pool of {counted(pool.devices, 'GPUs')}{shared}"
+    found = f"no pool now: {pool.why}" if pool.why else f"{size}: {counts}{shares}"
     return f"{found}{drained}"
 
 

@@ -197,17 +197,29 @@ def usage(
 
 
 def user(
-    name: Annotated[str, typer.Argument(help="Who; one that there is gets a new token.")],
+    name: Annotated[str | None, typer.Argument(help="Who; one that there is gets a new token.")] = None,
     team: Annotated[str, typer.Option(help="The team whose share the user's jobs count to.")] = "default",
     admin: Annotated[
         bool, typer.Option("--admin", help="May do with every job what its owner may, and add users.")
     ] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Take the user's token no more; jobs stay. Prints who is left.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Print who there is, with team and rights.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Add a user of the queue, and print the token that the user sets as RLIX_TOKEN."""
+    """Add a user of the queue, and print the token that the user sets as RLIX_TOKEN. For admins.
+
+    A name begins with a letter or a digit and holds letters, digits and ._@- only, at most 64.
+    """
     from rlix.cli import queue
 
     with one_message_per_mistake():
+        if listed == (name is not None):
+            raise SpecError("rlix user: give a NAME, or --list")
+        if name is None or remove:
+            queue.users(name, as_json=as_json)
+            return
         queue.add_user(name, team, admin=admin, as_json=as_json)
 
 

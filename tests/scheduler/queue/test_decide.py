@@ -66,7 +66,7 @@ def test_a_job_without_a_limit_does_not_overtake_one_that_waits_for_such() -> No
     found = look(8, running(1, 6), job(2, 8), job(3, 2), job(4, 2, limit_s=HOUR), now=10.0)
     assert found.admit == (4,)
     assert found.waits[2].start is None
-    assert said(found, 3).startswith("needs 2 GPUs without a time limit, and a/j2 (2) would wait for it: give it a")
+    assert said(found, 3).startswith("needs 2 GPUs without a time limit, and a/j2 (2) would wait for it: cancel")
 
 
 def test_a_guarantee_is_lent_and_taken_back() -> None:
@@ -93,6 +93,7 @@ def test_what_cannot_be_preempted_borrows_only_what_is_nobodys() -> None:
     found = look(8, job(1, 2, "a", **fixed), job(2, 2, "a", **fixed), job(3, 2, "a", **fixed), job(4, 4), teams=teams)
     assert found.admit == (1, 2, 4)
     assert found.waits[3].reason == NotLent(2, guaranteed=2, fixed=2, common=2, taken=2)
+    assert "it will never start" not in said(found, 3)
 
 
 def test_priority_and_being_preemptible_are_two_things() -> None:
@@ -161,3 +162,11 @@ def test_a_timeline() -> None:
     assert line.earliest(0.0, 10.0, 8) == 10.0 and line.earliest(0.0, 11.0, 8) == 30.0
     assert line.earliest(0.0, 100.0, 3) == 10.0 and line.earliest(12.0, 1.0, 9) == math.inf
     assert line.shortage(12.0, 20.0, 8) is None and line.shortage(12.0, 21.0, 8) == 20.0
+
+
+def test_one_of_something_is_said_as_one_and_what_never_starts_is_said_to() -> None:
+    found = look(1, running(1, 1), job(2, 1))
+    assert said(found, 2).startswith("needs 1 GPU at once, 0 are free; 1 is held by a/j1 (1)")
+    teams = {"a": Team(guaranteed=2), "b": Team(guaranteed=4)}
+    never = look(8, job(1, 3, preemptible=False), teams=teams)
+    assert "and of the 2 guaranteed to nobody 0; it will never start while shares are as they are" in said(never, 1)

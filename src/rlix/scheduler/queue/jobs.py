@@ -9,6 +9,7 @@ from rlix.protocol.errors import RlixError
 
 PRIORITIES: Mapping[str, int] = {"low": -1, "normal": 0, "high": 1}
 """Priority classes. They say who of a team is next, not who can be stopped: that is `Job.preemptible`."""
+PRIORITY_NAMES: Mapping[int, str] = {value: name for name, value in PRIORITIES.items()}
 
 
 class QueueError(RlixError):
@@ -51,7 +52,8 @@ class Stop:
 class Job:
     """One submission. `gpus`: of its largest gang, which it needs at once.
 
-    `limit_s`: the longest that it may run; then it is stopped. `failures`: how often in a row it came back for the
+    `limit_s`: the longest that it may run; then it is stopped. `step` of `steps`: how far it was when it last ended or
+    was queued again. `failures`: how often in a row it came back for the
     pool's reasons, `not_before` until when it then waits. `requeues`: how often it came back for whatever reason.
     """
 
@@ -74,6 +76,8 @@ class Job:
     failures: int = 0
     not_before: float = 0.0
     requeues: int = 0
+    step: int = 0
+    steps: int = 0
     webhook: str = field(default="", repr=False)  # who is told of its end; may be a secret
 
     @property

@@ -141,29 +141,45 @@ def _why(reason: Reason, unit: str, clock: Clock) -> str:
             times = "once" if failures == 1 else f"{failures} times in a row"
             return f"came back {times} ({why}) and is tried again at {clock(until)}"
         case TooLarge(gpus, most, whose):
-            return f"needs {gpus} {unit} at once, and {whose or 'the pool'} has {'at most ' if whose else ''}{most}"
+            return f"{_needs(gpus, unit)} at once, and {whose or 'the pool'} has {'at most ' if whose else ''}{most}"
         case NoRoom(gpus, free, holders):
-            return f"needs {gpus} {unit} at once, {free} are free; {_held(holders, clock)}"
+            return f"{_needs(gpus, unit)} at once, {_are(free)} free; {_held(holders, clock)}"
         case AtMaximum(gpus, team, used, maximum):
-            return f"needs {gpus} {unit}, and {team} has {used} of the {maximum} that it may have"
+            return f"{_needs(gpus, unit)}, and {team} has {used} of the {maximum} that it may have"
         case NotLent(gpus, guaranteed, fixed, common, taken):
+            never = "; it will never start while shares are as they are" if gpus > max(guaranteed, common) else ""
             return (
-                f"needs {gpus} {unit} and cannot be preempted: of the {guaranteed} guaranteed to its team such jobs "
-                f"have {fixed}, and of the {common} guaranteed to nobody {taken}"
+                f"{_needs(gpus, unit)} and cannot be preempted: of the {guaranteed} guaranteed to its team such "
+                f"jobs have {fixed}, and of the {common} guaranteed to nobody {taken}{never}"
             )
         case Reserved(gpus, at, free, others, ends, of):
             names = _some(others)
             if ends is None:
-                return f"needs {gpus} {unit} without a time limit, and {names} would wait for it: give it a limit"
-            left = f"at most {free} are left{of} from {clock(at)} on beside what is reserved for {names}"
-            return f"needs {gpus} {unit} until {clock(ends)}, and {left}"
+                needs = f"{_needs(gpus, unit)} without a time limit"
+                return f"{needs}, and {names} would wait for it: cancel it and submit it with --time"
+            left = f"at most {_are(free)} left{of} from {clock(at)} on beside what is reserved for {names}"
+            return f"{_needs(gpus, unit)} until {clock(ends)}, and {left}"
         case Reclaiming(gpus, victims):
-            return f"needs {gpus} {unit}, for which {_some([v.said for v in victims])} writes a checkpoint and ends"
+            return f"{_needs(gpus, unit)}, for which {_some([v.said for v in victims])} writes a checkpoint and ends"
+
+
+def counted(count: int, unit: str) -> str:
+    """ "1 GPU", "2 GPUs", "1 place (2 on each GPU)"."""
+    one = unit.replace("GPUs", "GPU", 1).replace("places", "place", 1)
+    return f"{count} {one if count == 1 else unit}"
+
+
+def _needs(gpus: int, unit: str) -> str:
+    return f"needs {counted(gpus, unit)}"
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"
 
 
 def _held(holders: Sequence[Holder], clock: Clock) -> str:
     shown = [
-        f"{h.gpus} are held by {h.said} {'without a time limit' if h.until is None else f'until {clock(h.until)}'}"
+        f"{_are(h.gpus)} held by {h.said} {'without a time limit' if h.until is None else f'until {clock(h.until)}'}"
         for h in holders[:_SHOWN]
     ]
     if more := holders[_SHOWN:]:

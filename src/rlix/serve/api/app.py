@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -29,7 +30,7 @@ from rlix.serve.queue.keeper import Asked, Keeper
 from rlix.serve.queue.runner import JOB_FILE
 from rlix.serve.queue.store import User
 from rlix.serve.queue.submission import MOST_BYTES, check_files, read_submission
-from rlix.serve.queue.users import Users
+from rlix.serve.queue.users import DEFAULT_TEAM, Users
 
 _MOST_LOG = 256 << 10  # bytes of one answer
 _MOST_BODY = 2 * MOST_BYTES  # in base64, with the job file
@@ -65,7 +66,7 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
         Door(
             "GET",
             "/v1/jobs",
-            "Jobs: `state=ended` for those that have ended; `mine=1`",
+            "Jobs that have not ended; `state=ended`: those that have; `mine=1`",
             doors.list,
             None,
             models.JobList,
@@ -94,6 +95,8 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
         Door("GET", "/v1/hook", "Where you are told of your jobs", doors.hook, None, models.HookView),
         Door("POST", "/v1/hook", "Be told of your jobs", doors.put_hook, models.NewHook, models.HookView),
         Door("GET", "/v1/usage", "What jobs were given since `since`", doors.usage, None, models.UsageList),
+        Door("GET", "/v1/users", "The users, for admins", doors.list_users, None, models.UserList),
+        Door("POST", "/v1/users/{name}/remove", "Remove a user", doors.remove_user, None, models.UserList),
         Door("POST", "/v1/users", "Add a user, or give one a new token", doors.add_user, models.NewUser, models.Token),
     ]
     described = describe(table)
@@ -110,7 +113,17 @@ def make_app(service: Service, *, now: Callable[[], float] = time.time) -> Starl
 
     routes = [Route(door.path, _answering(door, service.users), methods=[door.method]) for door in table]
     routes += [Route("/openapi.json", openapi), Route("/metrics", numbers), *page_routes()]
-    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=4096, compresslevel=4)])
+    return Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _no_such_door},
+        middleware=[Middleware(GZipMiddleware, minimum_size=4096, compresslevel=4)],
+    )
+
+
+async def _no_such_door(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: there is no such thing; /openapi.json describes what there is"
+    return JSONResponse({"error": text}, status_code=error.status_code, headers=error.headers)
 
 
 def _answering(door: Door, users: Users) -> Callable[[Request], Awaitable[Response]]:
@@ -127,7 +140,8 @@ def _answering(door: Door, users: Users) -> Callable[[Request], Awaitable[Respon
         except QueueError as error:
             return _problem(409, str(error))
         except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']}" for e in error.errors()]
+            told = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+            lines = [f"{where or 'the body'}: {what}" for where, what in told]
             return _problem(422, "\n".join(lines))
         except SpecError as error:
             return _problem(422, str(error))
@@ -156,23 +170,31 @@ class _Doors:
         body = models.Submission.model_validate_json(await _body(request))
         keeper, files = self._keeper, dict(body.files)
         check_files(files)
-        name, gpus = read_submission(body.spec, max(1, keeper.pool.devices))
-        most = keeper.snapshot().team(user.team).maximum
+        name, gpus = read_submission(body.spec, max(1, keeper.pool.devices), files)
+        snapshot = keeper.snapshot()
+        most, guaranteed = snapshot.team(user.team).maximum, snapshot.team(user.team).guaranteed
         if most is not None and gpus > most:
             raise SpecError(f"{name}: needs {gpus} places at once, and team {user.team} may have at most {most}")
+        if not body.preemptible and max(guaranteed, snapshot.common) < gpus <= snapshot.pool.places:
+            raise SpecError(
+                f"{name}: needs {gpus} places at once and cannot be preempted, and would never start: "
+                f"{guaranteed} are guaranteed to team {user.team}, and {snapshot.common} to nobody; submit it as one "
+                "that can be preempted"
+            )
         webhook = check_url(body.webhook, "webhook") if body.webhook else ""
         asked = Asked(name, gpus, PRIORITIES[body.priority], body.preemptible, body.limit_s, body.hold, webhook)
         if body.dry_run:
             draft = keeper.draft(asked, user.name, user.team)
-            return view_of(keeper, draft, keeper.foresee(draft), self._now())
+            found = view_of(keeper, draft, keeper.foresee(draft), self._now())
+            return found.model_copy(update={"id": 0, "run_dir": ""})
         files[JOB_FILE] = body.spec.encode()
         key = None if body.key is None else f"{user.name}:{body.key}"
         return self._changed(keeper.submit(asked, user.name, user.team, files, key))
 
     async def list(self, request: Request, user: User) -> models.JobList:
-        ended = request.query_params.get("state") == "ended"
+        ended = _choice(request.query_params, "state", "ended")
+        mine = _choice(request.query_params, "mine", "1")
         jobs: Sequence[Job] = self._keeper.ended(_MOST_ENDED) if ended else list(self._keeper.jobs.values())
-        mine = request.query_params.get("mine") == "1"
         return models.JobList(jobs=[self._view(job) for job in jobs if not mine or job.owner == user.name])
 
     async def one(self, request: Request, _: User) -> models.JobView:
@@ -273,8 +295,24 @@ class _Doors:
     async def add_user(self, request: Request, user: User) -> models.Token:
         _for_admins(user, "add users")
         body = models.NewUser.model_validate_json(await _body(request))
+        teams = self._keeper.snapshot().teams
+        if teams and body.team not in (*teams, DEFAULT_TEAM):
+            raise SpecError(f"team: {body.team} is not in queue.yaml, which names {', '.join(sorted(teams))}")
         token = self._users.add(User(body.name, body.team, body.admin))
         return models.Token(name=body.name, team=body.team, admin=body.admin, token=token)
+
+    async def list_users(self, _: Request, user: User) -> models.UserList:
+        _for_admins(user, "list users")
+        return models.UserList(users=[models.UserView(**asdict(one)) for one in self._users.all()])
+
+    async def remove_user(self, request: Request, user: User) -> models.UserList:
+        _for_admins(user, "remove users")
+        name = request.path_params["name"]
+        if name not in {one.name for one in self._users.all()}:
+            raise MissingError(f"there is no user {name}")
+        self._users.remove(name)
+        self._hooks.put(name, None)
+        return await self.list_users(request, user)
 
     def _changed(self, job: Job) -> models.JobView:
         self._live.forget()
@@ -316,6 +354,13 @@ async def _body(request: Request) -> bytes:
             raise SpecError(f"the body has more than {_MOST_BODY:,} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+def _choice(params: Mapping[str, str], name: str, value: str) -> bool:
+    """Whether it is there; anything else is a mistake."""
+    if (given := params.get(name)) not in (None, value):
+        raise SpecError(f"{name}: must be {value} or left out")
+    return given is not None
 
 
 def _number(params: Mapping[str, str], name: str) -> float:

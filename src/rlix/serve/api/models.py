@@ -1,11 +1,29 @@
 """What is sent and answered: one schema, for the HTTP API, its OpenAPI description and `--json` of the commands."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Base64Bytes, BaseModel, ConfigDict, Field, WithJsonSchema
 
 Priority = Literal["low", "normal", "high"]
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$", max_length=64)]
+LONGEST_LIMIT_S = 366 * 86400.0
+_NAME, _LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]*$", 64
+
+
+def _named(text: str) -> str:
+    if not re.fullmatch(_NAME, text) or len(text) > _LONGEST_NAME:
+        raise ValueError(
+            f"must begin with a letter or a digit and hold letters, digits and ._@- only, at most {_LONGEST_NAME}, "
+            f"not {text[:_LONGEST_NAME]!r}"
+        )
+    return text
+
+
+_Name = Annotated[
+    str,
+    AfterValidator(_named),
+    WithJsonSchema({"type": "string", "pattern": _NAME, "minLength": 1, "maxLength": _LONGEST_NAME}),
+]
 
 
 class _Body(BaseModel):
@@ -18,17 +36,19 @@ class Submission(_Body):
     spec: str
     """The job file's text."""
     files: dict[str, Base64Bytes] = Field(default_factory=dict)
-    """The files that it names relative to itself, by these names."""
+    """The files that it names relative to itself, by these names; their contents in base64."""
     priority: Priority = "normal"
     preemptible: bool = True
-    limit_s: Annotated[float, Field(gt=0)] | None = None
+    limit_s: Annotated[float, Field(gt=0, le=LONGEST_LIMIT_S)] | None = None
+    """At most 366 days."""
     hold: bool = False
     dry_run: bool = False
-    """Say what would become of it, and keep nothing."""
+    """Say what would become of it, and keep nothing: `id` is 0 and `run_dir` empty."""
     webhook: str = ""
-    """Is told by a POST when the job has finished or failed, or waits for long. Nobody can ask for it."""
+    """Is told by a POST when the job has finished or failed, or waits for long. Nobody can ask for it. Signed with the
+    secret of who submits, once `POST /v1/hook` has made one."""
     key: Annotated[str, Field(min_length=8, max_length=64)] | None = None
-    """Chosen by who submits: asked again with the same key, it is the same job."""
+    """Chosen by who submits, of 8 to 64 characters: asked again with the same key, it is the same job."""
 
 
 class Draining(_Body):
@@ -41,6 +61,9 @@ class PriorityChange(_Body):
 
 
 class NewUser(_Body):
+    """Names begin with a letter or a digit and hold letters, digits and `._@-`, at most 64. Where `queue.yaml` names
+    teams, `team` is one of them, or `default`."""
+
     name: _Name
     team: _Name = "default"
     admin: bool = False
@@ -68,6 +91,16 @@ class Token(BaseModel):
     admin: bool
     token: str
     """Is shown this once."""
+
+
+class UserView(BaseModel):
+    name: str
+    team: str
+    admin: bool
+
+
+class UserList(BaseModel):
+    users: list[UserView]
 
 
 class JobView(BaseModel):

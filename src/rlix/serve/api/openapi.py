@@ -60,10 +60,14 @@ def _operation(door: Door) -> dict[str, Any]:
     return {
         "summary": door.summary,
         "operationId": f"{door.handler.__name__}",
-        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "integer"}} for name in names],
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": _schema(name)} for name in names],
         **({} if door.body is None else {"requestBody": {"required": True, **_json(door.body)}}),
         "responses": {"200": {"description": "Done", **_json(door.answer)}, **problems},
     }
+
+
+def _schema(name: str) -> dict[str, str]:
+    return {"type": "integer" if name == "id" else "string"}
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:

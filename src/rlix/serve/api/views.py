@@ -3,12 +3,11 @@
 import math
 from datetime import datetime
 
-from rlix.scheduler.queue.jobs import PRIORITIES, Job, State
+from rlix.scheduler.queue.jobs import PRIORITY_NAMES, Job, State
 from rlix.scheduler.queue.reasons import Wait, sentence
 from rlix.serve.api.models import JobView
 from rlix.serve.queue.keeper import Keeper
 
-_NAMES = {value: name for name, value in PRIORITIES.items()}
 _DAY_S = 86400.0
 
 
@@ -20,6 +19,7 @@ def view(keeper: Keeper, job: Job, now: float) -> JobView:
 def view_of(keeper: Keeper, job: Job, wait: Wait | None, now: float) -> JobView:
     """`wait`: why it waits, if it does."""
     seen = keeper.seen(job.id)
+    step, steps = (seen.step, seen.steps) if seen is not None and seen.steps else (job.step, job.steps)
     return JobView(
         id=job.id,
         name=job.name,
@@ -27,7 +27,7 @@ def view_of(keeper: Keeper, job: Job, wait: Wait | None, now: float) -> JobView:
         team=job.team,
         state=job.state,
         gpus=job.gpus,
-        priority=_NAMES.get(job.priority, str(job.priority)),
+        priority=PRIORITY_NAMES.get(job.priority, str(job.priority)),
         preemptible=job.preemptible,
         limit_s=None if job.limit_s == math.inf else job.limit_s,
         submitted_at=job.submitted_at,
@@ -40,8 +40,8 @@ def view_of(keeper: Keeper, job: Job, wait: Wait | None, now: float) -> JobView:
         requeues=job.requeues,
         pipeline_id=job.pipeline_id,
         phase=seen.phase if seen is not None else "",
-        step=seen.step if seen is not None else 0,
-        steps=seen.steps if seen is not None else 0,
+        step=step,
+        steps=steps,
         run_dir=str(keeper.work(job).run_dir),
     )
 

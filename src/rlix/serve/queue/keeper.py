@@ -21,7 +21,7 @@ from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus, LeaseRecord
 from rlix.scheduler.queue.decide import STOP_S, Decision, decide
 from rlix.scheduler.queue.fair_share import Usage
-from rlix.scheduler.queue.jobs import Job, Outcome, Pool, QueueError, Snapshot, State, Stop
+from rlix.scheduler.queue.jobs import PRIORITY_NAMES, Job, Outcome, Pool, QueueError, Snapshot, State, Stop
 from rlix.scheduler.queue.reasons import Wait
 from rlix.serve.queue.config import QueueSpec
 from rlix.serve.queue.runner import Control, Is, Runner, Seen, Work
@@ -207,6 +207,8 @@ class Keeper:
             raise QueueError(f"job {job.id} ({job.name}) is held, by {job.why}: release it")
         if job.active:
             return self._put(replace(job, stop=Stop(self._stops_since(job), why)), by, why)
+        if job.outcome is Outcome.FINISHED:
+            raise QueueError(f"job {job.id} ({job.name}) has finished: it has done all its steps")
         if not self._store.files(job.id):
             raise QueueError(
                 f"job {job.id} ({job.name}) ended long ago: its files were kept {KEPT_DAYS} days; submit it"
@@ -238,7 +240,9 @@ class Keeper:
         return self._now() if job.stop is None else job.stop.at
 
     def set_priority(self, job: Job, priority: int, by: str) -> Job:
-        return self._put(replace(job, priority=priority), by, f"priority {priority}")
+        if job.state is State.ENDED:
+            raise QueueError(f"job {job.id} ({job.name}) has ended ({job.outcome})")
+        return self._put(replace(job, priority=priority), by, f"priority {PRIORITY_NAMES.get(priority, priority)}")
 
     def work(self, job: Job) -> Work:
         """Where a job's files are, and its run folder: nobody else's, also of other jobs of that name."""
@@ -298,9 +302,11 @@ class Keeper:
             job = self._jobs.get(id)
             if job is None or not job.active or job.requeues != works[id].attempt:
                 continue
-            self._seen[id] = seen
+            last = seen if seen.steps else self._seen.get(id, seen)  # who is gone does not say how far it was
+            self._seen[id] = replace(seen, step=last.step, steps=last.steps)
             after = self._after(job, seen, now)
             if after is not job:
+                after = replace(after, step=last.step, steps=last.steps) if last.steps else after
                 jobs.append(after)
                 what = after.why or (after.outcome or after.state)
                 changes.append(Change(now, id, "", f"{after.state}: {what}" if after.why else str(what)))

@@ -217,6 +217,10 @@ class Store:
         with self._change():
             self._db.execute("INSERT OR REPLACE INTO users (name, team, admin, digest) VALUES (?, ?, ?, ?)", row)
 
+    def remove_user(self, name: str) -> None:
+        with self._change():
+            self._db.execute("DELETE FROM users WHERE name = ?", (name,))
+
     def users(self) -> dict[str, User]:
         """By the digest of their tokens."""
         with self._in_words("read"):

@@ -1,7 +1,7 @@
 """What a job file says that the queue must know. It is not checked here: reading it whole would run its user's code."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlix.pipeline.spec.clusters import ClustersSpec
+from rlix.pipeline.spec.job import named_files
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import problems_of, read_yaml
 from rlix.protocol.types import LONGEST_NAME, NAME, ClusterName, folder_problem
@@ -19,22 +20,29 @@ MOST_BYTES = 32 << 20
 """Of the files that go with a job: larger ones belong on a disk that the pool's hosts share."""
 
 
-def read_submission(text: str, devices: int) -> tuple[str, int]:
+def read_submission(text: str, devices: int, files: Collection[str] = ()) -> tuple[str, int]:
     """The job's name, and the GPUs that its largest gang needs at once.
 
     Args:
         devices: of the pool, which is what a plan that says no number is made for.
+        files: that were sent with it.
 
     Raises:
-        SpecError: it says no such thing.
+        SpecError: it says no such thing, or names a file that was not sent.
     """
     with TemporaryDirectory(prefix="rlix-submit-") as folder:
         path = Path(folder) / JOB_FILE
         path.write_text(text, encoding="utf-8")
         try:
             data, _ = read_yaml(path)
+            missing = [name for name in named_files(path) if str(PurePosixPath(name)) not in files]
         except SpecError as error:
             raise SpecError(str(error).replace(str(path), JOB_FILE)) from None
+    if missing:
+        raise SpecError(
+            f"{JOB_FILE}: names {missing[0]}, which is not among the `files` that were sent; send it, or name it by an "
+            "absolute path that the pool's hosts see"
+        )
     name = data.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > LONGEST_NAME or folder_problem(name):
         raise SpecError(f"{JOB_FILE}: name: must be a name of letters, digits and ._-, not {name!r}")
