@@ -22,6 +22,7 @@ from typing import Any
 
 from rlix.monitor.accounting import account
 from rlix.monitor.records import RunRecord, Span, load_run
+from rlix.node.devices import device_keys
 
 ROOT = Path(__file__).parents[1]
 SPECS = [ROOT / "examples" / "demo" / f"{name}.yaml" for name in ("reasoner", "agent", "sorter")]
@@ -159,6 +160,8 @@ def main() -> None:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs", "demo"), help="where both runs' folders go")
     parser.add_argument("--write", action="store_true", help="write README's table and picture from these runs")
     args = parser.parse_args()
+    if device_keys():
+        parser.error("this machine has GPUs, which are as fast as they are; here try: rlix run sort_digits copy_digits")
     several = {mode: run(mode, args.runs_dir / mode) for mode in MODES}
     found: dict[str, Any] = {mode: measured(records) for mode, records in several.items()}
     found |= {"date": time.strftime("%-d %B %Y", time.gmtime()), "cores": os.cpu_count()}

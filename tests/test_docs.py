@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,14 @@ def test_the_demo_of_the_readme_is_one_run() -> None:
     readme = demo.README.read_text()
     assert readme == demo.in_readme(readme, found), "run `make picture`"
     assert demo.PICTURE.read_text() == demo.picture(found), "run `make picture`"
+
+
+def test_the_demo_refuses_real_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "device_keys", lambda: ("GPU-1",))
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with pytest.raises(SystemExit, match="2"):
+        demo.main()
+    assert "this machine has GPUs" in capsys.readouterr().err
 
 
 def test_what_the_tutorial_and_the_notebook_begin_with_is_a_job(tmp_path: Path) -> None:
