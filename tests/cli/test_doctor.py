@@ -1,6 +1,7 @@
 """What `rlix doctor` finds wrong."""
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ def test_without_a_control_plane_it_is_about_this_host(tmp_path: Path, rlix_home
     done = CliRunner().invoke(app, ["doctor", "--runs-dir", str(tmp_path / "runs")])
     assert "no control plane runs here" in done.output
     assert "on 1 host" in done.output
+    assert f"torch {version('torch')}" in done.output
+    assert "GiB free on the disk of" in done.output
     assert list((tmp_path / "runs").iterdir()) == []
     missing = CliRunner().invoke(app, ["doctor", str(tmp_path / "model"), "--runs-dir", str(tmp_path)])
     assert missing.exit_code == 1

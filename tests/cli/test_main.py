@@ -71,14 +71,14 @@ def test_too_few_devices_is_said_before_anything_starts(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("devices", [(), ("--gpus", "4")])
 def test_the_same_job_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...]) -> None:
     monkeypatch.setattr("rlix.cli.run._control_plane", lambda *_: pytest.fail("Ray was started"))
-    assert "rename" in mistake("run", GOOD_SPEC, GOOD_SPEC, *devices, "--runs-dir", str(tmp_path))
-    assert "rename" in mistake("check", GOOD_SPEC, GOOD_SPEC, *devices)
+    assert "is given twice" in mistake("run", GOOD_SPEC, GOOD_SPEC, *devices, "--runs-dir", str(tmp_path))
+    assert "is given twice" in mistake("check", GOOD_SPEC, GOOD_SPEC, *devices)
 
 
 def test_runs_dir_that_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
-    assert "--runs-dir" in mistake("run", GOOD_SPEC, "--runs-dir", str(path))
+    assert "is a file" in mistake("run", GOOD_SPEC, "--runs-dir", str(path))
 
 
 def test_no_devices_at_all() -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlix.pipeline.models import local_model
-from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job, shipped_jobs
+from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job, load_jobs, shipped_jobs
 from rlix.pipeline.spec.model import PretrainedModel, TinyModel
 from rlix.protocol.errors import SpecError
 
@@ -437,6 +437,10 @@ class TestBad:
         write(tmp_path, VALID, "mine.yaml")
         with pytest.raises(SpecError, match=r"did you mean '.*mine\.yaml'\?"):
             load_job(tmp_path / "mien.yaml")
+        write(tmp_path, "name: a\npool: {gpus: 8}\n", "cluster.yaml")
+        with pytest.raises(SpecError) as none_near:
+            load_job(tmp_path / "clusters.yaml")
+        assert "cluster.yaml'" not in str(none_near.value)
         with pytest.raises(SpecError, match="is a folder; name the job's YAML file in it"):
             load_job(tmp_path)
 
@@ -510,6 +514,16 @@ class TestPool:
         second = load_job(write(tmp_path, VALID, "b.yaml"))
         with pytest.raises(SpecError, match=r"b\.yaml:1: name: 'job' is also the name of .*a\.yaml; rename one"):
             check_jobs([first, second], range(4))
+
+    def test_each_of_several_bad_files_is_reported(self, tmp_path: Path) -> None:
+        bad = [str(write(tmp_path, VALID.replace("steps:", "stepz:"), f"{name}.yaml")) for name in "ab"]
+        good = str(write(tmp_path, VALID, "c.yaml"))
+        with pytest.raises(SpecError) as caught:
+            load_jobs([*bad, good, good])
+        said = str(caught.value).splitlines()
+        assert {Path(line.partition(":")[0]).name for line in said} == {"a.yaml", "b.yaml", "c.yaml"}
+        assert said[-1] == f"{good}: is given twice; name each job once"
+        assert [spec.name for spec in load_jobs([good])] == ["job"]
 
     def test_what_virtual_gpus_cannot_do(self, tmp_path: Path) -> None:
         model = {"path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16"}

@@ -10,7 +10,7 @@ from rich.table import Table
 from rlix.cli.answers import CheckAnswer, MemoryAnswer, PhaseAnswer, print_answer
 from rlix.cli.view import make_console
 from rlix.node.devices import machine_memory
-from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
+from rlix.pipeline.spec.job import JobSpec, check_jobs, load_jobs
 from rlix.pipeline.spec.rows import row_problems
 from rlix.pipeline.spec.runs import target_problems
 from rlix.protocol.errors import SpecError
@@ -37,7 +37,7 @@ def check_specs(
     from rlix.pipeline.memory.shape import shape_of
 
     pool = None if devices is None else range(devices)
-    specs = [load_job(name, pool, given) for name in names]
+    specs = load_jobs(names, pool, given)
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     virtual = memory is None if memory_gib is None else None  # else they are those of another machine
     check_jobs(specs, pool, virtual=virtual)

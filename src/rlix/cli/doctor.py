@@ -1,5 +1,6 @@
 """`rlix doctor`: what the hosts of a pool have, see and reach, and what of it does not fit together."""
 
+import shutil
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -10,12 +11,15 @@ from rich.table import Table
 
 from rlix.cli.answers import DoctorAnswer, DoctorHostAnswer, print_answer
 from rlix.cli.pool import running_pool
+from rlix.cli.text import count
 from rlix.cli.view import make_console
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.node.addresses import host_name
+from rlix.node.devices import device_keys
 from rlix.node.host import Host, host
 from rlix.node.shared_folder import Token
+from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import NodeState, NodeStatus
 
 EXIT_FAILED = 1
@@ -48,6 +52,9 @@ def examine(runs_dir: Path, paths: Sequence[Path], *, as_json: bool = False) -> 
         print_answer(DoctorAnswer(hosts=tuple(map(_answer, hosts)), problems=tuple(wrong)))
         return EXIT_FAILED if wrong else 0
     console.print(_table(hosts))
+    for each in hosts:
+        console.print(f"{each.name}: {_packages(each)}", highlight=False, soft_wrap=True)
+    console.print(_of_this_machine(runs_dir), highlight=False, soft_wrap=True)
     for line in wrong:
         console.print(f"[bold red]![/] {line}", highlight=False, soft_wrap=True)
     _verdict(console, wrong, len(hosts))
@@ -91,15 +98,29 @@ def _table(hosts: Sequence[Host]) -> Table:
     return table
 
 
+def _packages(one: Host) -> str:
+    shown = ("Ray", "torch", "transformers", "vLLM", "PEFT")
+    return ", ".join(f"{name} {one.software.versions.get(name) or 'is missing'}" for name in shown)
+
+
+def _of_this_machine(runs_dir: Path) -> str:
+    free = shutil.disk_usage(runs_dir).free
+    try:
+        gpus = count(len(device_keys()), "GPU")
+    except RlixError as error:
+        gpus = f"GPUs not known ({error})"
+    return f"here: {gpus}, {_gib(free)} free on the disk of {runs_dir}"
+
+
 def _own(one: Host) -> str:
     """RLix names the interface where the name leads to this host alone, as on Debian."""
     shown = [address for address in one.own_name if not ip_address(address).is_link_local]
     return ", ".join(shown) or "unknown"
 
 
-def _verdict(console: Console, wrong: Sequence[str], count: int) -> None:
-    hosts = "host" if count == 1 else "hosts"
-    said = f"{len(wrong)} found on {count} {hosts}" if wrong else f"nothing wrong on {count} {hosts}"
+def _verdict(console: Console, wrong: Sequence[str], hosts: int) -> None:
+    on = count(hosts, "host")
+    said = f"{len(wrong)} found on {on}" if wrong else f"nothing wrong on {on}"
     console.print(said, highlight=False)
 
 

@@ -25,7 +25,7 @@ from rlix.monitor.report import Report
 from rlix.node.devices import smallest_memory
 from rlix.pipeline.jobs.handle import JobHandle, find_jobs
 from rlix.pipeline.jobs.launch import launch, split_devices
-from rlix.pipeline.spec.job import JobSpec, check_jobs, load_job
+from rlix.pipeline.spec.job import JobSpec, check_jobs, load_jobs
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import DeviceKind
 
@@ -57,7 +57,7 @@ def run_jobs(options: RunOptions) -> int:
     Raises SpecError for a user's mistake (nothing has been started then) and RlixError when the control plane fails.
     """
     pool = None if options.devices is None else range(options.devices)
-    specs = [load_job(spec, pool, options.given) for spec in options.specs]
+    specs = load_jobs(options.specs, pool, options.given)
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
     _check_output(options.runs_dir)

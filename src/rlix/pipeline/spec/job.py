@@ -133,6 +133,24 @@ def load_job(path_or_name: str | Path, pool: Collection[int] | None = None, give
         return _checked(_anchored(data, path.parent), origin, pool)
 
 
+def load_jobs(names: Sequence[str], pool: Collection[int] | None = None, given: Sequence[str] = ()) -> list[JobSpec]:
+    """Each of them, as `load_job` does. Raises SpecError with what is wrong with any, or for a file given twice."""
+    found: dict[Path, JobSpec] = {}
+    wrong: dict[Path, str] = {}
+    for name in names:
+        path = _expanded(Path(name)).absolute()
+        if path in found or path in wrong:
+            wrong[path] = f"{name}: is given twice; name each job once"
+            continue
+        try:
+            found[path] = load_job(name, pool, given)
+        except SpecError as error:
+            wrong[path] = str(error)
+    if wrong:
+        raise SpecError("\n".join(wrong.values()))
+    return list(found.values())
+
+
 def job_text(path: Path, given: Sequence[str] = ()) -> str:
     """The job file; with values in place of its own, see `load_job`, one that says the same."""
     if not given:
@@ -245,9 +263,17 @@ def _find(path_or_name: str | Path) -> Path:
         return shipped_path(str(path))
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; name the job's YAML file in it")
-    beside = [str(path.with_name(p.name)) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    hint = nearest(str(path), beside) or nearest(path.name.removesuffix(".yaml"), shipped)
+    beside = [path.with_name(p.name) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    jobs = [str(p) for p in beside if nearest(str(path), [str(p)]) and _is_a_job(p)]
+    hint = nearest(str(path), jobs) or nearest(path.name.removesuffix(".yaml"), shipped)
     raise SpecError(f"{path}: no such file, and no job that ships with rlix ({', '.join(shipped)}){hint}")
+
+
+def _is_a_job(path: Path) -> bool:
+    """By the keys that every job has and other files of YAML have not."""
+    with suppress(SpecError):
+        return {"name", "steps"} <= read_yaml(path)[0].keys()
+    return False
 
 
 def _examples() -> Any:
