@@ -191,12 +191,16 @@ class Trainer:
         only_looks = first is None or first.kind == FORWARD
         with self._backing.gang(Phase.OLD_LOG_PROBS if only_looks else Phase.ACTOR_TRAINING):
             until, self.waits = time.monotonic() + LEASE_S, False
-            while model is not None or self._chores:
+            while True:
                 self._sweep()
-                self._do_chores()
+                self._do_chores(until)
                 if model is not None:
                     self._turn(model, until)
-                model = self._next(held=True) if time.monotonic() < until else None
+                if self._closing.is_set() or time.monotonic() >= until:
+                    return
+                model = self._next(held=True)
+                if model is None and not self._chores:
+                    return
 
     def _needs_none(self, operation: Operation) -> bool:
         """No devices: neither itself, nor to bring the model there first."""
@@ -244,9 +248,10 @@ class Trainer:
 
     def _do(self, model: str, id: str) -> None:
         """Raises EngineLostError: it failed for no fault of the client's, and is tried again."""
-        row, operation = self._journal.model(model), self._journal.operation(id)
-        assert row is not None
-        assert operation is not None
+        operation = self._journal.operation(id)
+        row = self._journal.model(model)  # after the body, which goes when the model is unloaded
+        if operation is None or row is None or row.unloaded:
+            return
         try:
             if operation.kind != LOAD:
                 self._ensure(row)
@@ -313,15 +318,18 @@ class Trainer:
 
     def _sweep(self) -> None:
         with self._changed:
-            gone, self._gone = self._gone, set()
+            gone = list(self._gone)
         for model in gone:
             self._order.forget(self._place(model))
             self._loaded.discard(model)
             self._backing.drop(model)
             shutil.rmtree(self._state(model, 0).parent, ignore_errors=True)
+            with self._changed:
+                self._gone.discard(model)  # as late as this: workers may die in `drop`
 
-    def _do_chores(self) -> None:
-        while self._chores:
+    def _do_chores(self, until: float) -> None:
+        """Those that wait by now, one at least: whoever always has another one keeps nobody from a turn."""
+        for _ in range(len(self._chores)):
             chore, done = self._chores.popleft()
             self.doing = "scores prompts"
             try:
@@ -331,6 +339,8 @@ class Trainer:
             except Exception as error:  # as above
                 done.set_exception(error)
                 raise EngineLostError(f"a prompt could not be scored: {error}") from error
+            if time.monotonic() >= until:
+                return
 
 
 def _config(model: Model) -> AdapterConfig | None:
