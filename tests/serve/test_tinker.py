@@ -371,6 +371,21 @@ def test_a_sampler_keeps_its_weights_or_follows_the_newest(tmp_path: Path) -> No
         assert sum(after[name] != before[name] for name in before) == 1
 
 
+def test_a_sampler_of_weights_that_are_overwritten_has_what_is_there(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+        path = client.operation("save_weights_for_sampler", path="a")["path"]
+        sampler, asked = client.sampler(model_path=path), {"sampling_params": {"max_tokens": 2}}
+        client.sample(sampler, [1, 4], **asked)
+        (first,) = server.pipeline.served.values()
+        client.train(DATA, 1)
+        assert client.operation("save_weights_for_sampler", path="a", overwrite=True)["path"] == path
+        client.sample(sampler, [1, 4], seq=1, **asked)
+        assert not first.exists()
+        assert len(set(server.pipeline.served.values()) - {first}) == 1
+
+
 def test_only_the_newest_weights_without_a_name_are_kept(tmp_path: Path) -> None:
     with Server(tmp_path, samplers_kept=2) as server:
         client = server.client()
@@ -706,6 +721,64 @@ def test_who_never_steps_gives_devices_back(tmp_path: Path, monkeypatch: pytest.
         for future in [client.run_pass(DATA) for _ in range(4)]:
             client.result(future)
         assert server.pipeline.leases >= 4
+
+
+def test_who_always_has_another_prompt_to_score_keeps_nobody_from_a_turn(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+        client.train(DATA, 1)  # so that there is a trainer
+        trainer = server.base.live._trainer
+        ended = threading.Event()
+
+        def another() -> None:
+            if not ended.is_set():
+                trainer.with_devices(another)
+
+        another()
+        try:
+            assert client.train(DATA, 1)
+        finally:
+            ended.set()
+
+
+def test_scoring_ends_with_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LEASE_S", 0.0)
+    with Server(tmp_path) as server:
+        client = server.client()
+        client.create()
+        client.train(DATA, 1)
+        trainer, leases = server.base.live._trainer, []
+
+        def score() -> None:
+            leases.append(server.pipeline.leases)
+            if len(leases) < 4:
+                trainer.with_devices(score)
+
+        trainer.with_devices(score)
+        assert client.train(DATA, 1)
+        while len(leases) < 4:
+            assert not trainer.has_ended
+        assert len(set(leases)) == 4
+
+
+def test_a_model_that_leaves_when_its_turn_begins_costs_nobody_the_engine(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        client, read = server.client(), server.journal.operation
+        client.create()
+        client.result(client.run_pass(DATA))
+
+        def leaves(id: str) -> Operation | None:
+            server.journal.operation = read  # type: ignore[method-assign]
+            client.post("unload_model", model_id=client.model)
+            return read(id)
+
+        server.journal.operation = leaves  # type: ignore[method-assign]
+        assert "unloaded" in client.result(client.step())["error"]
+        other = server.client("bob")
+        other.create()
+        assert other.train(DATA, 1)
+        assert not server.pipeline.rebuilt
 
 
 def test_a_sample_that_is_asked_for_twice_is_generated_once(server: Server, client: Client) -> None:

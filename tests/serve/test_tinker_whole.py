@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,20 @@ def test_samplers_of_other_weights_wait_for_their_turn(tmp_path: Path) -> None:
         assert found[0] == found[2] != found[1] == found[3]
         (sampling,) = [run for name, run in server.wholes.items() if name == "tinker-tiny-full"]
         assert len(sampling.served_folders) == 4
+
+
+def test_weights_that_are_overwritten_are_the_ones_that_are_sampled_and_scored(tmp_path: Path) -> None:
+    def said(sampler: str, seq: int) -> Any:
+        return client.sample(sampler, [1, 4, 2], seq=seq, sampling_params=PARAMS, prompt_logprobs=True)
+
+    with Server(tmp_path, full=1) as server:
+        client = made(server)
+        path = client.operation("save_weights_for_sampler", path="a")["path"]
+        sampler = client.sampler(model_path=path)
+        before = said(sampler, 0)
+        client.train(DATA, 3)
+        client.operation("save_weights_for_sampler", path="a", overwrite=True)
+        other = client.operation("save_weights_for_sampler", path="b")["path"]
+        after = said(sampler, 1)
+        assert tokens_of(after) == tokens_of(said(client.sampler(model_path=other), 0)) != tokens_of(before)
+        assert samples_of(after).prompt_logprobs != samples_of(before).prompt_logprobs

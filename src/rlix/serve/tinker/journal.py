@@ -267,12 +267,14 @@ class Journal:
     # ---- checkpoints -----------------------------------------------------------------------------------------
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Samplers of its path find its weights here."""
         with self._change() as db:
             values = (
                 *(checkpoint.path, checkpoint.model, checkpoint.owner, checkpoint.kind, checkpoint.folder),
                 *(checkpoint.created, checkpoint.expires, checkpoint.bytes, json.dumps(checkpoint.about)),
             )
             db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            db.execute("UPDATE samplers SET folder = ? WHERE path = ?", (checkpoint.folder, checkpoint.path))
 
     def checkpoint(self, path: str) -> Checkpoint | None:
         rows = self._rows("SELECT * FROM checkpoints WHERE path = ?", path)

@@ -171,6 +171,7 @@ class Samples:
     ) -> tuple[Prompt, dict[str, Top]]:
         """On the training engine, with the sampler's weights on it for that long."""
         engine = self._replicas
+        _check_there(sampler)  # one client's weights, and everybody's engine
         with engine.scoring(Path(sampler.folder) if sampler.folder else None) as name:
             prompt, tops = self._of_prompt(name, asked), {}
             for each in trajectories if asked.top_sample else ():
@@ -226,11 +227,7 @@ class Samples:
         """The name that replicas know the sampler's adapter by, until it is released; "": the model's own."""
         if not sampler.folder:
             return ""
-        if not Path(sampler.folder).is_dir():
-            raise SpecError(
-                f"the weights of sampler {sampler.id} are gone: of a model only the newest without a name are kept "
-                "(`samplers_kept` of the server); save_weights_for_sampler keeps them under a name"
-            )
+        _check_there(sampler)
         followed = sampler.model or sampler.folder
         name = "t" + hashlib.blake2b(followed.encode(), digest_size=10).hexdigest()
         with self._lock:
@@ -250,6 +247,14 @@ class Samples:
         with self._lock:
             if name:
                 self._open[name] -= 1
+
+
+def _check_there(sampler: Sampler) -> None:
+    if sampler.folder and not Path(sampler.folder).is_dir():
+        raise SpecError(
+            f"the weights of sampler {sampler.id} are gone: of a model only the newest without a name are kept "
+            "(`samplers_kept` of the server); save_weights_for_sampler keeps them under a name"
+        )
 
 
 def _next_slice(trajectory: Trajectory, asked: Asked) -> int:

@@ -69,7 +69,8 @@ class Store:
         if known is not None and not given.get("overwrite"):
             raise SpecError(f"{path} is there already, and saved weights stay as they are: choose another name")
         self._check_room(model.owner)
-        folder = self._folder / _plain(model.id) / segment / name
+        # Never twice the same folder: who has read one knows what is in it.
+        folder = self._folder / _plain(model.id) / segment / f"{name}@{int(seq or 0)}"
         write_whole(folder, write, optimizer=kind == "training")
         size = sum(file.stat().st_size for file in folder.rglob("*"))
         about = {"user_metadata": given.get("user_metadata"), "base": model.base, "rank": model.rank, **_config(model)}
@@ -77,6 +78,8 @@ class Store:
         self._journal.put_checkpoint(
             Checkpoint(path, model.id, model.owner, kind, str(folder), self._now(), expires, size, about)
         )
+        if known is not None:
+            shutil.rmtree(known.folder, ignore_errors=True)
         return answer(type=operation, path=path)
 
     def _sampler(self, model: Model, given: Mapping[str, Any], write: Callable[[Path], object]) -> tuple[str, bytes]:
