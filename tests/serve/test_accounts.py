@@ -8,7 +8,7 @@ import pytest
 from rlix.monitor.records import load_run
 from rlix.scheduler.queue.fair_share import Usage
 from rlix.scheduler.queue.jobs import Job
-from rlix.serve.queue.accounts import Accounts, read_run, used_in
+from rlix.serve.queue.accounts import Accounts, Reading, read_run, used_in
 from rlix.serve.queue.store import FILE, Change, Store, Used
 
 HOUR = 1000 * 3600.0
@@ -73,6 +73,21 @@ def test_what_was_given_is_counted_once_however_often_it_is_read(tmp_path: Path)
     Accounts(store, again)
     assert again.at(now)["a", "ann"] == pytest.approx(500.0, rel=0.01), "as of the hour in which it was given"
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("events.jsonl", "[" * 100_000 + "\n\n"),
+        ("spec.yaml", "[" * 2000),
+        ("metrics.jsonl", f'{{"step": 1, "tokens": 1{"0" * 400}}}\n'),
+        ("metrics.jsonl", '{"step": 1, "tokens": 1e308}\n{"step": 2, "tokens": 1e308}\n'),
+    ],
+)
+def test_whatever_a_job_writes_ends_no_service(tmp_path: Path, file: str, text: str) -> None:
+    write(tmp_path / "j", ROWS)
+    (tmp_path / "j" / file).write_text(text)
+    assert read_run(JOB, tmp_path / "j") == Reading()
 
 
 def test_an_account_outlives_its_run_folder(tmp_path: Path) -> None:

@@ -237,17 +237,17 @@ def test_a_job_through_the_doors(api: Api) -> None:
     api.turn()
     running = api.ask("bob", "GET", f"/v1/jobs/{job.id}").json()
     assert (running["state"], running["step"], running["steps"], running["reason"]) == ("running", 1, 5, "rollout")
-    api.pool.end(job.id, Outcome.FAILED, "ValueError: no")
+    api.pool.end(job.id, Outcome.FAILED, "ValueError: no\udcff")  # as in the name of a file that is no text
     api.turn()
     (ended,) = api.ask("bob", "GET", "/v1/jobs?state=ended").json()["jobs"]
-    assert (ended["outcome"], ended["reason"]) == ("failed", "ValueError: no")
+    assert (ended["outcome"], ended["reason"]) == ("failed", "ValueError: no?")
     assert api.ask("bob", "GET", "/v1/jobs?state=ended&mine=1").json()["jobs"] == []
     changes = api.ask("bob", "GET", f"/v1/jobs/{job.id}/history").json()["changes"]
     assert [(change["by"], change["what"]) for change in changes] == [
         ("ann", "submitted"),
         ("", "admitted"),
         ("", "running"),
-        ("", "ended: ValueError: no"),
+        ("", "ended: ValueError: no?"),
     ]
     assert api.ask("ann", "POST", f"/v1/jobs/{job.id}/hold").status_code == 409
     assert api.ask("ann", "GET", "/v1/jobs/99").status_code == 404

@@ -92,7 +92,7 @@ def test_curves_are_thinned_evenly_and_keep_the_last_step(tmp_path: Path) -> Non
     reader = RunReader(tmp_path)
     assert reader.curves()["step"] == [0]
     with path.open("a") as file:
-        file.write('ard": 0.75}\nnonsense\n[]\n')
+        file.write('ard": 0.75}\nnonsense\n[]\n' + "[" * 100_000 + f'\n{{"step": 2, "x": 1{"0" * 400}}}\n')
     assert reader.curves()["metrics"] == {"reward": [0.5, 0.75]}
 
 
@@ -114,7 +114,7 @@ def fill(api: Api, home: Path) -> int:
         {"step": s, "time": START + s, "reward": 0.2 + s / 100, "loss": 1 / (s + 1), "exact": s / 80} for s in range(60)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sample = {"step": 59, "prompt": "sort 3 1 2", "completion": "<b>1 2 3</b>", "reward": 1.0, "end": "stop"}
+    sample = {"step": 59, "prompt": "sort 3 1 2", "completion": "<b>1 2 3</b>\ud800", "reward": 1.0, "end": "stop"}
     (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     pool, clock = api.pool, api.clock
     train = Cluster("actor_train", 1, (0, 1, 2, 3))
@@ -164,7 +164,8 @@ def test_a_page_is_told_the_queue_the_pool_and_who_waits_on_whom(api: Api, tmp_p
 def test_samples_are_their_owners_and_curves_everybodys(api: Api, tmp_path: Path) -> None:
     id = fill(api, tmp_path)
     mine, theirs = (api.ask(who, "GET", f"/v1/jobs/{id}/run").json() for who in ("ann", "bob"))
-    assert [sample["prompt"] for sample in mine["samples"]] == ["sort 3 1 2"]
+    said = [(sample["prompt"], sample["completion"]) for sample in mine["samples"]]
+    assert said == [("sort 3 1 2", "<b>1 2 3</b>?")], "what is no character does not keep the rest from being read"
     assert theirs["samples"] == [] and not theirs["may_read"]
     assert theirs["metrics"] == mine["metrics"] and mine["metrics"]["reward"][-1] == 0.79
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ class RunReader:
             self._offset += len(whole)
             for row in _rows(whole):
                 if isinstance(row.get("step"), int):
-                    self._curves.add(metrics_row(row))
+                    with suppress(OverflowError):  # a whole number that is too large
+                        self._curves.add(metrics_row(row))
         return self._curves.told()
 
     def samples(self) -> list[SampleText]:
@@ -112,7 +114,7 @@ def _rows(data: bytes) -> list[dict[str, Any]]:
     for line in data.split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             found.append(row)

@@ -176,7 +176,7 @@ def _read_spec(path: Path) -> dict[str, Any]:
         return {}
     try:
         spec = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{path}: not valid YAML: {error}") from error
     return spec if isinstance(spec, dict) else {}
 
@@ -192,7 +192,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 logger.warning("%s: the last line is cut off; ignored", where)
                 return

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rlix.serve.api import models
 from rlix.serve.api.views import view
 from rlix.serve.page.history import History
 from rlix.serve.queue.accounts import Accounts
-from rlix.serve.queue.keeper import Keeper
+from rlix.serve.queue.keeper import Keeper, printable
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +205,12 @@ def _clock(at: float | None) -> str | None:
 
 
 def _sample(text: SampleText) -> models.SampleView:
-    found: Mapping[str, object] = asdict(text) | {
-        "prompt": cut(text.prompt, head=False),
-        "completion": cut(text.completion),
-    }
-    return models.SampleView.model_validate(found)
+    return models.SampleView(
+        step=text.step,
+        evaluation=text.evaluation,
+        prompt=printable(cut(text.prompt, head=False)),
+        completion=printable(cut(text.completion)),
+        reward=text.reward,
+        end=printable(text.end),
+        error=printable(text.error),
+    )

@@ -54,7 +54,7 @@ def read_run(job: Job, run_dir: Path) -> Reading:
     try:
         record = load_run(run_dir)
         return Reading(tuple(used_in(job.id, record)), measure(record))
-    except (ValueError, OSError) as error:  # a job may write there what it likes
+    except (ValueError, OverflowError, OSError) as error:  # a job may write there what it likes
         logger.warning("%s is not accounted for: %s", job.said, error)
         return Reading()
 

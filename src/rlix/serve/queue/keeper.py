@@ -298,10 +298,11 @@ class Keeper:
 
     def _take_in(self, works: Mapping[int, Work], found: Mapping[int, Seen]) -> None:
         now, jobs, changes = self._now(), [], []
-        for id, seen in found.items():
+        for id, it in found.items():
             job = self._jobs.get(id)
             if job is None or not job.active or job.requeues != works[id].attempt:
                 continue
+            seen = replace(it, why=printable(it.why), phase=printable(it.phase))
             last = seen if seen.steps else self._seen.get(id, seen)  # who is gone does not say how far it was
             self._seen[id] = replace(seen, step=last.step, steps=last.steps)
             after = self._after(job, seen, now)
@@ -421,6 +422,11 @@ class Keeper:
     def _poke(self, job: Job) -> None:
         self._undecided.add(job.id)
         self._changed.set()
+
+
+def printable(text: str) -> str:
+    """What a job said of itself, such as a file's name that is no text: as JSON can say it."""
+    return text.encode(errors="replace").decode()
 
 
 def duration(seconds: float) -> str:
