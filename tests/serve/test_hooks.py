@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -84,6 +85,23 @@ def test_who_refuses_is_not_asked_again_and_a_redirect_is_not_followed(api: Api)
     for _ in range(3):
         api.deliver(1000.0)
     assert [str(request.url) for request in api.sent] == [URL]
+
+
+def test_an_answer_without_an_end_is_not_read(api: Api) -> None:
+    read: list[bytes] = []
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while len(read) < 1000:
+                read.append(b"x" * 1000)
+                yield read[-1]
+
+    api.webhooks = lambda _: httpx.Response(200, stream=Endless())
+    job = api.submit("ann", webhook=URL)
+    end(api, job.id)
+    api.deliver()
+    api.deliver(1000.0)
+    assert len(api.sent) == 1 and read == []
 
 
 def test_no_more_are_kept_than_so_many(api: Api) -> None:

@@ -172,7 +172,8 @@ class Hooks:
             headers[SIGNATURE] = signature(one.secret, one.body)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                status = (await client.post(one.url, content=one.body, headers=headers)).status_code
+                async with client.stream("POST", one.url, content=one.body, headers=headers) as answer:
+                    status = answer.status_code  # what else it says may have no end
             problem, again = f"it answered {status}", status >= 500 or status in _AGAIN
             if 200 <= status < 300:
                 return
