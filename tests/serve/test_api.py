@@ -128,6 +128,10 @@ def test_what_an_admin_holds_its_owner_does_not_release(api: Api) -> None:
     api.ask("root", "POST", f"/v1/jobs/{job.id}/hold")
     assert api.ask("ann", "POST", f"/v1/jobs/{job.id}/release").status_code == 403
     assert api.ask("root", "POST", f"/v1/jobs/{job.id}/release").status_code == 200
+    api.ask("ann", "POST", f"/v1/jobs/{job.id}/cancel")
+    api.ask("root", "POST", f"/v1/jobs/{job.id}/requeue")
+    refused = api.ask("ann", "POST", f"/v1/jobs/{job.id}/release")
+    assert (refused.status_code, refused.json()["error"]) == (409, f"job {job.id} (sweep) is submitted, not held")
 
 
 def test_logs_are_their_owners_and_come_in_parts(api: Api, tmp_path: Path) -> None:
@@ -204,6 +208,8 @@ def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> N
         ),
         ({"spec": SPEC, "files": {"job.yaml/a": ""}}, "job.yaml: is a file, and the folder of job.yaml/a"),
         ({"spec": SPEC, "files": {"a": "", "a/b/c": ""}}, "a: is a file, and the folder of a/b/c"),
+        ({"spec": SPEC + "#" * (256 << 10)}, "characters, and a queue takes 262,144"),
+        ({"spec": SPEC, "files": {f"{n}": "" for n in range(1001)}}, "1,001 files go with the job"),
         ({"spec": SPEC, "limit_s": -1}, "limit_s"),
         ({"spec": SPEC, "limit_s": 1e300}, "limit_s"),
         ({"spec": f"{SPEC}lora: {{path: mine/a}}\n"}, "names mine/a, which is not among the `files`"),

@@ -1,5 +1,6 @@
 """The HTTP API: each door, who may use it, and what it answers. Who asks is said by the token alone."""
 
+import asyncio
 import os
 import secrets
 import time
@@ -170,7 +171,8 @@ class _Doors:
         body = models.Submission.model_validate_json(await _body(request))
         keeper, files = self._keeper, dict(body.files)
         check_files(files)
-        name, gpus = read_submission(body.spec, max(1, keeper.pool.devices), files)
+        devices = max(1, keeper.pool.devices)
+        name, gpus = await asyncio.to_thread(read_submission, body.spec, devices, files)
         snapshot = keeper.snapshot()
         most, guaranteed = snapshot.team(user.team).maximum, snapshot.team(user.team).guaranteed
         if most is not None and gpus > most:
@@ -209,7 +211,7 @@ class _Doors:
         job = self._own(request, user, "read the log of")
         offset = _number(request.query_params, "offset")
         path = self._keeper.work(job).run_dir / "job.log"
-        start, data = _read(path, int(offset))
+        start, data = await asyncio.to_thread(_read, path, int(offset))
         return models.Log(text=data.decode(errors="replace"), next=start + len(data), ended=job.state is State.ENDED)
 
     async def cancel(self, request: Request, user: User) -> models.JobView:
@@ -220,7 +222,7 @@ class _Doors:
 
     async def release(self, request: Request, user: User) -> models.JobView:
         job = self._own(request, user, "release")
-        if job.why not in ("", user.name) and not user.admin:
+        if job.state is State.HELD and job.why != user.name and not user.admin:
             raise RefusedError(f"job {job.id} was held by {job.why}, who may release it, or an admin")
         return self._changed(self._keeper.release(job, user.name))
 

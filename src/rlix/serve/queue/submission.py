@@ -16,8 +16,9 @@ from rlix.protocol.types import LONGEST_NAME, NAME, ClusterName, folder_problem
 from rlix.serve.queue.runner import JOB_FILE
 
 _LONGEST_PART, _DEEPEST = 255, 32  # bytes of a file's name; folders
-MOST_BYTES = 32 << 20
+MOST_BYTES, MOST_FILES = 32 << 20, 1000
 """Of the files that go with a job: larger ones belong on a disk that the pool's hosts share."""
+_LONGEST_SPEC = 256 << 10  # characters; YAML is read at some ten thousand a second
 
 
 def read_submission(text: str, devices: int, files: Collection[str] = ()) -> tuple[str, int]:
@@ -28,8 +29,13 @@ def read_submission(text: str, devices: int, files: Collection[str] = ()) -> tup
         files: that were sent with it.
 
     Raises:
-        SpecError: it says no such thing, or names a file that was not sent.
+        SpecError: it says no such thing, is too long, or names a file that was not sent.
     """
+    if len(text) > _LONGEST_SPEC:
+        raise SpecError(
+            f"{JOB_FILE}: has {len(text):,} characters, and a queue takes {_LONGEST_SPEC:,}: put what is long "
+            "into files beside it"
+        )
     with TemporaryDirectory(prefix="rlix-submit-") as folder:
         path = Path(folder) / JOB_FILE
         path.write_text(text, encoding="utf-8")
@@ -73,6 +79,11 @@ def _gpus(clusters: ClustersSpec, plan: Any, devices: int) -> int:
 
 def check_files(files: Mapping[str, bytes]) -> None:
     """Raises SpecError: a path leads out of the job's folder or is none, or there is too much."""
+    if len(files) > MOST_FILES:
+        raise SpecError(
+            f"{len(files):,} files go with the job, and a queue takes {MOST_FILES:,}: put them where the pool's "
+            "hosts see them, and name them by absolute paths"
+        )
     if bad := [path for path in files if not _inside(path)]:
         raise SpecError(f"{bad[0]!r}: is not inside the folder of the job file; name it by an absolute path")
     folders = {str(folder): path for path in files for folder in PurePosixPath(path).parents}
