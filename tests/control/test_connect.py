@@ -1,5 +1,6 @@
 """Joining a Ray cluster by its address: what is wrong is said at once, and its token is taken."""
 
+import ctypes
 import json
 import os
 import signal
@@ -159,3 +160,21 @@ def test_workers_look_into_the_folders_of_python_path_in_their_order(
     answer = f"[{found}, ray.get(ray.remote(lambda: {found}).remote(), timeout=60)]"
     path = os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
     assert attached(address, home, answer, PYTHONPATH=path) == [str(folders[0] / "twice.py")] * 2
+
+
+def test_sigterm_ends_as_before_although_another_thread_has_joined() -> None:
+    """Ray's C++ takes the signal for itself, beneath Python, and only the main thread may call `signal.signal`."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def join() -> None:
+        with connect.sigterm_kept():
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(1))  # SIG_IGN
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(join).result()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]

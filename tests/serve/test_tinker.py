@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
-from rlix.protocol.errors import WorkerError
+from rlix.protocol.errors import SpecError, WorkerError
 from rlix.serve.tinker import training
 from rlix.serve.tinker.records import Operation
-from rlix.serve.tinker.settings import ServerSettings
+from rlix.serve.tinker.settings import ServerSettings, load_settings
 from rlix.serve.tinker.wire import read_pass
 from tests.serve.tinker_world import KEYS, WAIT_S, Client, Server, datum, log_probs_of, loss_of, samples_of, tokens_of
 
@@ -311,6 +311,7 @@ def test_others_see_nothing(server: Server, client: Client) -> None:
     assert "no request" in bob.result(future)["error"]
     assert "no weights" in bob.operation("load_weights", path=path, optimizer=False)["error"]
     assert server.http.post("/api/v1/create_session", headers={"X-API-Key": "tml-nobody-123"}).status_code == 401
+    assert "POST /api/v1/healthz is not served" in server.http.post("/api/v1/healthz").json()["detail"]
     assert bob.ask("GET", "checkpoints")["checkpoints"] == []
 
 
@@ -848,3 +849,12 @@ def test_the_manual_has_every_method_of_the_client() -> None:
     listed = {line.split("`")[1] for line in page.splitlines() if re.match(r"\| `[A-Z]\w+Client\.", line)}
     assert listed == {name for name in known if not name.endswith("_async")}
     assert {name.removesuffix("_async") for name in known} == listed
+
+
+@pytest.mark.parametrize("key", ["secret-key-1", "tml-1234567", "12345678"])
+def test_a_key_that_cannot_be_one_is_not_shown(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"models: {{tiny: {{}}}}\nkeys: {{alice: {key}}}\n")
+    with pytest.raises(SpecError, match=r"keys\.alice: must be tml- and at least 8 letters") as told:
+        load_settings(path)
+    assert key not in str(told.value)

@@ -72,13 +72,15 @@ def serve(
             from rlix.serve.service import serve as keep
         except ModuleNotFoundError as error:
             raise SpecError(f"{error.name} is not installed: pip install 'rlix[serve]'") from error
+        from rlix.cli.view import make_console
         from rlix.control.settings import Settings
         from rlix.serve.queue.pool_runner import PoolRunner
 
-        settings = Settings.from_env()
+        settings, console = Settings.from_env(), make_console()
         keep(
             ServeOptions(settings.home, runs_dir, host, _PORT if port is None else port, certificate, key),
             PoolRunner(settings),
+            lambda said: console.print(said, highlight=False, markup=False, soft_wrap=True),
         )
 
 

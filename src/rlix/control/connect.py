@@ -5,6 +5,7 @@ found somebody at the address, and a process of its own has found that this is a
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -12,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -29,6 +29,7 @@ from rlix.control.announcement import Announcement, python_path
 from rlix.protocol.errors import RlixError
 
 CONNECT_TIMEOUT_S = 5.0
+_SIGACTION_BYTES = 512  # more than struct sigaction has anywhere
 PROBE_TIMEOUT_S = 20.0  # most of it to import Ray while other processes have the cores
 IMPORT_FROM: list[str] = []
 """Folders that what this program starts imports from, too, if they are here before it joins."""
@@ -127,14 +128,22 @@ def loopback_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def sigterm_kept() -> Iterator[None]:
     """Around `ray.init`, after which SIGTERM would print a stack and end the program with exit code 15."""
-    before, theirs = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    theirs, said = ray_utils.set_sigterm_handler, logging.getLogger("ray._private.worker")
     ray_utils.set_sigterm_handler = lambda _: None
+    said.addFilter(_not_of_sigterm)
+    # Ray's C++ has a handler of its own beneath Python's, which `signal.signal` would undo in the main thread only.
+    before, libc = ctypes.create_string_buffer(_SIGACTION_BYTES), ctypes.CDLL(None)
+    libc.sigaction(int(signal.SIGTERM), None, before)
     try:
         yield
     finally:
+        libc.sigaction(int(signal.SIGTERM), before, None)
+        said.removeFilter(_not_of_sigterm)
         ray_utils.set_sigterm_handler = theirs
-        if threading.current_thread() is threading.main_thread() and before is not None:
-            signal.signal(signal.SIGTERM, before)  # said again: Ray's C++ has a handler of its own beneath Python's
+
+
+def _not_of_sigterm(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("SIGTERM handler is not set")
 
 
 def _connect(address: str, where: str, *, loopback: bool) -> None:

@@ -49,8 +49,8 @@ class ServeOptions:
     key: Path | None = None
 
 
-def serve(options: ServeOptions, runner: Runner) -> None:
-    """Returns when it is told to end (SIGTERM, SIGINT). Jobs go on.
+def serve(options: ServeOptions, runner: Runner, say: Callable[[str], None] = logger.info) -> None:
+    """Returns when it is told to end (SIGTERM, SIGINT). Jobs go on. `say`: is told where it answers.
 
     Raises:
         RlixError: another service has the queue, or the port is taken.
@@ -77,7 +77,7 @@ def serve(options: ServeOptions, runner: Runner) -> None:
             )
         )
         loops = (keeper.run, live.run, hooks.run, lambda: _account(keeper, accounts), lambda: _forget(keeper))
-        asyncio.run(_run(server, loops, options))
+        asyncio.run(_run(server, loops, options, say))
 
 
 def make_hooks(
@@ -99,7 +99,10 @@ def make_hooks(
 
 
 async def _run(
-    server: uvicorn.Server, loops: Sequence[Callable[[], Coroutine[Any, Any, None]]], options: ServeOptions
+    server: uvicorn.Server,
+    loops: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+    options: ServeOptions,
+    say: Callable[[str], None],
 ) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:
@@ -108,7 +111,10 @@ async def _run(
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     scheme = "https" if options.certificate is not None else "http"
-    _announce(options.home, f"{scheme}://{options.host}:{port}")
+    url = f"{scheme}://{options.host}:{port}"
+    _announce(options.home, url)
+    token = options.home / TOKEN_FILE
+    say(f"the queue answers at {url}; open it in a browser, and sign in with the token in {token}")
     others = [asyncio.create_task(loop()) for loop in loops]
     try:
         done, _ = await asyncio.wait([serving, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -153,6 +159,3 @@ def _announce(home: Path, url: str) -> None:
     partial = home / f"{ADDRESS_FILE}.partial"
     partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     partial.rename(home / ADDRESS_FILE)
-    logger.warning(
-        "the queue answers at %s; open it in a browser, and sign in with the token in %s", url, home / TOKEN_FILE
-    )

@@ -127,7 +127,9 @@ class Door:
             for path, why in REFUSED.items()
         ]
         routes.append(Route(f"{API}{rest.FILES}", rest.file_of(self._service, self._keys), methods=["GET"]))
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={404: _no_such_path})
+        return Starlette(
+            routes=routes, lifespan=self._lifespan, exception_handlers={404: _no_such_path, 405: _no_such_path}
+        )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -155,7 +157,8 @@ class Door:
             user = self._keys.user_of(request.headers.get("x-api-key", ""))
             if user is None:
                 return refusal(
-                    401, "the key is nobody's here: TINKER_API_KEY, or api_key=..., must be one of this server's"
+                    401,
+                    "the key is nobody's here: TINKER_API_KEY, or api_key=..., must be this server's (X-API-Key)",
                 )
             try:
                 return await handler(request, user)
@@ -285,4 +288,7 @@ def refusal(status: int, detail: str) -> JSONResponse:
 
 
 async def _no_such_path(request: Request, _: Exception) -> Response:
-    return refusal(404, f"{request.method} {request.url.path} is not served: docs/tinker-client.md lists what is")
+    return refusal(
+        404,
+        f"{request.method} {request.url.path} is not served: docs/tinker-client.md lists the client's methods that are",
+    )

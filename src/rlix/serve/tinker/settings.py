@@ -1,12 +1,13 @@
 """What a server offers, and to whom: a YAML file."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rlix.pipeline.spec.executor import ExecutorName
 from rlix.pipeline.spec.section import Count, Positive, Seconds, Section, Seed
@@ -14,7 +15,15 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import problems_of, read_yaml
 
 KEY_PREFIX, DEFAULT_TEAM = "tml-", "default"
-Key = Annotated[str, Field(pattern=rf"^{KEY_PREFIX}[A-Za-z0-9_-]{{8,}}$")]
+
+
+def _key(given: object) -> object:
+    if isinstance(given, str) and re.fullmatch(rf"{KEY_PREFIX}[A-Za-z0-9_-]{{8,}}", given):
+        return given
+    raise ValueError(f"must be {KEY_PREFIX} and at least 8 letters, digits, _ or -; what there is is not shown")
+
+
+Key = Annotated[str, BeforeValidator(_key)]
 FULL = ":full"
 """After the name of a base model: all of it is trained, and not an adapter."""
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)]
