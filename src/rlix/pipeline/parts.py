@@ -11,6 +11,7 @@
 An item is a prompt, and then what was answered it: a group of samples, with rewards once somebody has judged them.
 """
 
+import shutil
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ from rlix.pipeline.batch import PolicyBatch, over_ranks
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.models import prepare_model
 from rlix.pipeline.policy import score
+from rlix.pipeline.requests.whole import STATE, published
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Sample, Samples, Turn, measured
 from rlix.pipeline.seeds import stream_seed
@@ -321,13 +323,12 @@ class _Train(_TrainEngine):
 
     def begin(self) -> None:
         self.policy.begin()
-        self._saved: tuple[Path, int] | None = None
+        self._saved: _Saved | None = None
 
     def onload(self) -> None:
         super().onload()
         if self._saved is not None:
-            folder, self.policy.version = self._saved
-            self.engine.load_state(folder)
+            self.engine.load_state(self._saved.folder / STATE)
             self.policy.published = self.engine.publish(self.policy.version)
             self._saved = None
 
@@ -359,14 +360,27 @@ class _Train(_TrainEngine):
         found = self.engine.policy_step(over_ranks(part), denominator, self.algorithm, temperature, norm)
         return cast(dict[str, float], found)
 
-    def save(self) -> tuple[Path, int] | None:
+    def save(self) -> "_Saved | None":
         if self.engine is None:
             return self._saved
-        folder = self.policy.kept()
-        self.engine.save_state(folder)
-        return folder, self.policy.version
+        saved = _Saved(self.policy.kept(), self.policy.version)
+        weakref.finalize(saved, shutil.rmtree, saved.folder, ignore_errors=True)
+        self.engine.save(saved.folder)
+        self.engine.save_state(saved.folder / STATE)
+        return saved
 
-    def restore(self, state: tuple[Path, int] | None) -> None:
+    def restore(self, state: "_Saved | None") -> None:
         self._saved = state
         if state is not None:
-            self.policy.version = state[1]
+            policy = self.policy
+            policy.version = state.version
+            # Whoever answers before this is on its devices again does so with these weights, too.
+            policy.published = published(state.folder, policy.folder, state.version, policy.spec.model.dtype)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _Saved:
+    """The model as transformers loads it, and in `STATE` what training goes on from; gone with its last user."""
+
+    folder: Path
+    version: int

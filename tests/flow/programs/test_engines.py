@@ -193,8 +193,12 @@ def test_training_that_is_started_again_goes_on_equal_to_the_bit() -> None:
         running.keep()
         later = [one.prompt for one in running.step(["3>", "4>"])]
         once, published = running.metrics, policy.published
-        running.restart("train")
-        running.step(later)
-        assert running.metrics == once
-        assert (policy.version, policy.published) == (2, published)
+        for names in (["train"], []):  # all, in the second round
+            running.restart(*names)
+            running.step(later)
+            assert Answering.loaded[-1].version == 1
+            assert running.metrics == once
+            assert (policy.version, policy.published) == (2, published)
         assert once["grad_norm"] > 0
+        running.keep()
+        assert len(list(policy.kept().parent.glob("state-*"))) == 1  # of the states that were kept, the last
