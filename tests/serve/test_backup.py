@@ -28,6 +28,11 @@ INSERT INTO jobs VALUES (7, 'running', 'ann:key', '{"id": 7, "name": "sweep", "o
 "submitted_at": 5.0, "priority": 0, "preemptible": true, "limit_s": Infinity, "state": "running", "since": 6.0,
 "why": "", "admitted_at": 6.0, "pipeline_id": "ft_1", "stop": {"at": 9.0, "why": "preempted for a/b (8)", "outcome":
 null, "for_id": 8}, "outcome": null, "failures": 0, "not_before": 0.0, "requeues": 1}');
+INSERT INTO jobs VALUES (6, 'ended', NULL, '{"id": 6, "name": "early", "owner": "\\"since\\": 1", "team": "a",
+"gpus": 4, "submitted_at": 5.0, "priority": 0, "preemptible": true, "limit_s": Infinity, "state": "ended",
+"since": 1700000000.25,
+"why": "", "admitted_at": 6.0, "pipeline_id": "ft_1", "stop": null, "outcome": "finished", "failures": 0,
+"not_before": 0.0, "requeues": 0}');
 INSERT INTO files VALUES (7, 'job.yaml', x'6e616d653a206a');
 INSERT INTO changes VALUES (1, 5.0, 7, 'ann', 'submitted');
 INSERT INTO usage VALUES (7, 10, 'rollout', 5.0, 1.0, 1.0);
@@ -41,12 +46,14 @@ def test_a_queue_of_the_first_version_goes_on(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         db.executescript(VERSION_1)
     store = Store(tmp_path / FILE)
-    (job,) = store.jobs(ended=False)
+    (job,) = store.jobs()
     assert (job.id, job.state, job.requeues, job.stop and job.stop.for_id) == (7, State.RUNNING, 1, 8)
     assert store.files(7) == {"job.yaml": b"name: j"} and store.by_key("ann:key") == job and store.next_id() == 8
     assert [change.what for change in store.changes(7)] == ["submitted"]
     assert [row.given_s for row in store.used()] == [5.0] and store.users() == {"digest": User("ann", "a", admin=True)}
     assert store.setting("drained") == ""
+    assert [job.since for job in store.ended(1, since=1700000000.25)] == [1700000000.25]
+    assert store.ended(1, since=1700000000.5) == []
     store.close()
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         assert db.execute("PRAGMA user_version").fetchone()[0] == VERSION
@@ -65,7 +72,7 @@ def test_a_backup_of_a_queue_that_is_served_is_whole_and_its_numbers_are_not_giv
     store.close()
     aside = restore(home, copy).aside
     store = Store(home / FILE)
-    assert store.jobs(ended=False) == [JOB] and store.files(1) == {"job.yaml": b"name: j"} and store.next_id() == 6
+    assert store.jobs() == [JOB] and store.files(1) == {"job.yaml": b"name: j"} and store.next_id() == 6
     store.close()
     assert aside is not None
     with closing(sqlite3.connect(aside)) as db:
@@ -127,7 +134,7 @@ def test_a_restored_queue_stays_drained_and_goes_on_after_the_last_attempts(tmp_
             (home / "queue" / str(id) / f"started-{attempt}.json").write_text("{}")
     assert restore(home, copy).drained == "ann"
     store = Store(home / FILE)
-    jobs = [*store.jobs(ended=False), *store.jobs(ended=True)]
+    jobs = [*store.jobs(), *store.ended(9)]
     assert {job.id: job.requeues for job in jobs} == {1: 3, 2: 2, 3: 1, 4: 1}
     assert store.setting(DRAINED) == "ann"
     store.close()

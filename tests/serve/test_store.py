@@ -45,11 +45,25 @@ def test_what_was_written_is_there_after_a_death(tmp_path: Path) -> None:
     store.set_user(User("ann", "a", admin=True), "secret")
     store.close()
     store = Store(tmp_path / FILE)
-    assert store.jobs(ended=True) == [replace(JOB, state=State.ENDED)] and store.jobs(ended=False) == []
+    assert store.ended(9) == [replace(JOB, state=State.ENDED)] and store.jobs() == []
     assert store.files(1) == {"a/b.py": b"\0\xff"} and store.by_key("key") == store.job(1)
     assert [change.what for change in store.changes(1)] == ["submitted", "finished"]
     assert list(store.users().values()) == [User("ann", "a", admin=True)] and store.next_id() == 2
     assert b"secret" not in (tmp_path / FILE).read_bytes(), "of a token only the digest is kept"
+    store.close()
+
+
+def test_of_those_that_ended_the_last_come_first_and_an_owners_are_found_among_others(tmp_path: Path) -> None:
+    store = Store(tmp_path / FILE)
+    ends = {1: 90.0, 2: 10.0, 3: 20.0, 4: 30.0}  # the first has run for long
+    for id, at in ends.items():
+        job = replace(JOB, id=id, owner="ann" if id < 3 else "bob")
+        store.add(job, None, {"job.yaml": b""}, Change(5.0, id, "ann", "submitted"))
+        store.put([replace(job, state=State.ENDED, since=at)], [])
+    assert [job.id for job in store.ended(2)] == [1, 4]
+    assert [job.id for job in store.ended(9, since=20.0)] == [1, 4, 3]
+    assert [job.id for job in store.ended(1, owner="bob")] == [4] and store.ended(9, owner="ob") == []
+    assert sorted(store.with_files(before=30.0)) == [2, 3]
     store.close()
 
 

@@ -34,6 +34,7 @@ ADDRESS_FILE = "serve.json"
 """In RLIX_HOME: where the service answers. The command line on this machine finds it there."""
 PORT = 7459
 _ACCOUNT_S, _FORGET_S = 60.0, 3600.0
+_MOST_ENDED = 10_000  # of one minute, or of the day before the service
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ async def _account(keeper: Keeper, accounts: Accounts) -> None:
     while True:
         now = time.time()
         jobs = [job for job in keeper.jobs.values() if job.state is State.RUNNING]
-        jobs += [job for job in keeper.ended(100) if job.since >= since]
+        jobs += keeper.ended(_MOST_ENDED, since=since)
         since = now
         for job in jobs:
             try:

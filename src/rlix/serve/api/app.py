@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -196,8 +196,9 @@ class _Doors:
     async def list(self, request: Request, user: User) -> models.JobList:
         ended = _choice(request.query_params, "state", "ended")
         mine = _choice(request.query_params, "mine", "1")
-        jobs: Sequence[Job] = self._keeper.ended(_MOST_ENDED) if ended else list(self._keeper.jobs.values())
-        return models.JobList(jobs=[self._view(job) for job in jobs if not mine or job.owner == user.name])
+        owner = user.name if mine else None
+        jobs = self._keeper.ended(_MOST_ENDED, owner=owner) if ended else self._keeper.jobs.values()
+        return models.JobList(jobs=[self._view(job) for job in jobs if owner in (None, job.owner)])
 
     async def one(self, request: Request, _: User) -> models.JobView:
         return self._view(self._job(request))

@@ -64,7 +64,7 @@ class Keeper:
         self._store, self._runner, self._config, self._now = store, runner, config, now
         self._home, self._runs_dir = home, runs_dir
         self._thread = ThreadPoolExecutor(1, "runner")
-        self._jobs = {job.id: job for job in store.jobs(ended=False)}
+        self._jobs = {job.id: job for job in store.jobs()}
         self._next_id = store.next_id()
         self._seen: dict[int, Seen] = {}
         self._asked_to_stop: dict[int, float] = {}
@@ -108,9 +108,9 @@ class Keeper:
     def job(self, id: int) -> Job | None:
         return self._jobs.get(id) or self._store.job(id)
 
-    def ended(self, most: int) -> list[Job]:
-        """The latest first."""
-        return self._store.jobs(ended=True, most=most)
+    def ended(self, most: int, *, since: float = 0.0, owner: str | None = None) -> list[Job]:
+        """See `Store.ended`."""
+        return self._store.ended(most, since=since, owner=owner)
 
     def changes(self, id: int) -> list[Change]:
         return self._store.changes(id)

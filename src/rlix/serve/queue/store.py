@@ -45,6 +45,12 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
         "CREATE TABLE hooks (owner TEXT PRIMARY KEY, body TEXT NOT NULL)",
     ),
+    (
+        "ALTER TABLE jobs ADD COLUMN since REAL NOT NULL DEFAULT 0",
+        """UPDATE jobs SET since = CAST(substr(body, instr(body, '"since": ') + 9) AS REAL)""",
+        "DROP INDEX jobs_by_state",
+        "CREATE INDEX jobs_by_state ON jobs (state, since)",
+    ),
 )
 """What makes the tables of each version out of those of the one before."""
 VERSION = len(_MIGRATIONS)
@@ -126,7 +132,8 @@ class Store:
         """A new job, with its files by their paths. `key`: see `by_key`."""
         with self._change():
             self._db.execute(
-                "INSERT INTO jobs (id, state, key, body) VALUES (?, ?, ?, ?)", (job.id, job.state, key, _text(job))
+                "INSERT INTO jobs (id, state, since, key, body) VALUES (?, ?, ?, ?, ?)",
+                (job.id, job.state, job.since, key, _text(job)),
             )
             self._db.executemany(
                 "INSERT INTO files (job, path, content) VALUES (?, ?, ?)",
@@ -138,15 +145,26 @@ class Store:
         """What these jobs are from now on, all or none, and what happened to them."""
         with self._change():
             self._db.executemany(
-                "UPDATE jobs SET state = ?, body = ? WHERE id = ?", [(job.state, _text(job), job.id) for job in jobs]
+                "UPDATE jobs SET state = ?, since = ?, body = ? WHERE id = ?",
+                [(job.state, job.since, _text(job), job.id) for job in jobs],
             )
             self._note(changes)
 
-    def jobs(self, *, ended: bool, most: int = 1_000_000) -> list[Job]:
-        """Those that have ended, the latest first, or those that have not, in order."""
-        what = "= ? ORDER BY id DESC" if ended else "!= ? ORDER BY id"
+    def jobs(self) -> list[Job]:
+        """Those that have not ended, in order."""
         with self._in_words("read"):
-            rows = self._db.execute(f"SELECT body FROM jobs WHERE state {what} LIMIT ?", (State.ENDED, most))
+            rows = self._db.execute("SELECT body FROM jobs WHERE state != ? ORDER BY id", (State.ENDED,))
+            return [_job(body) for (body,) in rows]
+
+    def ended(self, most: int, *, since: float = 0.0, owner: str | None = None) -> list[Job]:
+        """Those that ended last, from this unix time on, the latest first; of one owner, or all."""
+        whose = "" if owner is None else f'"owner": {json.dumps(owner)}'  # so in a body, and nowhere else in it
+        with self._in_words("read"):
+            rows = self._db.execute(
+                "SELECT body FROM jobs WHERE state = ? AND since >= ? AND instr(body, ?) "
+                "ORDER BY since DESC, id DESC LIMIT ?",
+                (State.ENDED, since, whose, most),
+            )
             return [_job(body) for (body,) in rows]
 
     def job(self, id: int) -> Job | None:
@@ -167,9 +185,8 @@ class Store:
     def with_files(self, before: float) -> list[int]:
         """The jobs that ended before this unix time and whose files are here."""
         with self._in_words("read"):
-            sql = "SELECT body FROM jobs WHERE state = ? AND id IN (SELECT job FROM files)"
-            jobs = [_job(body) for (body,) in self._db.execute(sql, (State.ENDED,))]
-        return [job.id for job in jobs if job.since < before]
+            sql = "SELECT id FROM jobs WHERE state = ? AND since < ? AND id IN (SELECT job FROM files)"
+            return [id for (id,) in self._db.execute(sql, (State.ENDED, before))]
 
     def drop_files(self, ids: Sequence[int]) -> None:
         with self._change():
