@@ -9,8 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlix.cli.deploy import shipped
 from rlix.monitor.measures import Measures
+from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import Job, State
 from rlix.serve.queue.accounts import MEASURED_S, Reading
+from rlix.serve.queue.runner import Control
 from rlix.serve.queue.store import Used
 from tests.serve.test_accounts import HOUR, ROWS, lease, read_run, write
 from tests.serve.test_api import SPEC, Api, api
@@ -115,6 +117,23 @@ def test_without_a_pool_it_says_so(api: Api) -> None:
     found = scraped(api)
     assert list(at(found, "rlix_pool_up").values()) == [0.0]
     assert list(at(found, "rlix_jobs_waiting", reason="no_pool").values()) == [1.0]
+
+
+def test_what_is_not_known_of_the_control_plane_is_not_told_as_0(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plans() -> list[float]:
+        return list(at(scraped(api), "rlix_plan_total").values())
+
+    assert plans() == []
+    api.run(api.keeper.look_at_control())
+    while_asked: list[Control | None] = []
+    monkeypatch.setattr(api.pool, "devices", lambda: while_asked.append(api.keeper.control))
+    api.run(api.keeper.look_at_control())
+    monkeypatch.undo()
+    assert while_asked == [api.keeper.control] and plans() == [7.0]
+    api.pool.away = "nobody is there"
+    with pytest.raises(RlixError):
+        api.run(api.keeper.look_at_control())
+    assert plans() == []
 
 
 _STRINGS = re.compile(r'"[^"]*"')

@@ -53,6 +53,8 @@ class _Collector(Collector):
         yield _gauge("rlix_pool_up", "1 while the pool answers.", float(not keeper.pool_why))
         yield _gauge("rlix_pool_devices", "GPUs of the pool.", keeper.pool.devices)
         yield _gauge("rlix_pool_places", "Places of gangs: GPUs times jobs on each.", keeper.pool.places)
+        if control is None:  # a counter that falls to 0 is to Prometheus one that begins anew
+            return
         yield _gauge("rlix_pool_devices_leased", "GPUs under a lease.", control.leased)
         yield _gauge("rlix_pool_devices_quarantined", "GPUs that nobody gets, see `rlix status`.", control.quarantined)
         waiting = GaugeMetricFamily("rlix_pool_gangs_waiting", "Gangs that wait for their GPUs.", labels=("phase",))

@@ -70,8 +70,8 @@ class Keeper:
         self._asked_to_stop: dict[int, float] = {}
         self._devices = 0
         self._pool_why = "the pool has not been looked at yet"
-        self.control = Control()
-        """What the control plane has said of itself when `look_at_control` was asked last."""
+        self.control: Control | None = None
+        """What the control plane has said of itself when `look_at_control` was asked last; None: nothing."""
         self._changed = asyncio.Event()
         self._decision = Decision((), (), {})
         self.drained = store.setting(DRAINED)
@@ -102,8 +102,11 @@ class Keeper:
 
     async def look_at_control(self) -> None:
         """Raises RlixError: there is no pool now."""
-        self.control = Control()
-        self.control = await self._call(self._runner.control)
+        try:
+            self.control = await self._call(self._runner.control)
+        except RlixError:
+            self.control = None
+            raise
 
     def job(self, id: int) -> Job | None:
         return self._jobs.get(id) or self._store.job(id)
