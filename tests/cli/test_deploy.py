@@ -51,3 +51,4 @@ def test_every_file_is_listed_and_printed_and_others_are_refused() -> None:
 
 def test_a_service_that_is_restarted_ends_no_job() -> None:
     assert "KillMode=process" in shipped("systemd") and "UMask=0077" in shipped("systemd")
+    assert "Restart=on-failure" in shipped("systemd-jobs"), "a service that starts slowly leaves no queue drained"
