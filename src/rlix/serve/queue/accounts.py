@@ -116,8 +116,9 @@ class Accounts:
             for place, part in enumerate((row.given_s, row.busy_s, row.switching_s)):
                 found[place] += part
         accounts = []
+        jobs = {id: self._store.job(id) for id in {id for id, _ in sums}}
         for (id, phase), seconds in sorted(sums.items()):
-            if (job := self._store.job(id)) is not None:
+            if (job := jobs[id]) is not None:
                 accounts.append(Account(id, job.name, job.owner, job.team, phase, *seconds))
         return accounts
 
