@@ -7,6 +7,7 @@ import typer
 
 from rlix.cli.mistakes import one_message_per_mistake
 from rlix.protocol.errors import SpecError
+from rlix.serve.addresses import PORT
 
 
 def _number(text: str) -> int:
@@ -27,8 +28,6 @@ Given = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="In place of the job file's: rollout.temperature=0.8; repeatable."),
 ]
 Class = Literal["low", "normal", "high"]
-
-_PORT = 7459
 
 
 def serve(
@@ -60,11 +59,12 @@ def serve(
     """
     with one_message_per_mistake():
         if tinker is not None:
-            from rlix.cli.serve import PORT, serve_tinker
+            from rlix.cli.serve import PORT as TINKER_PORT
+            from rlix.cli.serve import serve_tinker
 
             if certificate or key:
                 raise SpecError("--tinker: there is no https here; put a proxy with TLS in front")
-            at = PORT if port is None else port
+            at = TINKER_PORT if port is None else port
             serve_tinker(tinker, host=host, port=at, devices=gpus, private=private)
             return
         try:
@@ -78,7 +78,7 @@ def serve(
 
         settings, console = Settings.from_env(), make_console()
         keep(
-            ServeOptions(settings.home, runs_dir, host, _PORT if port is None else port, certificate, key),
+            ServeOptions(settings.home, runs_dir, host, PORT if port is None else port, certificate, key),
             PoolRunner(settings),
             lambda said: console.print(said, highlight=False, markup=False, soft_wrap=True),
         )

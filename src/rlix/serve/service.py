@@ -16,6 +16,7 @@ import uvicorn
 
 from rlix.protocol.errors import RlixError
 from rlix.scheduler.queue.jobs import State
+from rlix.serve.addresses import ADDRESS_FILE, PORT, TOKEN_FILE
 from rlix.serve.api.app import Service, make_app
 from rlix.serve.api.views import view
 from rlix.serve.page.live import Live
@@ -26,13 +27,10 @@ from rlix.serve.queue.hooks import Hooks
 from rlix.serve.queue.keeper import Keeper
 from rlix.serve.queue.runner import Runner
 from rlix.serve.queue.store import FILE, Store
-from rlix.serve.queue.users import TOKEN_FILE, Users
+from rlix.serve.queue.users import Users
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_FILE = "serve.json"
-"""In RLIX_HOME: where the service answers. The command line on this machine finds it there."""
-PORT = 7459
 _ACCOUNT_S, _FORGET_S = 60.0, 3600.0
 _MOST_ENDED = 10_000  # of one minute, or of the day before the service
 

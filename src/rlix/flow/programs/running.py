@@ -112,7 +112,7 @@ class Running:
             with self._remedy():
                 self._check_lost()
                 return self._step(items)
-        except BaseException as error:
+        except BaseException as error:  # raised again: whatever ended the step, its record says so
             if self._record is not None:
                 self._record.broken(error)
             raise

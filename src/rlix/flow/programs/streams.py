@@ -60,7 +60,7 @@ def spread(
                 (count,) = group.answers(call)
                 busy += time.monotonic() - began
                 made(bounds, [(ref, 0, count)] if count else [])
-        except BaseException as error:
+        except BaseException as error:  # raised again: whatever it is, the other ranks must not wait for more
             failed(error)
             raise
         return busy

@@ -12,11 +12,9 @@ from urllib.parse import urlencode, urlsplit
 from pydantic import BaseModel, ValidationError
 
 from rlix.protocol.errors import RlixError, SpecError
+from rlix.serve.addresses import ADDRESS_FILE, PORT, TOKEN_FILE
 from rlix.serve.api.models import JobList, JobView
 
-ADDRESS_FILE = "serve.json"
-"""In RLIX_HOME: where the service of this machine answers."""
-TOKEN_FILE = "queue.token"
 _TIMEOUT_S = 30.0
 _MISTAKES = (401, 403, 404, 409, 422)
 T = TypeVar("T", bound=BaseModel)
@@ -36,7 +34,7 @@ class Client:
         except ValueError:
             host = None
         if host is None or parts.scheme not in ("http", "https"):
-            raise SpecError(f"{url!r} is no address of a queue, such as http://127.0.0.1:7459")
+            raise SpecError(f"{url!r} is no address of a queue, such as http://127.0.0.1:{PORT}")
         if not (token.isascii() and token.isprintable()):
             raise SpecError("RLIX_TOKEN: holds what no token has; copy the line that `rlix user NAME` has printed")
         self._url, self._token = url, token

@@ -6,10 +6,9 @@ import secrets
 from pathlib import Path
 
 from rlix.scheduler.queue.jobs import QueueError
+from rlix.serve.addresses import TOKEN_FILE
 from rlix.serve.queue.store import Store, User, digest
 
-TOKEN_FILE = "queue.token"
-"""In RLIX_HOME: the token of the user who runs the service; only that user can read it."""
 DEFAULT_TEAM = "default"
 _SCHEME = "bearer "
 
