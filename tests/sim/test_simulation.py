@@ -16,7 +16,6 @@ from rlix.scheduler.policies.base import Policy, Pool
 from rlix.scheduler.snapshot import Snapshot
 from rlix.scheduler.state import State
 from rlix.sim.bounds import bounds
-from rlix.sim.clairvoyant import best_known
 from rlix.sim.clock import VirtualClock
 from rlix.sim.engine import Simulation
 from rlix.sim.gangs_alone import gangs_alone
@@ -26,6 +25,7 @@ from rlix.sim.pool import admit, new_core
 from rlix.sim.results import POLICIES, simulate_one
 from rlix.sim.trace import SimulationError
 from rlix.sim.workload import Workload
+from tests.sim.clairvoyant import best_known
 
 # One trajectory length, so that a rollout on any number of bundles takes 1,000 tokens × 10 ms.
 ONE: dict[str, Any] = {
