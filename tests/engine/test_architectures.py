@@ -1,5 +1,6 @@
 """Each kind of model is loaded, trained, published and saved; its log-probabilities are transformers' own."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,20 @@ def test_quantized_rollouts_take_no_published_weights(tmp_path: Path) -> None:
     executor = TransformersExecutor(ModelSource.of(model.config), ExecutorOptions(), Site(DeviceKind.CPU))
     for refuses in (
         lambda: executor.load(published(model, 1), ALL_PARTS),
-        lambda: executor.weight_layouts(published(model, 1)),
+        lambda: executor._check_takes(published(model, 1)),
     ):
         with pytest.raises(WeightSyncError, match=r"is quantized \(fp8\).*unquantized model"):
             refuses()
     executor.close()
+
+
+def test_a_folder_that_says_beside_its_configuration_that_it_is_quantized_takes_none_either(tmp_path: Path) -> None:
+    model = made("qwen2")
+    model.save_pretrained(tmp_path)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(WeightSyncError, match=r"is quantized \(FP8, by hf_quant_config.json\).*unquantized model"):
+        ModelSource.of(tmp_path).check_takes_published()
 
 
 def test_a_checkpoint_that_lacks_an_expert_is_refused_by_its_name(tmp_path: Path) -> None:

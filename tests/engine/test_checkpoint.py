@@ -16,7 +16,7 @@ from rlix.engine.train import checkpoint
 from rlix.engine.train.materialize import ModuleSpec, build_module, parameters_on_meta
 from rlix.engine.train.stored import InFile
 from rlix.engine.train.together import WholeWriter
-from rlix.engine.weights.layout import Cut, shard
+from rlix.engine.weights.boxes import Cut, pieces_on_mesh
 from rlix.protocol.errors import RlixError, WeightSyncError
 from tests.engine.models import qwen
 from tests.engine.test_architectures import made
@@ -216,7 +216,9 @@ def test_a_rank_reads_just_what_it_holds(kind: str, tmp_path: Path, monkeypatch:
     everything = sum(read)
     read.clear()
     of_both = [
-        build_module(spec, CPU, None, lambda shape, rank=rank: shard(shape, (2,), (Cut(0),), (rank,), "")).state_dict()
+        build_module(
+            spec, CPU, None, lambda shape, rank=rank: pieces_on_mesh(shape, (2,), (Cut(0),), (rank,), "")
+        ).state_dict()
         for rank in range(2)
     ]
     assert sum(read) == everything

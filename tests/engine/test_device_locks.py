@@ -19,8 +19,8 @@ from tests.engine.models import folder
 from tests.engine.training_models import policy
 from tests.node.holders import Holder
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
-WAIT_S = 60.0
+pytestmark = [pytest.mark.ray]
+WAIT_S = 300.0
 THEIRS = Fence("another", 1, "another user's program", "rollout")
 
 

@@ -15,7 +15,7 @@ from rlix.protocol.messages import DeviceKind
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 
 CPU = torch.device("cpu")
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def make(source: object = None, seed: int | None = 0, **options: object) -> TransformersExecutor:

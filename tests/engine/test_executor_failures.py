@@ -20,7 +20,7 @@ from rlix.protocol.errors import NotResidentError, RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
 from tests.engine.models import greedy, model, published, qwen
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 LONG = GenerationRequest("long", (5, 6), 250)
 SHORT = GenerationRequest("short", (5, 6), 8, temperature=0.0)
 

@@ -23,7 +23,7 @@ from tests.engine.models import VOCABULARY, folder, greedy, model, qwen, tokeniz
 
 pytestmark = pytest.mark.ray
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.exceptions import RayTaskError
 
 import rlix
@@ -213,6 +214,8 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(settings: di
 def test_mistakes_in_calls_say_what_is_wanted(engine: InferenceEngine) -> None:
     with pytest.raises(ValueError, match="cannot move an engine to disk; known: cuda, cpu, meta"):
         engine.to("disk")
+    with pytest.raises(ValueError, match=r"cannot move an engine to cuda:1; .* that it was built for"):
+        engine.to("cuda:1")
     for params in (5, "temperature"):
         with pytest.raises(TypeError, match="sampling_params are a dictionary for all prompts, or a list of them"):
             engine.generate([[3]], params)  # type: ignore[arg-type]
@@ -220,4 +223,27 @@ def test_mistakes_in_calls_say_what_is_wanted(engine: InferenceEngine) -> None:
     for call in calls:
         with pytest.raises(TypeError, match="returns, not 'a/folder'"):
             call("a/folder")
+        with pytest.raises(TypeError, match="not dict: for those"):  # not all its tensors
+            call({"w": torch.zeros(3)})
     assert SamplingParams.of({"stop_token_ids": 5}).stop_token_ids == (5,)
+
+
+def test_a_replica_that_has_died_is_built_again_not_brought_back(engine: InferenceEngine) -> None:
+    replicas: Any = engine.replicas
+    replicas.lives[1] = WorkerError("rank 1 died")
+    engine._known = False
+    with pytest.raises(NotResidentError, match=r"rank 1 died; close\(\) the engine and build\(\) it again\)$"):
+        engine.generate([[3]])
+
+
+def test_whose_weights_come_back_after_meta_is_said(engine: InferenceEngine, caplog: pytest.LogCaptureFixture) -> None:
+    replicas: Any = engine.replicas
+    engine.update_weights(publish([], 2, put=lambda data: data))
+    away = SERVING.drain().released(keep_host=False)
+    for said in (1, 1):  # once: from then on they are the folder's
+        replicas.lives, engine._known = [away, away], False
+        engine.cuda()
+        assert sum("those it was given were dropped" in record.message for record in caplog.records) == said
+    replicas.lives, engine._known = [away, away], False
+    engine.cuda(weights=publish([], 3, put=lambda data: data))
+    assert len(caplog.records) == 1

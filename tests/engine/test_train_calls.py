@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,21 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 
+from rlix.engine.life_cycle import Residency
 from rlix.engine.residency import ResidentSet
 from rlix.engine.train import checkpoint, lifecycle
 from rlix.engine.train.engine import TrainEngine, _say_items
+from rlix.engine.train.evacuation import Evacuated
 from rlix.engine.train.last_call import LastCall
+from rlix.engine.train.layout import Layout
+from rlix.engine.train.lifecycle import StartedAs
+from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.random_state import random_state
 from rlix.engine.train.worker import TrainWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
-from rlix.protocol.messages import Device, DeviceKind
-from tests.engine.training_models import policy
+from rlix.protocol.messages import Device, DeviceKind, Process
+from tests.engine.training_models import Policy, policy
 
 
 class Ranks:
@@ -55,6 +61,17 @@ def test_an_argument_that_cannot_be_sent_costs_its_own_call_only(monkeypatch: py
         engine._run("ping", object(), timeout_s=1.0)
     assert recovered == ["asked"]  # whether the rank that was called waits for the other
     assert engine._run("ping", 3, timeout_s=1.0) == [(3,), (3,)]
+
+
+def test_arguments_divided_among_ranks_that_others_replaced_reach_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may change how the ranks are laid out while a call waits for its turn; two ranks stay two."""
+    monkeypatch.setattr(lifecycle, "settled", lambda *_: True)
+    engine, ranks = TrainEngine(policy()), Ranks()
+    engine._group, engine._layout = ranks, Layout(sequence=2)  # type: ignore[assignment]
+    with pytest.raises(RlixError, match=r"laid out otherwise .* no rank was called"):
+        engine._run("ping", 3, timeout_s=1.0, split_for=Layout(data=2))
+    assert [worker._calls for worker in ranks.workers] == [0, 0]
+    assert engine._run("ping", 3, timeout_s=1.0, split_for=engine._layout) == [(3,), (3,)]
 
 
 def test_a_method_that_leaves_the_program_leaves_its_rank_alive() -> None:
@@ -102,7 +119,7 @@ def test_state_is_handed_over_beside_what_reads_it_and_not_where_a_pass_begins_m
     worker._module, worker._executor = last._module, SimpleNamespace(settle=lambda _: None)  # type: ignore[assignment]
     worker._resident = ResidentSet("a rank", lambda: (), torch.device("cpu"))
     worker._last, last._count_shards = last, lambda: shards[0]  # type: ignore[method-assign]
-    for method in ("save", "save_state", "send_weights"):
+    for method in ("save", "save_state", "publish"):
         setattr(worker, method, worker.hand_over)
         assert worker.do(worker._calls + 1, method, False) is not None
     monkeypatch.setattr(checkpoint, "capture", lambda *_, **__: shards.__setitem__(0, 2) or captured)
@@ -164,19 +181,150 @@ def test_an_engine_whose_only_worker_has_ended_says_what_is_lost() -> None:
     with pytest.raises(WorkerError, match=r"its only worker has ended, and its state is lost\nbuild\(\)"):
         engine._run("ping", timeout_s=1.0)
     assert group.closed
+    assert "its only worker has ended" in engine.life.failure
+    with pytest.raises(RlixError, match=r"given up after an error: its only worker has ended"):
+        engine.train_step([[1]])
+
+
+class Group:
+    """Workers that answer at once; `during` is called when they are to answer a method of the engine's ranks."""
+
+    world_size, name = 2, "train"
+
+    def __init__(self, during: Callable[[str], object] = lambda _: None) -> None:
+        self.during, self.closed, self.processes = during, False, dict[int, Process]()
+
+    def call(self, *_: Any, **__: Any) -> list[Any]:
+        return []
+
+    def results(self, method: str, *_: Any, **__: Any) -> list[Any]:
+        self.during(method)
+        return [None, None]
+
+    def close(self, **_: Any) -> None:
+        self.closed = True
+
+
+def failed_engine(monkeypatch: pytest.MonkeyPatch, old: Group, new: Group) -> TrainEngine:
+    """On `old`, whose state `new` takes over."""
+    engine = TrainEngine(policy())
+    engine._group = old  # type: ignore[assignment]
+    engine._layout = Layout(data=2)
+    engine._started_as = StartedAs(None, ModuleSpec(Policy), None, "fork", 1.0, 1.0, None)  # type: ignore[arg-type]
+    engine._configured = [("use_sgd", (0.5,), {})]
+    monkeypatch.setattr(engine, "_start", lambda *_: new)
+    monkeypatch.setattr(lifecycle, "settled", lambda *_: False)
+    engine._moved(Residency.DEVICE)
+    return engine
+
+
+def test_nobody_can_call_new_workers_before_they_have_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    old, new = Group(), Group(lambda method: seen.append((method, engine._group is old)))
+    engine = failed_engine(monkeypatch, old, new)
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_: Evacuated(("a", "b"), agree=True))
+    lost, _ = engine._recover(old, "train_step")  # type: ignore[arg-type]
+    assert "started anew with their weights" in lost
+    assert seen == [("use_sgd", True), ("take_over", True)]
+    assert (engine._group, engine._calls, old.closed) == (new, 2, True)
+
+
+def test_workers_that_do_not_take_the_state_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise WorkerError("rank 1 failed")
+
+    old, new = Group(), Group(fail)
+    engine = failed_engine(monkeypatch, old, new)
+    with pytest.raises(WorkerError, match="rank 1 failed"):
+        engine._rebuild(old, Evacuated((), agree=True), (), Layout(data=2), None)
+    assert (engine._group, old.closed, new.closed) == (old, False, True)
+    new.during = lambda _: engine.close()
+    with pytest.raises(RlixError, match="was closed meanwhile"):
+        engine._rebuild(old, Evacuated((), agree=True), (), Layout(data=2), None)
+    assert engine._group is None
+
+
+def test_workers_that_have_ended_are_not_asked_where_the_bytes_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a move that failed the handle asks its workers where they are, once it has to know."""
+    old, new = Group(), Group()
+    engine = failed_engine(monkeypatch, old, new)
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_: Evacuated((), agree=True))
+    monkeypatch.setattr(engine, "_ask_workers", lambda: pytest.fail("they have ended"))
+    engine._known = False
+    lost, _ = engine._recover(old, "acquire", late=True)  # type: ignore[arg-type]
+    assert "started anew with their weights" in lost
+    assert engine._group is new
+
+
+def test_a_recovery_that_is_left_gives_the_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(_: str) -> None:
+        raise KeyboardInterrupt
+
+    old, new = Group(), Group(leave)
+    engine = failed_engine(monkeypatch, old, new)
+    monkeypatch.setattr(lifecycle, "evacuate", lambda *_: Evacuated((), agree=True))
+    with pytest.raises(KeyboardInterrupt):
+        engine._recover(old, "train_step")  # type: ignore[arg-type]
+    assert (engine._group, new.closed) == (None, True)
+    with pytest.raises(RlixError, match=r"given up after an error: new workers could not take its state"):
+        engine.train_step([[1]])
+
+
+def test_workers_that_were_built_meanwhile_are_not_those_that_a_recovery_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, others = Group(), Group(), Group()
+    engine = failed_engine(monkeypatch, old, new)
+    built = threading.Thread(target=lambda: engine._adopt(others, (), Layout(data=2), None))  # type: ignore[arg-type]
+
+    def closed_and_built(*_: Any) -> Evacuated:
+        engine.close()
+        built.start()
+        return Evacuated((), agree=True)
+
+    monkeypatch.setattr(engine, "_start", lambda *_: pytest.fail("for an engine that was closed"))
+    monkeypatch.setattr(lifecycle, "evacuate", closed_and_built)
+    lost, _ = engine._recover(old, "train_step")  # type: ignore[arg-type]
+    built.join(300.0)
+    assert "closed meanwhile" in lost
+    assert (engine._group, others.closed) == (others, False)
+    assert not engine.life.failure
+
+
+def test_two_threads_that_find_workers_failed_replace_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, evacuations = Group(), Group(), list[Any]()
+    begun, both = threading.Event(), threading.Event()
+    engine = failed_engine(monkeypatch, old, new)
+
+    def evacuated(group: Any, *_: Any) -> Evacuated:
+        evacuations.append(group)
+        begun.set()
+        assert both.wait(300.0)
+        return Evacuated((), agree=True)
+
+    monkeypatch.setattr(lifecycle, "evacuate", evacuated)
+    said: list[tuple[str, str]] = []
+    threads = [threading.Thread(target=lambda: said.append(engine._recover(old, "step"))) for _ in range(2)]  # type: ignore[arg-type]
+    threads[0].start()
+    assert begun.wait(300.0)
+    threads[1].start()
+    both.set()
+    for thread in threads:
+        thread.join(300.0)
+    assert evacuations == [old]
+    assert engine._group is new
+    assert sorted(said)[0] == ("", "")  # to the other one nothing is lost
 
 
 def test_an_engine_is_idle_while_no_call_is_under_way() -> None:
     engine, begun, ends = TrainEngine(policy()), threading.Event(), threading.Event()
-    engine._ran = lambda *_, **__: [begun.set(), ends.wait(60.0)]  # type: ignore[method-assign]
+    engine._ran = lambda *_, **__: [begun.set(), ends.wait(300.0)]  # type: ignore[method-assign]
     engine._last_ended = time.monotonic() - 100.0
     assert engine.idle_s > 99.0
     call = threading.Thread(target=lambda: engine._run("ping", timeout_s=1.0))
     call.start()
-    assert begun.wait(60.0)
+    assert begun.wait(300.0)
     assert engine.idle_s == 0.0
     ends.set()
-    call.join(60.0)
+    call.join(300.0)
     assert 0.0 < engine.idle_s < 99.0
     seen: list[float] = []
     engine._replace = lambda *_: seen.append(engine.idle_s)  # type: ignore[method-assign]

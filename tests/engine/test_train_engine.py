@@ -20,7 +20,7 @@ from rlix.protocol.messages import Device, DeviceKind, Fence
 from tests.engine.models import qwen
 from tests.engine.training_models import OneBatch, Policy, batch, policy
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]  # the first test waits for five workers to start
+pytestmark = [pytest.mark.ray]
 STEPS = 20
 
 
@@ -164,8 +164,8 @@ def test_training_goes_on_while_a_state_is_saved(engine: TrainEngine, tmp_path: 
     expected = train(engine, range(2, 4))  # changes every tensor while the save is being written
     second = engine.save_state(tmp_path / "later", asynchronous=True)
     engine.cpu()
-    assert first.wait(60.0) == tmp_path / "state"
-    assert second.wait(60.0).is_dir() and second.done()
+    assert first.wait(300.0) == tmp_path / "state"
+    assert second.wait(300.0).is_dir() and second.done()
     engine.cuda()
     engine.load_state(tmp_path / "state")
     assert engine.steps_done() == 2
@@ -176,7 +176,7 @@ def test_a_background_save_that_fails_says_so(one: TrainEngine, tmp_path: Path) 
     (tmp_path / "file").write_text("in the way")
     handle = one.save_state(tmp_path / "file" / "state", asynchronous=True)
     with pytest.raises(WorkerError, match=r"rank 0 failed to save to .*NotADirectoryError"):
-        handle.wait(60.0)
+        handle.wait(300.0)
     assert one.count(NeedParallel(batch(0))) == 9
 
 

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.engine.train.handover import Handover, Stretch, pack, unpack
+from rlix.engine.train.handover import Handover, pack, unpack
 from rlix.engine.train.layout import Layout, as_wide, asked_layout
-from rlix.engine.weights.layout import Box
+from rlix.engine.weights import buckets
+from rlix.engine.weights.boxes import Box
+from rlix.engine.weights.buckets import WeightSlice
 from rlix.protocol.errors import WeightSyncError
 
 
@@ -28,14 +30,14 @@ def test_however_a_tensor_is_cut_its_parts_make_it_whole(data: st.DataObject, ro
     unpack(target, data.draw(st.permutations(parts)))
     assert torch.equal(target["a"], whole)
     lost = parts.pop()
-    with pytest.raises(WeightSyncError, match=rf"does not cover a: {len(lost.data) // 4} element"):
+    with pytest.raises(WeightSyncError, match=rf"does not cover a: {lost.manifest.nbytes // 4} element"):
         unpack(target, parts)
 
 
 def cut(whole: torch.Tensor, box: Box) -> Handover:
     """What a rank hands over that holds this box alone."""
     values = whole[tuple(slice(*dim) for dim in box)].contiguous()
-    return Handover((Stretch("a", "float32", box, 0),), values.numpy().view("uint8").reshape(-1), "{}", "{}")
+    return Handover(*buckets.pack([(WeightSlice("a", tuple(whole.shape), box), values)]), "{}", "{}")
 
 
 def handed(**tensors: torch.Tensor) -> Handover:
@@ -47,7 +49,7 @@ def test_what_is_packed_is_unpacked_to_the_bit_and_copies_count_once() -> None:
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     unpack(targets, [handed(**tensors), handed(**tensors)])
     assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())
-    assert pack(tensors, 1)[0] == ()  # rank 0 hands over what all have
+    assert not pack(tensors, 1)[0]  # rank 0 hands over what all have
 
 
 def test_what_nobody_handed_over_is_named() -> None:

@@ -19,7 +19,7 @@ from rlix.protocol.errors import StaleEpochError, WorkerError
 from rlix.protocol.messages import Device, Fence
 from tests.engine.training_models import Swapping, batch, policy
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray]
 
 Places = tuple[tuple[Device, ...], ...]
 

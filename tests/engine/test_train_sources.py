@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from rlix.engine.train import checkpoint
+from rlix.engine.train.engine import TrainEngine
 from rlix.engine.train.materialize import module_description
 from rlix.engine.train.optimizers import optimizers, schedulers
 from rlix.engine.train.weights_source import weights_folder
 from rlix.nn import BaseTrainModule
+from rlix.protocol.errors import SpecError
 from tests.engine import models
 from tests.engine.training_models import Policy
 
@@ -27,6 +29,8 @@ def test_weights_come_from_where_the_configuration_was_loaded(tmp_path: Path, mo
         weights_folder("Policy", (config,), None)
     with pytest.raises(FileNotFoundError, match="Hugging Face model folder"):
         weights_folder("Policy", (config,), tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no model folder .*gone: give a folder"):
+        TrainEngine((Policy, tmp_path / "gone"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config._name_or_path = "nobody/nothing"
     with pytest.raises(FileNotFoundError, match=r"comes from nobody/nothing, which is no folder here"):
@@ -76,3 +80,15 @@ def test_a_parameter_that_was_never_stepped_has_no_state_after_loading_either(tm
     checkpoint.load_state(other, tmp_path / "state")
     assert other.frozen not in other.all[0].state
     assert other.body.weight in other.all[0].state
+
+
+def test_sequences_that_cannot_be_cut_so_are_refused_before_workers_start() -> None:
+    engine = TrainEngine((Policy, models.qwen()))  # 2 key heads
+    with pytest.raises(ValueError, match=r"sequence_parallel_size=3 must divide the .* and 2 key heads"):
+        engine.build(sequence_parallel_size=3, shard=3)
+
+
+def test_a_training_backend_that_is_none_is_one_sentence() -> None:
+    for wrong in ("nowhere:Mine", "pathlib:Nobody"):
+        with pytest.raises(SpecError, match="must be module:Class"):
+            TrainEngine((Policy, models.qwen()), wrong)

@@ -15,11 +15,9 @@ from rlix.engine import lora
 from rlix.engine.inference.requests import GenerationRequest, continued
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.train.engine import TrainEngine
+from rlix.engine.weights.boxes import whole
 from rlix.engine.weights.buckets import WeightSlice
-from rlix.engine.weights.layout import whole
-from rlix.engine.weights.plan import least_bytes
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights, named_weights, publish
-from rlix.engine.weights.shards import whole_layout
 from rlix.node import process
 from rlix.node.device_lock import LockRecord
 from rlix.node.node import Node
@@ -31,10 +29,9 @@ from tests.engine.training_models import Policy
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.vllm,
-    pytest.mark.timeout(360),  # vLLM starts slowly on a busy machine
 ]
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 CONFIG = qwen(hidden_size=128)  # vLLM's CPU attention wants heads of at least 32
 PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -102,11 +99,11 @@ def test_weights_are_replaced_in_place(engine: InferenceEngine) -> None:
     assert answers(engine) == expected(0)
 
 
-def test_a_trainer_sends_weights_directly(engine: InferenceEngine) -> None:
+def test_a_trainers_weights_replace_those_of_cached_prefixes(engine: InferenceEngine) -> None:
     long = list(range(3, 90)) * 2  # several blocks of vLLM's cache
     engine.generate([long], GREEDY)  # leaves them there, computed with the old weights
     with TrainEngine((Policy, CONFIG)).build(seed=3) as trainer:
-        report = trainer.p2p_weight_sync(engine, transport="direct")
+        report = trainer.p2p_weight_sync(engine)
         trained = model(0, CONFIG)
         trained.load_state_dict(trainer.state_dict())
     (output,) = engine.generate([long], GREEDY)
@@ -160,13 +157,11 @@ def _updates_move_what_each_worker_holds(engine: InferenceEngine) -> None:
         for name, tensor in new.items()
         for first, last in ((0, len(tensor) // 2), (len(tensor) // 2, len(tensor)))
     ]
-    (needed,) = engine.weight_layouts(stored(4, 1))
-    least = least_bytes([whole_layout(new)], needed)
     both = 2 * sum(tensor.nbytes for tensor in new.values())
-    assert 0.5 * both < least < 0.75 * both  # only norms, and biases that are not cut, are on both
+    on_both = sum(tensor.nbytes for name, tensor in new.items() if "norm" in name or name.endswith("o_proj.bias"))
     for published in (publish(halves, 1), stored(5, 2)):
         (report,) = engine.update_weights(published)
-        assert report.bytes == least
+        assert report.bytes == both // 2 + on_both
         assert answers(engine) == expected(3 + report.version)
 
 
@@ -264,7 +259,7 @@ def test_experts_are_replaced_in_place(ray_session: Any, tmp_path: Path) -> None
         engine.cuda()
         check(engine, 0)
         with TrainEngine((MoePolicy, config)).build(seed=3) as trainer:
-            trainer.p2p_weight_sync(engine, transport="direct")
+            trainer.p2p_weight_sync(engine)
             trained = moe(0)
             trained.load_state_dict(trainer.state_dict())
         answer = engine.generate([list(PROMPTS[0])], GREEDY)[0].outputs[0]

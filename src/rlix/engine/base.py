@@ -79,9 +79,11 @@ class Engine(ABC):
     def to(self, where: str | torch.device) -> MoveReport:
         """`cuda`, `cpu` or `meta`, as in PyTorch."""
         moves: dict[str, Callable[[], MoveReport]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
-        move = moves.get(str(where).split(":")[0])
+        move = moves.get(str(where))
         if move is None:
-            raise ValueError(f"cannot move an engine to {where!s}; known: {', '.join(moves)}")
+            raise ValueError(
+                f"cannot move an engine to {where!s}; known: {', '.join(moves)}, on the devices that it was built for"
+            )
         return move()
 
     def close(self) -> None:
@@ -112,7 +114,8 @@ class Engine(ABC):
 
     def _workers(self) -> WorkerGroup:
         if self._group is None:
-            raise RlixError(f"{self.name} has no workers (not built, closed, or given up after an error): build() it")
+            why = f"given up after an error: {self._life.failure}" if self._life.failure else "not built, or closed"
+            raise RlixError(f"{self.name} has no workers ({why}): build() it")
         return self._group
 
     def _end(self, *, graceful: bool) -> None:

@@ -42,6 +42,8 @@ class Residency(StrEnum):
     META = "meta"  # the bytes are gone; only names and shapes remain
 
 
+REBUILD = "close() the engine and build() it again"
+"""What to do where a worker is gone: no move brings it back."""
 SOURCE_VERSION = -1
 """The version of weights that came with the model's folder and were never published."""
 
@@ -161,7 +163,7 @@ class Life:
     def check_part(self, part: Part) -> None:
         """Raise NotResidentError unless this part is on the devices."""
         if part not in self.on:
-            raise NotResidentError(f"its {part} are not on the devices{self._why()}: call cuda() first (or load it)")
+            raise NotResidentError(f"its {part} are not on the devices{self._advice()}")
 
     def check_serving(self, who: str = "it") -> None:
         """Raise NotResidentError unless it can compute now; says what to call."""
@@ -177,7 +179,10 @@ class Life:
         if self.failure or self.on != self.whole:
             missing = " and ".join(sorted(self.whole - self.on))
             where = f"is {self.phase}" + (f", without {missing} on its devices" if missing else "")
-            raise NotResidentError(f"{who} {where}{self._why()}: call cuda() first (or load it)")
+            raise NotResidentError(f"{who} {where}{self._advice()}")
+
+    def _advice(self) -> str:
+        return self._why() if REBUILD in self.failure else f"{self._why()}: call cuda() first (or load it)"
 
     def _why(self) -> str:
         return f" ({self.failure})" if self.failure else ""

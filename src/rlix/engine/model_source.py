@@ -1,5 +1,6 @@
 """What a model is made of: a folder or hub name with weights, or a configuration whose weights are published later."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -67,7 +69,7 @@ class ModelSource:
 
     def check_takes_published(self) -> None:
         """Raises WeightSyncError for a quantized model: a trainer's weights come without the scales that it has."""
-        quantization = getattr(self.load_config(), "quantization_config", None)
+        quantization = getattr(self.load_config(), "quantization_config", None) or self._beside()
         if quantization is not None:
             said = quantization if isinstance(quantization, Mapping) else vars(quantization)
             raise WeightSyncError(
@@ -75,6 +77,17 @@ class ModelSource:
                 "trainer sends plain weights, without its scales; nothing was changed: build this engine of the "
                 "unquantized model"
             )
+
+    def _beside(self) -> dict[str, Any] | None:
+        """What says so in a file of its own, as TensorRT's model optimizer writes it."""
+        if self.path is None:
+            return None
+        name = "hf_quant_config.json"
+        file = Path(self.path) / name if self.is_local else try_to_load_from_cache(self.path, name)
+        if not isinstance(file, str | Path) or not Path(file).is_file():
+            return None
+        said = json.loads(Path(file).read_text(encoding="utf-8")).get("quantization", {})
+        return {"quant_method": f"{said.get('quant_algo', 'in a way of its own')}, by {name}"}
 
     def build(self, dtype: torch.dtype, *, weights: bool) -> PreTrainedModel:
         """The model on the CPU in eval mode; without `weights` its parameters are undefined until published."""

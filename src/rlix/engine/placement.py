@@ -69,7 +69,7 @@ def choose(
         load.update(dict.fromkeys(_held_by_others(pool), _STRANGERS))
     else:
         if wrong := [device for device in devices if not isinstance(device, Device)]:
-            raise ValueError(f"devices: {wrong[0]!r} is none: choose from rlix.engine.placement.pool_devices()")
+            raise ValueError(f"devices: {wrong[0]!r} is no device: choose from rlix.engine.placement.pool_devices()")
         pool, bundle = tuple(devices), 1  # in the order in which they are named
     return select(
         count,
@@ -183,13 +183,6 @@ def _in_shares(
             groups.append([device for own in sorted(shares, key=lambda own: order[own[0]]) for device in own])
             left[:span] = [free[share:] for free in left[:span]]
     return groups if len(groups) == count else []
-
-
-def common_address(devices: Iterable[Device]) -> str:
-    """An address of this process's node that workers on all these devices reach."""
-    here = ray.get_runtime_context().get_node_id()
-    alone = all(device.node_id == here for device in devices)
-    return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
 
 
 def pool_devices() -> tuple[Device, ...]:

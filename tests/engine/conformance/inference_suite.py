@@ -22,14 +22,13 @@ from rlix.engine.life_cycle import SOURCE, SOURCE_VERSION, Part, Phase, Residenc
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import known_answer
 from rlix.engine.weights.known_answer import KnownAnswer
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import PublishedWeights, named_weights, publish
 from rlix.protocol.errors import NotResidentError, RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind
-from tests.engine.channels import OneRank, OneReplica, to_executor
 from tests.engine.models import VOCABULARY, folder, greedy, logprobs, model, published, qwen
 
 CONFIG = qwen(hidden_size=128)  # heads of 32: some attention kernels want no smaller ones
-WAIT_S = 60.0
+WAIT_S = 300.0
 PROMPTS = [(5, 6, 7), (8, 9), (10, 11, 12, 13)]
 KIND = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
 
@@ -266,17 +265,18 @@ def test_a_pull_that_breaks_off_leaves_the_old_weights_or_none(executor: Inferen
     assert answers(executor) == expected(1)
 
 
-def test_a_transfer_that_breaks_in_the_middle_leaves_none_and_the_next_is_whole(
-    executor: InferenceExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_breaks_in_the_middle_leaves_none_and_the_next_is_whole(executor: InferenceExecutor) -> None:
     """Also where a backend joins several tensors into one, and had some of them."""
-    source = OneRank(model(1, CONFIG))
-    made = to_executor(monkeypatch, source, OneReplica(executor))
-    made.transfer(5, None, None)
+    named = named_weights(model(1, CONFIG))
+    whole = publish(named.items(), 5, bucket_bytes=2**14, put=lambda data: data.copy())
+    assert executor.update(whole) == sum(p.nbytes for p in model(1, CONFIG).parameters())
     assert (executor.life.version, answers(executor)) == (5, expected(1))
-    source.fail_at = "model.layers.0.self_attn.v_proj.weight"
+    cut = next(
+        entry.bucket for entry in whole.manifest.entries if entry.name.endswith("layers.1.self_attn.v_proj.weight")
+    )
+    short = (*whole.buckets[:cut], whole.buckets[cut][:4], *whole.buckets[cut + 1 :])
     with pytest.raises(Exception, match=r"\w"):
-        made.transfer(6, None, None)
+        executor.update(replace(whole, version=6, publication="broken", buckets=short))
     assert (executor.life.phase, executor.life.weights) == (Phase.FAILED, None)
     with pytest.raises(NotResidentError, match="call cuda"):
         answers(executor)
@@ -286,15 +286,15 @@ def test_a_transfer_that_breaks_in_the_middle_leaves_none_and_the_next_is_whole(
     assert answers(executor) == expected(4)
 
 
-def test_a_transfer_that_never_began_changes_nothing(
-    executor: InferenceExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor.update(other(4, version=6))
-    before, source = executor.life, OneRank(model(1, CONFIG))
-    source.refusal = "other things to do"
-    with pytest.raises(Exception, match="other things to do"):
-        to_executor(monkeypatch, source, OneReplica(executor)).transfer(7, None, None)
-    assert (executor.life, answers(executor)) == (before, expected(4))
+def test_who_is_asked_whether_weights_fit_says_what_an_update_would(executor: InferenceExecutor) -> None:
+    before = executor.life
+    executor.check_update(other(4, version=6))
+    with pytest.raises(WeightSyncError, match="nothing was changed"):
+        executor.check_update(published(model(1, qwen(hidden_size=128, num_hidden_layers=1)), version=2))
+    assert (executor.life, answers(executor)) == (before, expected(0))
+    executor.offload(keep_host=True)
+    with pytest.raises(NotResidentError, match="call cuda"):
+        executor.check_update(other(4, version=6))
 
 
 def test_a_folder_that_went_away_is_an_error_and_published_weights_still_work(tmp_path: Path) -> None:

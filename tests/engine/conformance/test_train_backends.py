@@ -19,7 +19,7 @@ from tests.engine import models
 from tests.engine.models import qwen
 from tests.engine.training_models import Descending, Swapping, batch, policy
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray]
 STEPS = 6
 
 
@@ -147,7 +147,7 @@ def test_its_state_goes_on_in_another_backend_and_back(
     engine: TrainEngine, plain: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     train(engine, range(2))
-    engine.save_state(tmp_path / "state", asynchronous=True).wait(60.0)
+    engine.save_state(tmp_path / "state", asynchronous=True).wait(300.0)
     with TrainEngine((Descending, qwen())).build(random_weights=True) as other:
         other.load_state(tmp_path / "state")
         losses = train(other, range(2, 4))

@@ -16,8 +16,6 @@ from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
 from rlix.engine.inference.requests import DecodingCounters, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Life, Part
 from rlix.engine.model_source import ModelSource
-from rlix.engine.weights.channel import Ticket
-from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.protocol.messages import Device, DeviceKind, Fence
 
@@ -126,34 +124,17 @@ class InferenceExecutor(ABC):
     def update(self, published: PublishedWeights) -> int:
         """Replace the resident weights in place, between two decoding steps; returns the bytes copied.
 
-        Requests in flight go on with the new weights. `published` may say that a trainer is sending them now
-        (`PublishedWeights.delivery`); then each worker of the executor takes part, through the channel it has joined.
+        Requests in flight go on with the new weights.
 
         Raises:
             NotResidentError: the weights are not on the devices.
-            WeightSyncError: they do not fit, or were not sent; nothing was changed, and generation goes on.
+            WeightSyncError: they do not fit; nothing was changed, and generation goes on.
             Anything else: they did not all arrive. The executor has failed, and what was in flight with it.
         """
 
     @abstractmethod
-    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        """What each worker, as many as `InferenceEngine.receivers` says, needs of the tensors offered.
-
-        Raises:
-            WeightSyncError: they do not fit.
-        """
-
-    @abstractmethod
-    def join_channel(self, tickets: Sequence[Ticket]) -> None:
-        """Have each worker open its end of a channel (see `rlix.engine.weights.channel`).
-
-        Raises:
-            WaitTimeoutError: a member did not come; names whom.
-        """
-
-    @abstractmethod
-    def leave_channel(self, channel_name: str) -> None:
-        """Close what is open of it; nothing happens where nothing is."""
+    def check_update(self, published: PublishedWeights) -> None:
+        """Raise the NotResidentError or WeightSyncError with which `update` would refuse; no byte is read."""
 
     @abstractmethod
     def submit(

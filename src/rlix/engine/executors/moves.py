@@ -6,21 +6,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-import torch
-
 from rlix.engine.executors.base import ExecutorOptions, InferenceExecutor, Site
 from rlix.engine.life_cycle import SOURCE, Part, Phase, WeightsId
 from rlix.engine.lora import AdapterConfig
 from rlix.engine.model_source import ModelSource
 from rlix.engine.time_limits import folder_bytes
-from rlix.engine.weights import channel
-from rlix.engine.weights.channel import Ticket
 from rlix.engine.weights.known_answer import KnownAnswer
-from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
-from rlix.engine.weights.shards import everything
 from rlix.protocol.errors import NotResidentError, RlixError, WeightSyncError
-from rlix.protocol.messages import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -120,23 +113,16 @@ class MovingExecutor(InferenceExecutor):
         size = folder_bytes(self._source.path) if published is None else published.manifest.nbytes
         return self._run("load", lambda: self._load(published, parts), size)
 
-    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        """One worker, which takes every tensor as it is."""
-        self._check_takes(offered)
-        return [everything(offered.manifest)]
+    def check_update(self, published: PublishedWeights) -> None:
+        self._run("check_update", lambda: self._check_update(published))
 
-    def join_channel(self, tickets: Sequence[Ticket]) -> None:
-        (ticket,) = tickets
-        channel.join(ticket, torch.device("cuda" if self._site.kind is DeviceKind.CUDA else "cpu"))
-
-    def leave_channel(self, channel_name: str) -> None:
-        channel.leave(channel_name)
+    def _check_update(self, published: PublishedWeights) -> None:
+        self.life.check_part(Part.WEIGHTS)
+        self._check_takes(published)
 
     def update(self, published: PublishedWeights) -> int:
         def action() -> int:
-            self.life.check_part(Part.WEIGHTS)
-            self._check_takes(published)
-            published.check_base(self.life.weights)
+            self._check_update(published)
             moved = self._overwrite(published)
             self._check_answer()
             return moved
@@ -251,7 +237,7 @@ class MovingExecutor(InferenceExecutor):
         try:
             moved = 0
             if before is None or before.publication != published.publication:
-                self._expect("written" if published.delivery is None else "received", published)
+                self._expect("written", published)
                 moved = self._write(published)
             moved += self._serve(published.adapters)
         except WeightSyncError:

@@ -6,18 +6,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from rlix.protocol.errors import RlixError
+from rlix.protocol.errors import RlixError, SpecError
 from rlix.protocol.messages import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A backend by its "module:Class", which only replicas import.
+    """A backend by its "module:Class".
 
     Attributes:
         start: how its replicas start; "spawn" when the class must be the first to import something.
-        splits: whether each device of a bundle holds a part of the model, and receives what a trainer sends directly;
-            False: the first device holds all.
         spans: whether a replica may be on several nodes, with as many devices on each: `Site.further` says which.
         environment: variables that a replica's process needs before it imports anything, from the devices' kind, the
             threads of a virtual GPU, and whether the model is on this machine's disk. Raises RlixError when the
@@ -26,17 +24,16 @@ class Backend:
 
     target: str
     start: Literal["fork", "spawn"] = "fork"
-    splits: bool = False
     spans: bool = False
     environment: Callable[[DeviceKind, int, bool], Mapping[str, str]] = lambda *_: {}
 
     def load(self) -> Any:
-        """The class. Raises RlixError when there is none."""
+        """The class. Raises SpecError when there is none."""
         module, _, name = self.target.partition(":")
         try:
             return getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise RlixError(f"executor {self.target!r}: {error}; it must be module:Class, importable here") from error
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SpecError(f"executor {self.target!r}: {error}; it must be module:Class, importable here") from None
 
 
 def register(name: str, backend: Backend) -> None:
@@ -47,12 +44,18 @@ def register(name: str, backend: Backend) -> None:
 
 
 def backend(name: str) -> Backend:
-    """By its name or its "module:Class". Raises ValueError for a name that is neither."""
+    """By its name or its "module:Class", which is imported. Raises SpecError for what is no `InferenceExecutor`."""
     if name in _BACKENDS:
         return _BACKENDS[name]
     if ":" in name:
-        return Backend(name)
-    raise ValueError(f"unknown executor {name!r} for InferenceEngine; known: {', '.join(_BACKENDS)}, or module:Class")
+        from rlix.engine.executors.base import InferenceExecutor
+
+        made = Backend(name)
+        found = made.load()
+        if not (isinstance(found, type) and issubclass(found, InferenceExecutor)):
+            raise SpecError(f"executor {name!r} is no {InferenceExecutor.__module__}.InferenceExecutor")
+        return made
+    raise SpecError(f"unknown executor {name!r} for InferenceEngine; known: {', '.join(_BACKENDS)}, or module:Class")
 
 
 def _vllm_environment(kind: DeviceKind, cpu_threads: int, local: bool) -> Mapping[str, str]:
@@ -83,7 +86,6 @@ _BACKENDS = {
     "vllm": Backend(
         "rlix.engine.executors.vllm:VllmExecutor",
         start="spawn",
-        splits=True,
         spans=True,
         environment=_vllm_environment,
     ),

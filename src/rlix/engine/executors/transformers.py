@@ -20,9 +20,7 @@ from rlix.engine.movers import mover_for
 from rlix.engine.residency import ResidentSet
 from rlix.engine.weights import publication
 from rlix.engine.weights.buckets import dtype_name
-from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
-from rlix.engine.weights.shards import whole_layout
 from rlix.protocol.messages import DeviceKind
 
 _VIRTUAL_KV_BYTES = 2**30
@@ -119,11 +117,6 @@ class TransformersExecutor(LoopExecutor):
         if self._expected is None:
             self._expected = self._source.on_meta()
         publication.check(self._expected, published)
-
-    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        self._check_takes(offered)
-        assert self._expected is not None
-        return [whole_layout(publication.targets_of(self._model or self._expected, offered))]
 
     def _fill(self, published: PublishedWeights | None) -> int:
         if published is None:

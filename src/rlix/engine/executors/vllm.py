@@ -26,9 +26,7 @@ from rlix.engine.life_cycle import Part
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
 from rlix.engine.weights.buckets import dtype_name
-from rlix.engine.weights.channel import Ticket, TransferError
-from rlix.engine.weights.layout import Layout
-from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights
+from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights, TransferError
 from rlix.flow.scratch import Scratch
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
@@ -284,23 +282,6 @@ class VllmExecutor(LoopExecutor):
             self._expected = self._source.on_meta()
         return self._expected
 
-    def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        def ask() -> list[Layout]:
-            self.life.check_part(Part.WEIGHTS)
-            self._check_takes(offered)
-            layouts: list[Layout] = self._rpc("rlix_layout", offered.manifest, self._source)
-            return layouts
-
-        return self._run("weight_layouts", ask)
-
-    def join_channel(self, tickets: Sequence[Ticket]) -> None:
-        for error in self._run("join_channel", lambda: self._rpc("rlix_join", tickets)):
-            if error is not None:
-                raise error
-
-    def leave_channel(self, channel_name: str) -> None:
-        self._run("leave_channel", lambda: None if self._engine is None else self._rpc("rlix_leave", channel_name))
-
     def _fill(self, published: PublishedWeights | None) -> int:
         built = self._engine is None
         if built:
@@ -326,8 +307,6 @@ class VllmExecutor(LoopExecutor):
 
     def _write(self, published: PublishedWeights) -> int:
         """Requests in flight go on, their KV cache computed anew with the new weights."""
-        if published.delivery is not None and published.delivery.names is not None:
-            raise WeightSyncError("vLLM loads a layer's tensors together, not some of them: sync all names")
         for progress in self._running.values():  # these tokens are the old weights'
             self._catch_up(progress)
         with ExitStack() as stack:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlix.engine.weights.buckets import WeightEntry, dtype_name
-from rlix.engine.weights.layout import Box, Layout, Part, Piece, whole, without
+from rlix.engine.weights.boxes import Box, whole, without
+from rlix.engine.weights.buckets import WeightEntry
 from rlix.engine.weights.naming import as_stored
+from rlix.engine.weights.publication import Wanted
 
 logger = logging.getLogger(__name__)
 
 
-def needed(model: torch.nn.Module, entries: Iterable[WeightEntry], trained: torch.nn.Module) -> Layout:
+def needed(model: torch.nn.Module, entries: Iterable[WeightEntry], trained: torch.nn.Module) -> Wanted:
     """What `model.load_weights`, of a model on meta, reads of these tensors of `trained`, transformers' model."""
     reads = Reads(entries)
     try:
@@ -29,7 +30,7 @@ def needed(model: torch.nn.Module, entries: Iterable[WeightEntry], trained: torc
     except (RuntimeError, NotImplementedError) as error:  # a loader that looks at values, which nothing on meta has
         logger.warning("this worker will receive whole tensors, because vLLM's loader does not run on meta: %s", error)
         reads.note_all()
-    return reads.layout()
+    return reads.boxes()
 
 
 def meta_model(vllm_config: Any) -> torch.nn.Module:
@@ -50,46 +51,39 @@ class Reads(TorchDispatchMode):
 
     def __init__(self, entries: Iterable[WeightEntry]) -> None:
         super().__init__()
-        self._entries = {entry.name: entry for entry in entries}
         self._given = {
-            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-            for name, entry in self._entries.items()
+            entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for entry in entries
         }
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in self._given.items()}
         self._boxes: dict[str, list[Box]] = {}
-        self._dtypes: dict[str, set[str]] = {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._given.items()
 
-    def layout(self) -> Layout:
-        return Layout({name: self._part(name, entry) for name, entry in self._entries.items()})
+    def boxes(self) -> Wanted:
+        return {name: self._read(name) for name in self._given}
 
     def note_all(self) -> None:
         for name, tensor in self._given.items():
             self._boxes[name] = [whole(tensor.shape)] if tensor.numel() else []
-            self._dtypes.pop(name, None)
 
-    def _part(self, name: str, entry: WeightEntry) -> Part:
+    def _read(self, name: str) -> list[Box]:
         boxes: list[Box] = []
         for read in self._boxes.get(name, ()):
             fresh = [read]
             for known in boxes:
                 fresh = [rest for box in fresh for rest in without(box, known)]
             boxes += fresh
-        dtypes = self._dtypes.get(name, set())
-        pieces = tuple(Piece(box, name, tuple(start for start, _ in box)) for box in boxes)
-        return Part(next(iter(dtypes)) if len(dtypes) == 1 else entry.dtype, entry.shape, pieces)
+        return boxes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            copying = func is torch.ops.aten.copy_.default
-            for index, tensor in enumerate(args):
+            for tensor in args:
                 if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                    self._note(tensor, args[0] if copying and index == 1 else None)
+                    self._note(tensor)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, read: torch.Tensor, into: torch.Tensor | None) -> None:
+    def _note(self, read: torch.Tensor) -> None:
         name = self._names.get(read.untyped_storage()._cdata)
         if name is None:
             return
@@ -97,8 +91,6 @@ class Reads(TorchDispatchMode):
         box = box_of(read, whole_tensor) or whole(whole_tensor.shape)
         if read.numel():
             self._boxes.setdefault(name, []).append(box)
-        # What it is read into says its dtype there; read otherwise, it is wanted as it is.
-        self._dtypes.setdefault(name, set()).add(dtype_name((read if into is None else into).dtype))
 
 
 def box_of(view: torch.Tensor, tensor: torch.Tensor) -> Box | None:

@@ -20,12 +20,10 @@ from vllm.platforms.interface import set_assigned_physical_gpu_ids
 
 from rlix.engine.executors import vllm_layout
 from rlix.engine.model_source import ModelSource
-from rlix.engine.weights import channel, publication, streams
+from rlix.engine.weights import publication
 from rlix.engine.weights.buckets import Manifest
-from rlix.engine.weights.channel import Ticket, TransferError
-from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.naming import as_stored
-from rlix.engine.weights.publication import PublishedWeights
+from rlix.engine.weights.publication import PublishedWeights, TransferError, Wanted
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import RlixError, WeightSyncError
@@ -99,8 +97,7 @@ class ReplicaWorker:
     vllm_config: Any
     reload_weights: Callable[..., None]
     rank: int
-    device: torch.device
-    _layout: tuple[dict[str, Any], Layout] | None = None
+    _wanted: tuple[dict[str, Any], Wanted] | None = None
     _trained: torch.nn.Module | None = None
 
     def rlix_lock(self, fence: Fence | None) -> None:
@@ -111,13 +108,13 @@ class ReplicaWorker:
         else:
             _locks.acquire(fence, LOCK_TIMEOUT_S)
 
-    def rlix_layout(self, offered: Manifest, source: ModelSource) -> Layout:
-        """What this worker needs of a trainer's tensors."""
+    def _needed(self, offered: Manifest, source: ModelSource) -> Wanted:
+        """What this worker reads of a trainer's tensors."""
         tensors = {entry.name: (entry.shape, entry.dtype) for entry in offered.entries}
-        if self._layout is None or self._layout[0] != tensors:
+        if self._wanted is None or self._wanted[0] != tensors:
             expected = vllm_layout.meta_model(self.model_runner.vllm_config)
-            self._layout = tensors, vllm_layout.needed(expected, offered.entries, self._trained_as(source))
-        return self._layout[1]
+            self._wanted = tensors, vllm_layout.needed(expected, offered.entries, self._trained_as(source))
+        return self._wanted[1]
 
     def _trained_as(self, source: ModelSource) -> torch.nn.Module:
         """The model as transformers has it, without bytes: whose tensors arrive."""
@@ -125,39 +122,22 @@ class ReplicaWorker:
             self._trained = source.on_meta()
         return self._trained
 
-    def rlix_join(self, tickets: Sequence[Ticket]) -> RlixError | None:
-        """Returns what went wrong, as `rlix_reload` does."""
-        try:
-            channel.join(tickets[self.rank], self.device)
-        except RlixError as error:
-            return error
-        return None
-
-    def rlix_leave(self, name: str) -> None:
-        channel.leave(name)
-
     def rlix_reload(self, by_node: Sequence[PublishedWeights], source: ModelSource) -> RlixError | int:
         """Replace the weights in place, with vLLM's post-processing of a load. Buckets must be on this node by now.
 
-        vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So only that part arrives,
-        or is read of what is published; it comes to lie in a tensor of the whole's shape that is otherwise undefined.
+        vLLM's loaders cut this worker's part out of whole tensors and leave the rest unread. So only that part is read
+        of what is published; it comes to lie in a tensor of the whole's shape that is otherwise undefined.
 
         Returns the bytes that were read, or what went wrong, because errors do not pass between vLLM's processes with
         their types: a WeightSyncError when nothing was changed, else one that leaves the weights undefined, but vLLM
         fit for others.
         """
-        published = by_node[self.vllm_config.parallel_config.node_rank].received_by(worker=self.rank)
+        published = by_node[self.vllm_config.parallel_config.node_rank]
         wanted = None
-        if published.delivery is not None:
-            device, entries = self.device, streams.expected(published.delivery)
-        else:  # put together in host memory, where what is not written to takes no room
-            device, entries = torch.device("cpu"), published.manifest.entries
-            if self.vllm_config.parallel_config.world_size > 1:
-                wanted = self.rlix_layout(published.manifest, source)
-        moved = (
-            sum(entry.nbytes for entry in entries) if wanted is None else publication.needed_bytes(published, wanted)
-        )
-        arriving = publication.stream(published, device=device, wanted=wanted)
+        if self.vllm_config.parallel_config.world_size > 1:
+            wanted = self._needed(published.manifest, source)
+        moved = published.manifest.nbytes if wanted is None else publication.needed_bytes(published, wanted)
+        arriving = publication.stream(published, wanted=wanted)
         named = ((entry.name, tensor) for entry, tensor in arriving)
         try:
             first = list(islice(named, 1))  # whoever refuses does so now, before vLLM takes its layers apart

@@ -22,12 +22,10 @@ from rlix.engine.inference.replica import Replica, ReplicaReport
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult, RequestOutput, TextChunk
 from rlix.engine.inference.stream import text_chunks
 from rlix.engine.inference.turns import OnTurn, run_here, take_turns
-from rlix.engine.life_cycle import Life, Part, Phase, joint
+from rlix.engine.life_cycle import REBUILD, Life, Part, Phase, joint
 from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import dealt
 from rlix.engine.residency import MoveReport
-from rlix.engine.weights.channel import Ticket
-from rlix.engine.weights.layout import Layout
 from rlix.engine.weights.publication import PublishedWeights, check_published
 from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
@@ -48,8 +46,6 @@ class InferenceEngine(Engine):
         executor: "transformers", "vllm", a name given to `executors.registry.register`, or the "module:Class" of an
             `InferenceExecutor`; what holds for the answers of each is said at its class.
         name: of the workers, in logs and errors.
-
-    With executor "transformers" and `tensor_parallel_size` above 1, a bundle's model is on its first device.
     """
 
     def __init__(
@@ -61,11 +57,11 @@ class InferenceEngine(Engine):
     ) -> None:
         super().__init__(name)
         self._backend = backend(executor)
+        self._given = False  # whether its weights are others than the source's own
         self.source = ModelSource.of(source)
         self.executor = executor
         self._reader: PromptReader | None = None
         self._turn = itertools.count()  # of replicas to take the next stream
-        self._bundles: Sequence[tuple[Device, ...]] = ()
 
     def build(
         self,
@@ -106,7 +102,9 @@ class InferenceEngine(Engine):
                 is on a device until `cuda()`, or a `load` of a replica under a lease.
             start: how workers start; default: "fork" (fast), and "spawn" for vLLM, which needs it.
             cpu_threads: of a replica on a virtual GPU.
-            call_timeout_s: longest a call may take.
+            build_timeout_s: longest that replicas may take to start, without loading weights.
+            call_timeout_s: longest that any call may take, `generate` and loading weights too; after it the call raises
+                WaitTimeoutError, and `generate` ends its requests.
 
         The others are described at `ExecutorOptions`.
 
@@ -124,9 +122,8 @@ class InferenceEngine(Engine):
             acceptable_node_ips=acceptable_node_ips,
         )
         bundles = placement.bundles_of(chosen, tensor_parallel_size, spans=self._backend.spans)
-        size = tensor_parallel_size
         options = ExecutorOptions(
-            tensor_parallel_size=size,
+            tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -158,7 +155,7 @@ class InferenceEngine(Engine):
             cpu_threads=cpu_threads,
             start_timeout_s=build_timeout_s,
         )
-        self.devices, self._bundles = chosen, bundles
+        self.devices = chosen
         try:
             if load and self.source.has_weights:
                 self.cuda()
@@ -173,12 +170,6 @@ class InferenceEngine(Engine):
         """The replica actors, one rank per bundle; see `Replica` for what they can be asked."""
         return self._workers()
 
-    @property
-    def receivers(self) -> tuple[tuple[Device, ...], ...]:
-        """Of each replica: the devices that receive its weights. vLLM splits a model over its bundle."""
-        self._workers()
-        return tuple(bundle if self._backend.splits else bundle[:1] for bundle in self._bundles)
-
     def _ask_workers(self) -> Life:
         return joint([self._asked(rank) for rank in range(self.replicas.world_size)])
 
@@ -187,7 +178,7 @@ class InferenceEngine(Engine):
         try:
             (report,) = self.replicas.run("report", ranks=[rank], timeout_s=_REPORT_TIMEOUT_S)
         except (WorkerError, WaitTimeoutError) as error:
-            return f"{error}; close() the engine and build() it again"
+            return f"{error}; {REBUILD}"
         life: Life = report.life
         return life
 
@@ -292,8 +283,7 @@ class InferenceEngine(Engine):
     ) -> AsyncIterator[TextChunk]:
         """Answer one prompt piece by piece: `async for chunk in engine.stream(...)`. Leaving the loop aborts it.
 
-        Raises:
-            As `generate_async`, and WaitTimeoutError when the next piece does not arrive.
+        Raises as `generate_async`, and WaitTimeoutError when the next piece does not arrive.
         """
         (request,) = self._read([prompt], sampling_params, None if request_id is None else [request_id])
         assert self._reader is not None
@@ -326,39 +316,37 @@ class InferenceEngine(Engine):
 
     # ---- weights and residency -------------------------------------------------------------------------------
 
-    def weight_layouts(self, offered: PublishedWeights) -> list[list[Layout]]:
-        """What of a trainer's tensors each worker of each replica needs.
-
-        Raises:
-            WorkerError: the weights do not fit; `__cause__` says why.
-        """
-        return self.replicas.run("weight_layouts", offered, timeout_s=self._timeout_s)
-
-    def join_channel(self, tickets: Sequence[Sequence[Ticket]]) -> None:
-        """Have every worker take its end of a channel. Raises WorkerError: one could not; `__cause__` says why."""
-        self.replicas.run("join_channel", PerRank(tickets), timeout_s=self._timeout_s)
-
-    def leave_channel(self, channel: str) -> None:
-        if self._group is not None:
-            self._group.run("leave_channel", channel, timeout_s=self._timeout_s)
+    def check_weights(self, published: PublishedWeights) -> None:
+        """Raise what `update_weights` would because a replica cannot take these weights; nothing is changed."""
+        check_published(published)
+        try:
+            self.replicas.run("check_update", published, timeout_s=self._timeout_s)
+        except WorkerError as error:
+            self._known = False
+            raise plainly(error) from error.__cause__
 
     def update_weights(self, published: PublishedWeights) -> tuple[ReplicaReport, ...]:
         """Replace the weights on every replica, in place; caches of what the old ones computed are dropped.
 
+        All replicas are asked first: where one cannot take them, none does.
+
         Raises:
             TypeError: these are no published weights. NotResidentError: the weights are not on the devices.
-            WeightSyncError: they do not fit, or were not sent. Replicas that refused go on as they were.
+            WeightSyncError: they do not fit. All replicas go on as they were.
             Anything else: they did not all arrive. The replicas concerned have failed, and say so when they are used.
         """
-        check_published(published)
-        return tuple(self._call("update", published))
+        self.check_weights(published)
+        reports = tuple(self._call("update", published))
+        self._given = True
+        return reports
 
     def cuda(
         self, what: Literal["weights", "kv_cache"] | None = None, *, weights: PublishedWeights | None = None
     ) -> MoveReport:
         """Bring everything, or only the weights or the KV cache, onto the devices (virtual ones too).
 
-        After `meta()` the weights come from the source's folder, unless `weights` gives published ones.
+        After `meta()` the weights come from the source's folder, unless `weights` gives published ones; where others
+        than the folder's were dropped a warning says so.
 
         Raises:
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
@@ -371,19 +359,28 @@ class InferenceEngine(Engine):
         self._workers()
         if Part.KV_CACHE in parts and Part.WEIGHTS not in {*parts, *self.life.on}:
             raise NotResidentError(f'{self.name} has no weights on its devices: call cuda("weights") first')
+        dropped = self._given and weights is None and Part.WEIGHTS in parts and self.life.weights is None
         reports = self._call("load", weights, None, parts)
-        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
+        if dropped:
+            logger.warning(
+                "%s has the weights of %s again: those it was given were dropped; to have them back, cuda(weights=...) "
+                "with what publish() returned, or sync again",
+                self.name,
+                self.source.path,
+            )
+        self._given = (self._given and not dropped) or weights is not None
+        return merged(report.moved for report in reports)
 
     def cpu(self) -> MoveReport:
         """Release the devices' memory; the weights wait in host memory, the KV cache is dropped."""
         self._workers()
         if self.life.phase is Phase.OFF:
             raise NotResidentError(f"{self.name} has no bytes to move to the host: it is on meta; call cuda() first")
-        return self._release(keep_host=True)
+        return self.release(None, keep_host=True)
 
     def meta(self) -> MoveReport:
         """Drop every byte on devices and host."""
-        return self._release(keep_host=False)
+        return self.release(None, keep_host=False)
 
     def acquire(self, lease: Fence | None, weights: PublishedWeights | None = None) -> MoveReport:
         """Bring everything onto the devices under a lease (None: the program's own account), with these weights, or
@@ -394,13 +391,10 @@ class InferenceEngine(Engine):
             DeviceBusyError: somebody else has bytes on a device; names the process and its job.
         """
         self._workers()
-        return merged(MoveReport(report.bytes, report.seconds) for report in self._call("load", weights, lease))
+        reports = self._call("load", weights, lease)
+        self._given = self._given or weights is not None
+        return merged(report.moved for report in reports)
 
     def release(self, lease: Fence | None, *, keep_host: bool = False) -> MoveReport:
         """Free the devices' memory, and end the lease for this engine. What was generating is aborted."""
-        reports = self._call("offload", lease, keep_host)
-        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
-
-    def _release(self, *, keep_host: bool) -> MoveReport:
-        reports = self._call("offload", None, keep_host)
-        return merged(MoveReport(report.bytes, report.seconds) for report in reports)
+        return merged(report.moved for report in self._call("offload", lease, keep_host))

@@ -17,8 +17,7 @@ from rlix.engine.executors.registry import Backend
 from rlix.engine.inference.requests import Collected, GenerationChunk, GenerationRequest, GenerationResult
 from rlix.engine.life_cycle import Life, Part, Phase, Residency
 from rlix.engine.model_source import ModelSource
-from rlix.engine.weights.channel import Ticket
-from rlix.engine.weights.layout import Layout
+from rlix.engine.residency import MoveReport
 from rlix.engine.weights.publication import PublishedWeights
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
@@ -45,6 +44,10 @@ class ReplicaReport:
     bytes: int
     seconds: float
     device_bytes: int
+
+    @property
+    def moved(self) -> MoveReport:
+        return MoveReport(self.bytes, self.seconds)
 
     @property
     def phase(self) -> Phase:
@@ -115,24 +118,12 @@ class Replica(Worker):
     async def update(self, weights: PublishedWeights) -> ReplicaReport:
         """Replace the weights in place; requests in flight go on with the new ones."""
         async with self._moving:
-            mine = weights.received_by(replica=self.ctx.rank)
-            return await self._move(lambda: self._executor.update(mine), self._declared.sync_s)
+            return await self._move(lambda: self._executor.update(weights), self._declared.sync_s)
 
-    async def weight_layouts(self, offered: PublishedWeights) -> list[Layout]:
-        """What each of the executor's workers needs of a trainer's tensors.
-
-        Raises:
-            WeightSyncError: they do not fit.
-        """
+    async def check_update(self, weights: PublishedWeights) -> None:
+        """Raise the NotResidentError or WeightSyncError with which `update` would refuse."""
         async with self._moving:
-            return await asyncio.to_thread(self._executor.weight_layouts, offered)
-
-    async def join_channel(self, tickets: Sequence[Ticket]) -> None:
-        """Take the workers' ends of a channel. Raises WaitTimeoutError: a member did not come; names whom."""
-        await asyncio.to_thread(self._executor.join_channel, tickets)
-
-    async def leave_channel(self, channel: str) -> None:
-        await asyncio.to_thread(self._executor.leave_channel, channel)
+            await asyncio.to_thread(self._executor.check_update, weights)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The results, in order, when all requests are finished or aborted.

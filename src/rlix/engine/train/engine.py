@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlix.engine import placement
 from rlix.engine.base import merged, named_dtype
 from rlix.engine.life_cycle import Life, Residency, joint
-from rlix.engine.parallel import Items, combine, scatter
+from rlix.engine.parallel import Items, combine
 from rlix.engine.residency import MoveReport
 from rlix.engine.time_limits import folder_bytes, loading_s
+from rlix.engine.train import sequence
+from rlix.engine.train.arguments import for_ranks
 from rlix.engine.train.executor import TrainExecutor, find
 from rlix.engine.train.layout import Layout, as_wide, asked_layout
 from rlix.engine.train.lifecycle import StartedAs
@@ -24,7 +27,6 @@ from rlix.engine.train.materialize import ModuleSpec, module_description
 from rlix.engine.train.state_calls import StateCalls
 from rlix.engine.train.weights_source import weights_folder
 from rlix.engine.train.worker import TrainStatus
-from rlix.flow.workers.group import PerRank
 from rlix.nn import BaseTrainModule, is_configuring, reduction_of, undone_by
 from rlix.protocol.errors import WorkerError
 from rlix.protocol.messages import Device, Fence, Process
@@ -202,6 +204,10 @@ class TrainEngine(StateCalls):
                 f"sequence_parallel_size={asked.sequence}: executor {self._executor.__name__} does not compute on "
                 "parts of sequences; 'fsdp2' does"
             )
+        if asked.sequence > 1 and issubclass(self._class, PreTrainedModel):  # before workers have started in vain
+            for given in (*self._args, *self._kwargs.values()):
+                if isinstance(given, PretrainedConfig):
+                    sequence.check(given, self._class.__name__, asked.sequence)
         return self._executor.arrange(asked)
 
     # ---- methods of the module ---------------------------------------------------------------------------------
@@ -223,26 +229,31 @@ class TrainEngine(StateCalls):
     def _call_module(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check_resident()
         self._check_arguments(name, args, kwargs)
-        parts, ranks = self._layout.data, range(self._layout.world)
-        scattered = scatter(args, kwargs, parts)
+        layout = self._layout
+        given = for_ranks(layout, args, kwargs)
         method = getattr(self._class, name)
-        chosen = reduction_of(method) or ("first" if scattered.items is None else "gather")
-        of_rank = [self._data_part(rank) for rank in ranks]
-        mine = (
-            PerRank([scattered.args[part] for part in of_rank]),
-            PerRank([scattered.kwargs[part] for part in of_rank]),
-        )
+        chosen = reduction_of(method) or ("first" if given.items is None else "gather")
+        first = chosen == "first"
         try:
-            answers = self._run("call", name, *mine, self._epoch, chosen == "first", timeout_s=self._timeout_s)
+            answers = self._run(
+                "call",
+                name,
+                given.args,
+                given.kwargs,
+                self._epoch,
+                first,
+                timeout_s=self._timeout_s,
+                split_for=layout,
+            )
         except WorkerError as error:
-            _say_items(error, scattered.items, of_rank)
+            _say_items(error, given.items, given.parts)
             raise
         if is_configuring(method):
             self._configured.append((name, args, kwargs))
         if (undone := undone_by(method)) is not None:
             self._configured = [call for call in self._configured if (call[0], call[1][:1]) != (undone, args[:1])]
-        results = [answers[of_rank.index(part)] for part in range(parts)]
-        return combine(results, chosen, scattered.items)
+        results = [answers[given.parts.index(part)] for part in range(layout.data)]
+        return combine(results, chosen, given.items)
 
     def read(self, name: str, /, *args: Any) -> Any:
         """Call a method of the module that only reads its own tensors, without collectives; what rank 0 returns.
@@ -260,9 +271,6 @@ class TrainEngine(StateCalls):
                 signature(method, follow_wrapped=False).bind(None, *args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{self._class.__name__}.{name}(): {error}") from None
-
-    def _data_part(self, rank: int) -> int:
-        return self._layout.data_part(rank)
 
     # ---- residency ---------------------------------------------------------------------------------------------
 

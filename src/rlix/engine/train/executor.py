@@ -22,6 +22,7 @@ from rlix.engine.train.optimizers import optimizers
 from rlix.engine.train.parts import Parts
 from rlix.flow.workers.worker import WorkerContext
 from rlix.nn import BaseTrainModule, ProcessGroups
+from rlix.protocol.errors import SpecError
 
 
 class TrainExecutor(Parts, ABC):
@@ -112,17 +113,20 @@ def find(executor: str | type[TrainExecutor]) -> type[TrainExecutor]:
     """The class that a name, "package.module:Class", or the class itself stands for.
 
     Raises:
-        ValueError: no backend of that name; TypeError: it is no `TrainExecutor`.
+        SpecError: no backend of that name, or it cannot be imported. TypeError: it is no `TrainExecutor`.
     """
     found = _EXECUTORS.get(executor, executor) if isinstance(executor, str) else executor
     if isinstance(found, str):
         module, _, name = found.partition(":")
         if not name:
-            raise ValueError(
+            raise SpecError(
                 f"unknown executor {executor!r} for TrainEngine; known: {', '.join(_EXECUTORS)}, "
                 'a class, or "package.module:Class"'
             )
-        found = getattr(import_module(module), name)
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SpecError(f"executor {executor!r}: {error}; it must be module:Class, importable here") from None
     if not (isinstance(found, type) and issubclass(found, TrainExecutor)):
         raise TypeError(f"executor {executor!r} is no rlix.engine.train.executor.TrainExecutor")
     return found

@@ -13,8 +13,7 @@ from rlix.engine.train import sequence
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec, build_module
-from rlix.engine.weights.layout import Cut, Piece
-from rlix.engine.weights.layout import shard as pieces
+from rlix.engine.weights.boxes import Cut, Piece, pieces_on_mesh
 from rlix.nn import BaseTrainModule, ProcessGroups
 
 
@@ -50,7 +49,7 @@ class Fsdp2Executor(TrainExecutor):
 
         def held(shape: tuple[int, ...]) -> Sequence[Piece]:
             """What `fully_shard` leaves here: rows, in chunks of equal size, the last shorter."""
-            return pieces(shape, (width,), (Cut(0),), (self.ctx.rank % width,), "")
+            return pieces_on_mesh(shape, (width,), (Cut(0),), (self.ctx.rank % width,), "")
 
         module = build_module(spec, self.device, lambda unit: shard(unit, mesh, spec), held)
         if groups.sequence is not None:

@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError
 from rlix.engine import placement
 from rlix.engine.base import Engine, plainly
 from rlix.engine.life_cycle import Residency, training
+from rlix.engine.train.arguments import for_ranks
 from rlix.engine.train.evacuation import Evacuated, evacuate, settled
 from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
@@ -62,7 +63,7 @@ class TrainWorkers(Engine):
         self._spares: dict[tuple[Device, ...], tuple[WorkerGroup, Layout]] = {}  # who was left first comes first
         self._publisher: WorkerGroup | None = None  # who has what was published last
         self._built = 0  # how often workers were started
-        self._taking_over = False  # workers that are given up if they fail, for the others still have the state
+        self._replacing = threading.RLock()  # held while others take the workers' place: calls wait for these
         self._calls = 0  # of these workers
         self._dispatch = threading.Lock()  # calls of two threads reach all ranks in one order
         self._under_way, self._last_ended = 0, time.monotonic()  # calls
@@ -79,7 +80,7 @@ class TrainWorkers(Engine):
 
     def _hold(self, lease: Fence | int | None) -> None:
         self._lease = lease
-        self._epoch = lease.epoch if isinstance(lease, Fence) else lease
+        self._epoch = _epoch(lease)
 
     def _moved(self, where: Residency) -> None:
         """Note where the bytes are now; they are one part, and define themselves."""
@@ -161,50 +162,65 @@ class TrainWorkers(Engine):
             self._started_as.name_holders(group.processes)
 
     def _adopt(
-        self, group: WorkerGroup, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None
+        self, group: WorkerGroup, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None, calls: int = 0
     ) -> None:
-        self._group, self.devices, self._layout = group, devices, layout
-        self._calls = 0
-        placement.occupy(self, devices)
-        self._moved(Residency.DEVICE)
-        self._hold(lease)
+        """From now on these are its workers, which are filled and have been called so often."""
+        with self._replacing:  # a thread that recovers others ends what is there if it cannot
+            self._group, self.devices, self._layout = group, devices, layout
+            self._calls = calls
+            placement.occupy(self, devices)
+            self._moved(Residency.DEVICE)
+            self._hold(lease)
 
     def _rebuild(
-        self, state: Evacuated, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None
+        self,
+        before: WorkerGroup,
+        state: Evacuated,
+        devices: tuple[Device, ...],
+        layout: Layout,
+        lease: Fence | int | None,
     ) -> None:
-        """Go on with new workers, which take `state`; on failure the engine is what it was."""
+        """Go on with new workers in place of those of `before`; nobody else can call them before they have `state`."""
+        self._check_goes_on(before)
+        timeout_s = self._timeout_s
         group = self._start(devices, layout, replace(self._started_as.spec, undefined=True), lease)
-        before, residency = (self._group, self.devices, self._layout, self._calls, self._lease), self.residency
-        self._adopt(group, devices, layout, lease)
-        configured, self._configured = self._configured, []
-        self._taking_over = True
+        epoch, calls = _epoch(lease), 0
         try:
-            for name, args, kwargs in configured:
-                getattr(self, name)(*args, **kwargs)
-            self._run("take_over", state.parts, timeout_s=self._timeout_s)
-        except BaseException:  # re-raised
+            for name, args, kwargs in self._configured:
+                given, calls = for_ranks(layout, args, kwargs), calls + 1
+                called = group.call("do", calls, "call", name, given.args, given.kwargs, epoch, True)
+                group.results(name, called, timeout_s=timeout_s)
+            calls += 1
+            group.results("take_over", group.call("do", calls, "take_over", state.parts), timeout_s=timeout_s)
+            self._check_goes_on(before)
+        except BaseException as error:  # re-raised
             group.close(graceful=False)
-            self._group, self.devices, self._layout, self._calls, held = before
-            self._moved(residency)
-            self._hold(held)
-            self._configured = configured
-            placement.occupy(self, self.devices)
+            if isinstance(error, WorkerError):
+                raise plainly(error) from error.__cause__
             raise
-        finally:
-            self._taking_over = False
+        self._adopt(group, devices, layout, lease, calls)
+
+    def _check_goes_on(self, group: WorkerGroup) -> None:
+        if self._group is not group:
+            raise RlixError(f"{self.name} was closed meanwhile")
 
     def _replace(
         self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None, *, back: bool = False
     ) -> None:
         """Go on with other workers; these are in step. `back`: they stay, for the engine may come back to them."""
+        with self._replacing:
+            self._replace_now(devices, layout, lease, back=back)
+
+    def _replace_now(
+        self, devices: tuple[Device, ...], layout: Layout, lease: Fence | int | None, *, back: bool
+    ) -> None:
         old, before = self._workers(), (self.devices, self._layout)
-        with self._dispatch:
-            parts = old.call("hand_over", undo=False)
+        parts = old.call("hand_over", undo=False)
         old.results("hand_over", parts, timeout_s=self._timeout_s)
         self._run("to_host", timeout_s=self._timeout_s)
         self._moved(Residency.HOST)
         try:
-            self._rebuild(Evacuated(tuple(parts), agree=True), devices, layout, lease)
+            self._rebuild(old, Evacuated(tuple(parts), agree=True), devices, layout, lease)
         except BaseException:  # re-raised; these go on
             self._name_holders(old)
             raise
@@ -242,9 +258,10 @@ class TrainWorkers(Engine):
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
-    def _run(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def _run(self, method: str, *args: Any, timeout_s: float, split_for: Layout | None = None) -> list[Any]:
+        """What each rank answers. `split_for`: how the ranks were laid out when `args` were divided among them."""
         with self._busy():
-            return self._ran(method, *args, timeout_s=timeout_s)
+            return self._ran(method, *args, timeout_s=timeout_s, split_for=split_for)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -258,11 +275,11 @@ class TrainWorkers(Engine):
                 self._last_ended = time.monotonic()  # first: `idle_s` may be asked for between the two
                 self._under_way -= 1
 
-    def _ran(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def _ran(self, method: str, *args: Any, timeout_s: float, split_for: Layout | None = None) -> list[Any]:
         group = self._workers()
         name = f"{args[0]}" if method == "call" else method
         try:
-            refs = self._send(group, method, *args)
+            group, refs = self._send(method, *args, split_for=split_for)
         except BaseException as error:  # re-raised; an argument cannot be sent, and some ranks may have got theirs
             lost, fix = self._recover(group, name)
             _note(error, lost, fix)
@@ -283,12 +300,18 @@ class TrainWorkers(Engine):
             _note(error, fix)
             raise
 
-    def _send(self, group: WorkerGroup, method: str, *args: Any) -> list[Any]:
-        """Call all ranks, as they are numbered."""
-        with self._dispatch:
+    def _send(self, method: str, *args: Any, split_for: Layout | None) -> tuple[WorkerGroup, list[Any]]:
+        """Call all ranks, as they are numbered; those that others take the place of, once these have the state."""
+        with self._replacing, self._dispatch:
+            group = self._workers()
+            if split_for not in (None, self._layout):
+                raise RlixError(
+                    f"{self.name} got ranks laid out otherwise while a call's arguments were divided among those it "
+                    "had; no rank was called: call it again"
+                )
             self._calls += 1
             try:
-                return group.call("do", self._calls, method, *args)
+                return group, group.call("do", self._calls, method, *args)
             except BaseException:  # re-raised; what some ranks did not get is no call that they missed
                 group.call("skip", self._calls)
                 raise
@@ -299,39 +322,53 @@ class TrainWorkers(Engine):
         Returns what is lost, if anything, and what who holds the engine can do then, which is a note of the error: who
         runs a job has other ways. `dead`: a rank has ended; `late`: one has not ended the call in time.
         """
-        if self._taking_over:
-            return "", ""
+        with self._replacing:  # two threads may have found the same workers failed
+            return self._recovered(group, method, dead=dead, late=late)
+
+    def _recovered(self, group: WorkerGroup, method: str, *, dead: bool, late: bool) -> tuple[str, str]:
         if dead and group is self._group and group.world_size == 1:
-            self._end(graceful=False)
-            return "its only worker has ended, and its state is lost", _REBUILD
+            return self._give_up("its only worker has ended, and its state is lost")
         alone = group.world_size == 1 and not late
         if group is not self._group or alone or settled(group, GRACE_S):
             return "", ""
         logger.warning("%s: not all ranks came back from %s(): starting its workers anew", self.name, method)
+        devices, layout, lease = self.devices, self._layout, self._lease
+        residency = self._life.residency  # as far as is known: who would be asked is being ended
         state = evacuate(group, SETTLE_TIMEOUT_S, HAND_OVER_TIMEOUT_S)
         if state is None:
-            self._end(graceful=False)
-            return (
+            return self._give_up(
                 "not all ranks came back from it or told what they hold, so the workers were ended: weights and "
                 "optimizer state are lost"
-            ), _REBUILD
-        group.close(graceful=False)
-        residency = self.residency
+            )
         try:
-            self._rebuild(state, self.devices, self._layout, self._lease)
+            group.close(graceful=False)
+            self._rebuild(group, state, devices, layout, lease)
             if residency is Residency.META or not state.agree:
                 self.meta()
             elif residency is Residency.HOST:
                 self.cpu()
-        except RlixError as error:
-            self._end(graceful=False)
-            return f"new workers could not take its state, which is lost ({error})", _REBUILD
+        except BaseException as error:  # Ctrl-C too: the old workers have ended
+            said = str(error) or type(error).__name__
+            given_up = self._give_up(f"new workers could not take its state, which is lost ({said})")
+            if isinstance(error, RlixError):
+                return given_up
+            raise
         if not state.agree:
             return (
                 "weights had been changed by then, not by all ranks alike or not to the end, so weights and optimizer "
                 "state were dropped"
             ), "load_state() or load() brings the engine back"
         return "its workers were started anew with their weights and optimizer state; gradients are dropped", ""
+
+    def _give_up(self, lost: str) -> tuple[str, str]:
+        """End all workers; `life` says why until it is built again."""
+        self._end(graceful=False)
+        self._life = replace(self._life, failure=f"{lost}; {_REBUILD}")
+        return lost, _REBUILD
+
+
+def _epoch(lease: Fence | int | None) -> int | None:
+    return lease.epoch if isinstance(lease, Fence) else lease
 
 
 def _note(error: BaseException, *notes: str) -> None:

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rlix.engine.model_source import ModelSource
 from rlix.engine.residency import local_tensor
 from rlix.engine.train.adapters import base_names
 from rlix.engine.train.stored import InMemory, Stored, converted, in_folder
+from rlix.engine.weights.boxes import Piece, extent, slices, whole
 from rlix.engine.weights.buckets import part_of
-from rlix.engine.weights.layout import Piece, extent, slices, whole
 from rlix.engine.weights.publication import named_weights, tied_names
 from rlix.engine.weights.shards import pieces_of
 from rlix.nn import BaseTrainModule
@@ -274,9 +275,7 @@ def module_description(
     if isinstance(module, tuple):
         module_class, config = module
         if isinstance(config, str | Path) and hasattr(module_class, "config_class"):
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(str(config))
+            config = ModelSource.of(config).load_config()
         args, kwargs = ((), dict(config)) if isinstance(config, dict) else ((config,), {})
     else:
         if not isinstance(module, BaseTrainModule):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rlix.protocol.errors import RlixError
 
@@ -112,25 +112,26 @@ def spread(module: nn.Module, group: dist.ProcessGroup) -> None:
             "computed on parts of a sequence"
         )
     for model in outermost:
-        _check(model, dist.get_world_size(group))
+        check(model.config, type(model).__name__, dist.get_world_size(group))
         _spread_attention(model.config._attn_implementation)
         model.forward = partial(_forward, model, model.forward, Stretch.of(group))
 
 
-def _check(model: PreTrainedModel, size: int) -> None:
-    config = model.config.get_text_config()
+def check(configuration: PretrainedConfig, model: str, size: int) -> None:
+    """Raise ValueError unless a model of this configuration can be computed on stretches; `model` names it."""
+    config = configuration.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % size or key_heads % size:
         raise ValueError(
             f"sequence_parallel_size={size} must divide the {heads} attention heads and {key_heads} key heads of "
-            f"{type(model).__name__}"
+            f"{model}"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if kinds or slides:
         raise ValueError(
-            f"sequence_parallel_size={size}: {type(model).__name__} has layers that are no full attention "
+            f"sequence_parallel_size={size}: {model} has layers that are no full attention "
             f"({', '.join(sorted(kinds)) or 'sliding_attention'}); they cannot be computed on parts of a sequence"
         )
 

@@ -1,30 +1,48 @@
 """What can be done with the weights and the state of a `TrainEngine`: publish, sync, save and load."""
 
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, Protocol, overload
 from weakref import WeakSet
 
 import torch
 
-from rlix.engine.base import plainly
 from rlix.engine.life_cycle import Residency
 from rlix.engine.train.checkpoint import STATE_FILE
 from rlix.engine.train.lifecycle import TrainWorkers
 from rlix.engine.train.saving import SaveHandle
 from rlix.engine.train.stored import safetensors_index
-from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES
-from rlix.engine.weights.known_answer import KnownAnswer
-from rlix.engine.weights.publication import PublishedWeights, publish, stream, tied_names
-from rlix.engine.weights.sync import Channels, Trainer, Transport, WeightReceiver, WeightSyncReport, choose
-from rlix.flow.workers.group import WorkerGroup
-from rlix.protocol.errors import NotResidentError, WorkerError
+from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES, Manifest
+from rlix.engine.weights.publication import PublishedWeights, joined, publish, stream, tied_names
+from rlix.engine.weights.shards import shares
+from rlix.flow.workers.group import PerRank, WorkerGroup
+from rlix.protocol.errors import NotResidentError, WeightSyncError
 
 _KNOWN_ANSWERS = 3
 """Publications of a group of workers that say what they answer: one for each way that weights come in."""
+
+
+class WeightReceiver(Protocol):
+    """What a sync needs of an inference engine."""
+
+    name: str
+
+    def check_weights(self, published: PublishedWeights) -> None: ...
+
+    def update_weights(self, published: PublishedWeights) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncReport:
+    """What a sync moved. `nbytes` were read by all replicas together; `seconds` are those of the whole call."""
+
+    version: int
+    manifest: Manifest
+    nbytes: int
+    seconds: float
 
 
 class StateCalls(TrainWorkers):
@@ -37,7 +55,6 @@ class StateCalls(TrainWorkers):
         super().__init__(name)
         self.version = 0
         self._saves: WeakSet[SaveHandle] = WeakSet()
-        self._channels: tuple[WorkerGroup, Channels] | None = None
         self._asked: tuple[WorkerGroup | None, int] = None, 0  # how often for a known answer
 
     def publish(self, version: int | None = None, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> PublishedWeights:
@@ -45,14 +62,58 @@ class StateCalls(TrainWorkers):
 
         The buckets live in Ray's object store as long as somebody holds the result and the workers live.
         """
-        self._check_readable()
-        version = self.version + 1 if version is None else version
-        published = self._trainer().publish(version, bucket_bytes, self._epoch)
-        self.version, self._publisher = version, self._workers()
-        return replace(published, known=self._known_answer())
+        published = self._store(self.version + 1 if version is None else version, bucket_bytes)
+        self.version = published.version
+        return published
 
-    def _known_answer(self) -> KnownAnswer | None:
-        """What the weights answer, for the first few publications of each group of workers, where the bytes allow it.
+    def p2p_weight_sync(self, inference_engine: WeightReceiver) -> WeightSyncReport:
+        """Put the current weights, as a new version, into all replicas of an inference engine, in place.
+
+        Each rank here stores what it holds, and each worker there reads what it needs, as of what `publish` returns.
+
+        Raises:
+            WeightSyncError: names, shapes or dtypes do not fit, all of which are listed; nothing was changed.
+            NotResidentError: weights are not on the devices, here or there; nothing was changed.
+            WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
+                part may hold undefined weights: they refuse to generate until they are loaded again (`cuda`).
+        """
+        start = time.perf_counter()
+        published = self._store(self.version + 1)
+        inference_engine.check_weights(published)  # which one that is refused leaves free
+        self.version = published.version
+        nbytes = sum(report.bytes for report in inference_engine.update_weights(published))
+        if nbytes or not published.manifest.nbytes:
+            return WeightSyncReport(published.version, published.manifest, nbytes, time.perf_counter() - start)
+        raise WeightSyncError(
+            f"{inference_engine.name} was sent weight version {published.version} and reports that no byte moved: its "
+            "executor's `update` has to replace the weights, and to return how many bytes it copied"
+        )
+
+    def _store(
+        self, version: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, as_trained: bool = False
+    ) -> PublishedWeights:
+        """Every rank stores a share of what it holds."""
+        self._check_readable()
+        layout = self._layout
+        mine = PerRank(shares(self._run("held_weights", as_trained, timeout_s=self._timeout_s, split_for=layout)))
+        ask = not as_trained and self._asks()
+        group = self._workers()
+        stored = self._run(
+            "publish",
+            version,
+            bucket_bytes,
+            mine,
+            self._epoch,
+            as_trained,
+            ask,
+            timeout_s=self._timeout_s,
+            split_for=layout,
+        )
+        self._publisher = group
+        return joined(stored)
+
+    def _asks(self) -> bool:
+        """Whether weights are published with what they answer: the first few of each group of workers.
 
         Replicas check the first ones that come in a new way; one more forward pass for each version would gain nothing.
         """
@@ -60,92 +121,17 @@ class StateCalls(TrainWorkers):
         if self._asked[0] is not group:
             self._asked = group, 0
         if self._asked[1] >= _KNOWN_ANSWERS or self.residency is not Residency.DEVICE:
-            return None
+            return False
         self._asked = group, self._asked[1] + 1
-        answers: list[KnownAnswer | None] = self._run("known_answer", self._epoch, timeout_s=self._timeout_s)
-        return answers[0]
-
-    def p2p_weight_sync(
-        self,
-        inference_engine: WeightReceiver,
-        *,
-        names: Collection[str] | None = None,
-        transport: Transport = "auto",
-        timeout_s: float = 120.0,
-    ) -> WeightSyncReport:
-        """Put the current weights, as a new version, into an inference engine, in place.
-
-        Args:
-            names: the tensors that have changed since the last sync to this engine, as `state_dict` names them; the
-                others stay as they are there. Default: all. Not through host memory, and not with vLLM.
-            transport: "host": buckets in Ray's object store, as `publish` makes them; "direct": each worker there gets
-                what it needs from a rank here that holds it, in its dtype, through memory that the two share (on a
-                node, or by CUDA IPC on a GPU), else in messages (NCCL between GPUs); "p2p": the same in messages only;
-                "auto": "direct" on virtual GPUs, "host" on GPUs.
-            timeout_s: of "direct" and "p2p": longest that one side waits for the other, bucket by bucket.
-
-        Raises:
-            ValueError: the transport cannot reach all replicas, or does not do `names`; says why.
-            WeightSyncError: names, shapes or dtypes do not fit, all of which are listed; nothing was changed.
-            NotResidentError: weights are not on the devices, here or there.
-            WaitTimeoutError, TransferError, WorkerError: one side did not answer, or broke off. Replicas that took
-                part may hold undefined weights: they refuse to generate until they are loaded again (`cuda`).
-        """
-        if isinstance(names, str):
-            raise TypeError(f"names are several, in a list for instance, not the text {names!r}")
-        self._check_readable()
-        start = time.perf_counter()
-        way = choose(transport, self.devices, inference_engine.receivers)
-        if way is None and names is not None:
-            raise ValueError('names=... is for transport "direct" or "p2p": through host memory all tensors move')
-        if way is not None and transport == "auto" and names is None and self.residency is not Residency.DEVICE:
-            way = None  # publishing reads what waits in host memory as well
-        try:
-            if way is None:
-                published = self.publish()
-                nbytes = sum(report.bytes for report in inference_engine.update_weights(published))
-                spent = time.perf_counter() - start
-                return WeightSyncReport(published.version, published.manifest, ("host",), nbytes, spent)
-            self._check_resident()
-            self.version += 1  # also when it fails: no two attempts have the same
-            channel, nbytes = self._channels_of_group().transfer(
-                inference_engine,
-                self.version,
-                way=way,
-                transport=transport,
-                only=names,
-                timeout_s=timeout_s,
-                epoch=self._epoch,
-                known=self._known_answer(),
-            )
-        except WorkerError as error:
-            raise plainly(error) from error.__cause__
-        return WeightSyncReport(self.version, channel.manifest, channel.ways, nbytes, time.perf_counter() - start)
-
-    def _trainer(self) -> Trainer:
-        return Trainer(self.name, self.devices, partial(self._run, timeout_s=self._timeout_s))
-
-    def _channels_of_group(self) -> Channels:
-        """Channels of the workers that there are now."""
-        group = self._workers()
-        if self._channels is None or self._channels[0] is not group:
-            self._channels = group, Channels(self._trainer())
-        return self._channels[1]
+        return True
 
     def _settle_saves(self) -> None:
         for save in list(self._saves):
             save.settle(self._timeout_s)
 
-    def _end(self, *, graceful: bool) -> None:
-        channels, self._channels = self._channels, None
-        if graceful and channels is not None and channels[0] is self._group:
-            channels[1].close()
-        super()._end(graceful=graceful)
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole weights in host memory, as `save` writes them; tied ones under each of their names."""
-        self._check_readable()
-        published = self._trainer().publish(self.version, DEFAULT_BUCKET_BYTES, self._epoch, as_trained=True)
+        published = self._store(self.version, as_trained=True)
         copies = ((entry.names, tensor.clone()) for entry, tensor in stream(published))
         return {name: tensor for names, tensor in copies for name in names}
 

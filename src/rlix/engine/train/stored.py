@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from rlix.engine.weights.layout import Box, slices
+from rlix.engine.weights.boxes import Box, slices
 from rlix.engine.weights.naming import Made, in_memory
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -29,14 +29,13 @@ from rlix.engine.train.materialize import Checkpoint, ModuleSpec
 from rlix.engine.train.optimizers import optimizers
 from rlix.engine.train.random_state import set_random_state
 from rlix.engine.train.saving import BackgroundSaver
-from rlix.engine.weights import channel, known_answer, publication, streams
+from rlix.engine.weights import known_answer, publication
 from rlix.engine.weights.buckets import dtype_name
 from rlix.engine.weights.known_answer import KnownAnswer
-from rlix.engine.weights.layout import Layout as WeightLayout
-from rlix.engine.weights.shards import Share, held, layout_of, sliced
+from rlix.engine.weights.shards import HeldRow, Share, held_rows, sliced
 from rlix.flow.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 from rlix.nn import ProcessGroups, TrainContext
-from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError, WeightSyncError
+from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import DeviceKind, Fence
 
 logger = logging.getLogger(__name__)
@@ -45,12 +44,9 @@ _CLOSE_TIMEOUT_S = 5.0  # for a save that is still being written
 _LEAVES_BYTES = frozenset(  # as they are, or says otherwise
     {
         "call",
-        "known_answer",
         "read",
         "publish",
-        "weight_layout",
-        "join_channel",
-        "send_weights",
+        "held_weights",
         "save",
         "save_state",
         "start_save",
@@ -180,17 +176,18 @@ class TrainWorker(Worker):
             return None if self.ctx.rank else result
 
     def publish(
-        self, version: int, bucket_bytes: int, share: Share, epoch: int | None, as_trained: bool
+        self, version: int, bucket_bytes: int, share: Share, epoch: int | None, as_trained: bool, ask: bool
     ) -> publication.PublishedWeights:
-        """Store this rank's share of the weights."""
+        """Store this rank's share of the weights. `ask`: with what they answer, which other weights would not."""
         with self._reading(epoch):
             weights = self._exports(as_trained=as_trained)
             mine = sliced(weights, share)
-            return publication.publish(mine, version, bucket_bytes=bucket_bytes, aliases=aliases_of(weights))
+            stored = publication.publish(mine, version, bucket_bytes=bucket_bytes, aliases=aliases_of(weights))
+        answers = ask and self._resident.state is Residency.DEVICE
+        return replace(stored, known=self._known_answer()) if answers else stored
 
-    def known_answer(self, epoch: int | None) -> KnownAnswer | None:
+    def _known_answer(self) -> KnownAnswer | None:
         """What the weights answer; None from a module of which only itself knows how it is asked."""
-        self._guard(epoch)
         module: Any = self._module
         if not answers_plainly(module):
             return None
@@ -210,28 +207,9 @@ class TrainWorker(Worker):
         )
         return KnownAnswer(tuple(ids[0].tolist()), tuple(found), coarsest, self.ctx.group)
 
-    def weight_layout(self, as_trained: bool) -> tuple[WeightLayout, dict[str, tuple[str, ...]]]:
-        """What this rank holds of the exported weights, and the further names of tied ones."""
-        weights = self._exports(as_trained=as_trained)
-        if not as_trained:
-            self._offered = [weight.name for weight in weights]
-        return layout_of(weights), aliases_of(weights)
-
-    def join_channel(self, ticket: channel.Ticket) -> None:
-        channel.join(ticket, self._module.device)
-
-    def leave_channel(self, name: str) -> None:
-        channel.leave(name)
-
-    def send_weights(self, delivery: channel.Delivery, epoch: int | None) -> None:
-        """Hand this rank's shards to those who need them."""
-        delivery = delivery.sent_by(self.ctx.rank)
-        with channel.answering(delivery):
-            self._guard(epoch)
-            weights = self._exports(as_trained=False)
-            if [weight.name for weight in weights] != self._offered:
-                raise WeightSyncError("the module has other weights than when the channel was opened: sync again")
-        streams.send(delivery, ((weight.name, partial(held, weight)) for weight in weights))
+    def held_weights(self, as_trained: bool) -> list[HeldRow]:
+        """What this rank holds of the exported weights."""
+        return held_rows(self._exports(as_trained=as_trained))
 
     def _exports(self, *, as_trained: bool) -> list[Exported]:
         weights = self._executor.exports(self._module)
@@ -360,9 +338,9 @@ class TrainWorker(Worker):
             snapshot = checkpoint.capture(self._module, copy=False, parts=self._executor)
             if not self._last.leaves_shards:
                 raise RlixError("a move or a forward pass is not through")
-            pieces, data = pack(snapshot.tensors, self.ctx.rank)
+            buckets, manifest = pack(snapshot.tensors, self.ctx.rank)
         random = json.dumps(self._last.random_state) if undo else snapshot.random_state
-        return Handover(pieces, data, snapshot.shared, random)
+        return Handover(buckets, manifest, snapshot.shared, random)
 
     def changes(self) -> int:
         """How often this rank's last call has changed weights or optimizers."""

@@ -1,4 +1,4 @@
-"""Tensors packed into buckets of bytes, in host memory or on a device: a few large transfers instead of many small.
+"""Tensors packed into buckets of bytes in host memory: a few large transfers instead of many small.
 
 A bucket is a flat uint8 tensor that holds whole tensors one after the other, each at an aligned offset; the manifest
 says which tensor lies where.
@@ -6,7 +6,7 @@ says which tensor lies where.
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
@@ -17,13 +17,12 @@ import numpy.typing as npt
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from rlix.engine.weights.layout import Box, elements, extent, slices
+from rlix.engine.weights.boxes import Box, elements, extent, slices
 
 ALIGNMENT = 16
 """Bytes; every tensor starts at a multiple of it, which suits every dtype and leaves few gaps between tensors."""
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
-HOST = torch.device("cpu")
 _LARGE_BYTES = 2**16  # from where on a tensor's own copy costs less than one more on its way
 
 Bytes = npt.NDArray[np.uint8]
@@ -152,12 +151,11 @@ class _Layout:
 def pack_stream(
     named: Named,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    device: torch.device = HOST,
     aliases: Aliases | None = None,
 ) -> Iterator[Bucket]:
     """Pack tensors, in order, into buckets of about `bucket_bytes` bytes, holding one bucket in memory at a time.
 
-    A tensor that fills half a bucket or more travels alone, straight from its own memory when that is on `device`:
+    A tensor that fills half a bucket or more travels alone, straight from its own memory when that is the host's:
     large tensors are the bulk of a large model and are not worth another copy. Names of one tensor (tied weights) are
     packed once, by their first name; `aliases` gives the further ones.
 
@@ -166,8 +164,7 @@ def pack_stream(
     """
     places = _Layout(bucket_bytes, aliases)
     # Pinned memory takes what a GPU sends several times as fast; torch keeps it for the next publication.
-    pinned = device.type == "cpu" and torch.cuda.is_initialized()
-    buffer = torch.empty(bucket_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    buffer = torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     entries: list[WeightEntry] = []
     tensors: list[torch.Tensor] = []
 
@@ -259,37 +256,23 @@ def boxed(tensor: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
     return tensor if entry.box is None else tensor[slices(entry.box)]
 
 
+@dataclass(frozen=True, slots=True)
 class Contents:
-    """A bucket's bytes, and what lies in them.
+    """A bucket's bytes, and what lies in them."""
 
-    Whoever keeps it for the next version's bytes in the same memory keeps the views with which they are copied: to make
-    them costs several times as much as to copy small tensors.
-    """
+    flat: torch.Tensor
+    entries: Sequence[WeightEntry]
+    runs: Sequence[Run]
 
-    def __init__(self, flat: torch.Tensor, entries: Sequence[WeightEntry], runs: Sequence[Run]) -> None:
-        self.flat, self.entries, self.runs = flat, entries, runs
-        self._present = [entry for run in runs for entry in entries[run.first : run.last]]
-        self._into: list[torch.Tensor] = []
-        self._found: list[torch.Tensor] = []
-        self._distances: list[int] = []
-
-    def copy_to(
-        self, targets: Mapping[str, torch.Tensor], place: Callable[[torch.Tensor, WeightEntry], torch.Tensor] = boxed
-    ) -> None:
-        """Copy all of it to the targets of these names, each to its `place` there."""
-        owners = [targets[entry.name] for entry in self._present]
-        if not self._into or self._away_from(owners) != self._distances:
-            self._into = [place(owner, entry) for owner, entry in zip(owners, self._present, strict=True)]
-            self._distances = self._away_from(owners)
-            left = iter(self._into)
-            rows = [(run, list(islice(left, run.last - run.first))) for run in self.runs]
-            self._found = [view for run, row in rows for view in _unflatten_dense_tensors(run.of(self.flat), row)]
-        if self._into:
-            torch._foreach_copy_(self._into, self._found)
-
-    def _away_from(self, owners: Sequence[torch.Tensor]) -> list[int]:
-        """Where the places are in memory, seen from the tensors that they are parts of; other if these have moved."""
-        return [view.data_ptr() - owner.data_ptr() for view, owner in zip(self._into, owners, strict=True)]
+    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Copy all of it to its places in the whole tensors of these names."""
+        present = [entry for run in self.runs for entry in self.entries[run.first : run.last]]
+        places = [boxed(targets[entry.name], entry) for entry in present]
+        left = iter(places)
+        rows = [(run, list(islice(left, run.last - run.first))) for run in self.runs]
+        found = [view for run, row in rows for view in _unflatten_dense_tensors(run.of(self.flat), row)]
+        if places:
+            torch._foreach_copy_(places, found)
 
 
 def runs_of(entries: Sequence[WeightEntry]) -> tuple[Run, ...]:

@@ -1,17 +1,17 @@
-"""Versioned weights: packed once by the trainer, pulled by whoever needs them, or sent to those who wait for them.
+"""Versioned weights: packed once by the trainer, pulled by whoever needs them.
 
 Published buckets live in Ray's object store: shared memory on a node (readers map it, nothing is copied), transferred
-between nodes. Each rank of a trainer publishes what it holds, so a bucket may hold boxes of tensors. What a trainer
-sends directly (see `channel`) comes as the same buckets and is checked and applied by the same code.
+between nodes. Each rank of a trainer publishes what it holds, so a bucket may hold boxes of tensors.
 """
 
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,9 @@ from ray.exceptions import RayError
 from rlix.engine.life_cycle import WeightsId
 from rlix.engine.lora import AdapterConfig, without_adapters
 from rlix.engine.residency import local_tensor
-from rlix.engine.weights import streams
+from rlix.engine.weights.boxes import Box, common, elements, extent, slices, whole
 from rlix.engine.weights.buckets import (
     DEFAULT_BUCKET_BYTES,
-    HOST,
     Aliases,
     Bytes,
     Contents,
@@ -40,20 +39,22 @@ from rlix.engine.weights.buckets import (
     runs_of,
     views,
 )
-from rlix.engine.weights.channel import Delivery, TransferError
 from rlix.engine.weights.known_answer import KnownAnswer
-from rlix.engine.weights.layout import Box, Layout, Part, common, elements, extent, slices, whole
 from rlix.flow.memory import HostMemory, opened_host
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]
+Wanted = Mapping[str, Sequence[Box]]
+"""What a receiver reads: boxes of the tensors of these names, which do not overlap."""
+
+
+class TransferError(RlixError):
+    """Weights broke off in the middle: some tensors of a receiver may be new and some old."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
     """One version of a model's weights. Cheap to send: `buckets` are references, not bytes.
-
-    With a `delivery` there are no buckets: the trainer is about to send the weights, once, to all who take part.
 
     `known` is what they answer, where the trainer was asked.
 
@@ -63,8 +64,7 @@ class PublishedWeights:
 
     version: int
     manifest: Manifest
-    buckets: tuple[Any, ...] = ()
-    delivery: Delivery | None = None
+    buckets: tuple[Any, ...]
     publication: str = field(default_factory=lambda: uuid.uuid4().hex)
     adapters: tuple["PublishedAdapter", ...] = ()
     known: KnownAnswer | None = None
@@ -74,25 +74,13 @@ class PublishedWeights:
         """Which weights these are, also among those of other trainers, whose numbers begin at 1 as well."""
         return WeightsId(self.version, self.publication)
 
-    def received_by(self, *, replica: int | None = None, worker: int | None = None) -> "PublishedWeights":
-        """The same, in the hands of one of the receivers."""
-        return self if self.delivery is None else replace(self, delivery=self.delivery.received_by(replica, worker))
-
-    def check_base(self, here: WeightsId | None) -> None:
-        """Raise WeightSyncError unless what comes is whole, or goes onto the weights that are here."""
-        base = None if self.delivery is None else self.delivery.base
-        if base not in (None, here):
-            raise WeightSyncError(
-                f"only some tensors of weight version {self.version} were to be sent, onto this trainer's version "
-                f"{base.version if base else None}, but other weights are here; nothing was changed: sync all names"
-            )
-
 
 def check_published(weights: object) -> None:
     """Raises TypeError: this is something else, such as a folder."""
     if not isinstance(weights, PublishedWeights):
+        given = repr(weights) if isinstance(weights, str | Path) else type(weights).__name__
         raise TypeError(
-            f"weights are what `TrainEngine.publish()` returns, not {weights!r}: for those of a folder, "
+            f"weights are what `TrainEngine.publish()` returns, not {given}: for those of a folder, "
             "build an engine of it"
         )
 
@@ -160,7 +148,7 @@ def joined(shares: Sequence[PublishedWeights]) -> PublishedWeights:
     for share in shares:
         entries.extend(replace(entry, bucket=entry.bucket + len(references)) for entry in share.manifest.entries)
         references.extend(share.buckets)
-    return PublishedWeights(shares[0].version, Manifest(tuple(entries)), tuple(references))
+    return PublishedWeights(shares[0].version, Manifest(tuple(entries)), tuple(references), known=shares[0].known)
 
 
 def unpack(buckets: Sequence[Bytes], manifest: Manifest) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
@@ -174,17 +162,14 @@ def stream(
     *,
     timeout_s: float = 60.0,
     fetch: Fetch | None = None,
-    device: torch.device = HOST,
-    wanted: Layout | None = None,
+    wanted: Wanted | None = None,
 ) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """Pull bucket by bucket and yield each tensor whole and read-only; for executors with a loader of their own.
 
-    A tensor that lies whole in a published bucket is a view of it, others are put together on `device`. What a trainer
-    sends directly arrives there, published buckets in host memory. Of a tensor that this receiver has asked for in part
-    only, or of which no more is `wanted`, the rest is undefined, and was never written to.
+    A tensor that lies whole in a bucket is a view of it, others are put together in host memory. Of one of which only
+    a part is `wanted` the rest is undefined, and was never written to.
     """
-    arriving = published.manifest.entries if published.delivery is None else streams.expected(published.delivery)
-    missing = Counter(entry.name for entry in arriving)
+    missing = Counter(entry.name for entry in published.manifest.entries)
     begun: dict[str, torch.Tensor] = {}
     aliases = {entry.name: entry.aliases for entry in published.manifest.entries}
     with closing(_arriving(published, timeout_s, fetch)) as buckets:
@@ -194,8 +179,8 @@ def stream(
                     yield entry, view
                     continue
                 if entry.name not in begun:
-                    begun[entry.name] = torch.empty(entry.shape, dtype=view.dtype, device=device)
-                for box in (entry.box,) if wanted is None else _in_both(entry.box, wanted.parts[entry.name]):
+                    begun[entry.name] = torch.empty(entry.shape, dtype=view.dtype)
+                for box in (entry.box,) if wanted is None else _in_both(entry.box, wanted[entry.name]):
                     start = [first - begin for (first, _), (begin, _) in zip(box, entry.box, strict=True)]
                     begun[entry.name][slices(box)] = part_of(view, start, extent(box))
                 missing[entry.name] -= 1
@@ -203,17 +188,17 @@ def stream(
                     yield replace(entry, box=None, aliases=aliases[entry.name]), begun.pop(entry.name)
 
 
-def needed_bytes(published: PublishedWeights, wanted: Layout) -> int:
+def needed_bytes(published: PublishedWeights, wanted: Wanted) -> int:
     """Of what is published: the bytes of the parts that are wanted."""
     return sum(
         elements(box) * itemsize(entry.dtype)
         for entry in published.manifest.entries
-        for box in _in_both(whole(entry.shape) if entry.box is None else entry.box, wanted.parts[entry.name])
+        for box in _in_both(whole(entry.shape) if entry.box is None else entry.box, wanted[entry.name])
     )
 
 
-def _in_both(box: Box, part: Part) -> list[Box]:
-    return [both for piece in part.pieces if (both := common(box, piece.box)) is not None]
+def _in_both(box: Box, wanted: Sequence[Box]) -> list[Box]:
+    return [both for part in wanted if (both := common(box, part)) is not None]
 
 
 def apply(
@@ -228,8 +213,7 @@ def apply(
     Raises:
         WeightSyncError: lists every missing, unknown, mis-shaped and conflicting name, or the first bucket did not
             arrive; the model is unchanged.
-        WaitTimeoutError, TransferError: a later bucket did not arrive (of published ones, within `timeout_s`); the
-            model may be partly updated.
+        WaitTimeoutError, TransferError: a later bucket did not arrive; the model may be partly updated.
     """
     start = time.perf_counter()
     targets = targets_of(model, published)
@@ -252,12 +236,7 @@ def check(model: torch.nn.Module, published: PublishedWeights) -> None:
 
 
 def pulled(published: PublishedWeights, *, timeout_s: float = 60.0, fetch: Fetch | None = None) -> PublishedWeights:
-    """The same weights with the buckets' bytes in place of references, for processes that Ray does not know.
-
-    What the trainer sends directly needs no Ray and stays as it is.
-    """
-    if published.delivery is not None:
-        return published
+    """The same weights with the buckets' bytes in place of references, for processes that Ray does not know."""
     buckets = tuple(_fetch(published, index, timeout_s, fetch) for index in range(len(published.buckets)))
     return replace(published, buckets=buckets)
 
@@ -267,9 +246,6 @@ class NodeWeights:
 
     def __init__(self, published: PublishedWeights, *, timeout_s: float = 60.0) -> None:
         self._memory: list[HostMemory] = []
-        self.published = published
-        if published.delivery is not None:
-            return
         try:
             for index in range(len(published.buckets)):
                 bucket = _as_tensor(_fetch(published, index, timeout_s, None))
@@ -316,10 +292,7 @@ def _as_tensor(data: Bytes) -> torch.Tensor:
 
 
 def _arriving(published: PublishedWeights, timeout_s: float, fetch: Fetch | None) -> Generator[Contents]:
-    """Bucket after bucket: pulled from where they were put, or received while they are being sent."""
-    if published.delivery is not None:
-        yield from streams.receive(published.delivery)
-        return
+    """Bucket after bucket, pulled from where they were put."""
     for number, (index, entries, runs) in enumerate(_by_bucket(published.manifest)):
         try:
             data = _fetch(published, index, timeout_s, fetch)

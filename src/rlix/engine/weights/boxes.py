@@ -6,11 +6,10 @@ tensor, and a fused one of the trainer's fits a separate one of a replica's.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 _repeated = lru_cache(2**14)
 """Layers have the same shapes: what is asked of the boxes of one is asked of all of them."""
@@ -38,35 +37,6 @@ class Piece:
     box: Box
     local: str
     at: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a process holds, or needs, of one tensor. Pieces do not overlap.
-
-    `dtype` is torch's name, of the process's own memory; `shape` that of the whole tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What one process holds, or needs, of a model: its parts by their names, and the node whose memory it shares."""
-
-    parts: Mapping[str, Part]
-    node: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Thousands of parts are sent when engines connect: as what pickles at once."""
-        rows = [(n, p.dtype, p.shape, [(q.box, q.local, q.at) for q in p.pieces]) for n, p in self.parts.items()]
-        return _received, (rows, self.node)
-
-
-def _received(rows: Iterable[tuple[str, str, tuple[int, ...], Iterable[Any]]], node: str) -> Layout:
-    return Layout({n: Part(dtype, shape, tuple([Piece(*q) for q in pieces])) for n, dtype, shape, pieces in rows}, node)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -115,18 +85,7 @@ def moved(box: Box, piece: Piece) -> tuple[int, ...]:
     return tuple([at + start - first for at, (start, _), (first, _) in zip(piece.at, box, piece.box, strict=True)])
 
 
-def divided(box: Box, most: int) -> list[Box]:
-    """The box in slices of at most `most` elements, first dimensions first, so that each is one run of memory."""
-    if elements(box) <= most or not box:
-        return [box]
-    (start, stop), inner = box[0], box[1:]
-    rows = most // math.prod(extent(inner))
-    if rows:
-        return [((row, min(row + rows, stop)), *inner) for row in range(start, stop, rows)]
-    return [((row, row + 1), *rest) for row in range(start, stop) for rest in divided(inner, most)]
-
-
-def shard(
+def pieces_on_mesh(
     shape: Sequence[int], mesh: Sequence[int], cuts: Sequence[Cut | None], place: Sequence[int], local: str
 ) -> tuple[Piece, ...]:
     """What the rank at `place` of a mesh holds, cut by each of the mesh's dimensions in turn (None: not cut).
