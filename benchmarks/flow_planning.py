@@ -1,4 +1,6 @@
-"""How long planning a flow takes: two to five parts, up to 4,096 devices, tables of 12 points, no two states fit.
+"""How long planning a flow takes: two to eight parts, up to 4,096 devices, tables of 12 points, no two states fit.
+
+Parts follow each other, or all the others come after the first (a fan).
 
 python -m benchmarks.flow_planning
 """
@@ -21,13 +23,13 @@ def component(index: int) -> Component:
     return Component(f"part{index}", Table(points), load_s=2.0, offload_s=1.0)
 
 
-def graph(parts: int) -> Graph:
+def graph(parts: int, fan: bool) -> Graph:
     components = [component(i) for i in range(parts)]
-    return Graph(components, [Edge(f"part{i}", f"part{i + 1}", 0.001, 1e-5) for i in range(parts - 1)])
+    return Graph(components, [Edge(f"part{0 if fan else i - 1}", f"part{i}", 0.001, 1e-5) for i in range(1, parts)])
 
 
-def timed(parts: int, devices: int) -> tuple[float, Planned]:
-    flow, best = graph(parts), float("inf")
+def timed(parts: int, devices: int, fan: bool) -> tuple[float, Planned]:
+    flow, best = graph(parts, fan), float("inf")
     for _ in range(REPEATS):
         started = time.process_time()
         planned = make_plan(flow, ITEMS, devices, device_bytes=80e9)
@@ -37,9 +39,11 @@ def timed(parts: int, devices: int) -> tuple[float, Planned]:
 
 def main() -> None:
     print("| parts | devices | seconds of CPU | plan |\n|---|---|---|---|")
-    for parts, devices in ((2, 1024), (3, 64), (3, 1024), (3, 4096), (4, 1024), (5, 1024)):
-        seconds, planned = timed(parts, devices)
-        print(f"| {parts} | {devices:,} | {seconds:.3f} | {planned.best.mode}, {planned.best.seconds:.1f} s a step |")
+    chains = ((2, 1024), (3, 64), (3, 1024), (3, 4096), (4, 1024), (5, 1024), (8, 16))
+    for parts, devices, fan in (*((parts, devices, False) for parts, devices in chains), (8, 16, True)):
+        seconds, planned = timed(parts, devices, fan)
+        many, best = f"{parts} (a fan)" if fan else str(parts), planned.best
+        print(f"| {many} | {devices:,} | {seconds:.3f} | {best.mode}, {best.seconds:.1f} s a step |")
 
 
 if __name__ == "__main__":

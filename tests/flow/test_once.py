@@ -27,7 +27,7 @@ class Counter:
 
     @once
     def wait(self) -> int:
-        assert self.go.wait(30)
+        assert self.go.wait(300)
         self.calls += 1
         return self.calls
 

@@ -1,5 +1,6 @@
 """What becomes of the ranks of a part that do not answer, do not go or have died: on workers that are pretended."""
 
+import contextlib
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from rlix.flow.workers import group as group_module
 from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.flow.workers.group import WorkerGroup
 from rlix.flow.workers.part_group import PartGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.messages import Process
 
 
 class Workers(WorkerGroup):
@@ -39,6 +42,8 @@ class Workers(WorkerGroup):
 
     def kill(self, rank: int, *, timeout_s: float = 10.0) -> None:
         self.killed.append(rank)
+        if self.says.get(rank) == "stays":
+            raise WaitTimeoutError(f"rank {rank} did not end")
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +84,52 @@ def test_who_hangs_when_it_is_brought_on_is_ended() -> None:
     assert workers.killed == [2]
 
 
+def test_devices_do_not_pass_on_while_a_process_that_was_ended_is_there() -> None:
+    workers = Workers()
+    part = PartGroup(workers)
+    part.onload()
+    workers.lost, workers.says = {0, 1}, {0: "stays", 1: "stays"}  # Ray says that they died
+    for _ in range(2):
+        with pytest.raises(WaitTimeoutError, match="rank 0 did not end"):
+            part.offload()
+    part.end()
+    with pytest.raises(WaitTimeoutError, match="rank 0 did not end"):
+        part.offload()
+    workers.says = {}
+    part.offload()
+    assert workers.killed == [0, 0, 0, 1, 0, 0, 1]
+    part.offload()  # nobody is there
+    assert len(workers.killed) == 7
+
+
+def test_devices_do_not_pass_on_while_the_process_of_who_died_as_it_went_is_there() -> None:
+    workers = Workers()
+    part = PartGroup(workers)
+    part.onload()
+    workers.says = {1: "dies"}
+    part.offload()
+    assert workers.killed == [1] and part.lost == [1]
+    part.offload()
+    assert workers.killed == [1]
+
+
+def test_who_is_killed_again_is_gone_only_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, living = Process("node", 11, 1, "child"), {10, 11}
+    workers: Any = WorkerGroup.__new__(WorkerGroup)
+    workers.name, workers._handles = "flow/part", [None]
+    workers._named, workers._children = {0: Process("node", 10, 1, "rank")}, {}
+    workers._processes = {0: SimpleNamespace(wait=lambda _: 10 not in living)}
+    monkeypatch.setattr(ray, "kill", lambda _: living.discard(10))
+    monkeypatch.setattr(group_module, "descendants", lambda _: (started,) if 10 in living else ())
+    monkeypatch.setattr(group_module, "kill", lambda them, _: tuple(p for p in them if p.pid in living))
+    for _ in range(2):
+        with pytest.raises(WaitTimeoutError, match=r"rank 0 left process\(es\) 11"):
+            workers.kill(0)
+    living.clear()
+    workers.kill(0)
+    assert (workers._processes, workers._children) == ({}, {})
+
+
 class Ref:
     """A result; `read`: whether somebody has asked for it, or Ray writes an error of it to the terminal."""
 
@@ -96,9 +147,29 @@ def test_an_error_is_read_from_both_results_and_what_was_made_stays_where_it_is(
     made, counted = Ref(result), Ref(result)
     method = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: (made, counted)))
     workers: Any = SimpleNamespace(check_usable=lambda _: None, handles=[SimpleNamespace(_rlix_part=method)])
-    PartGroup(workers).part("add", [[]])
+    part = PartGroup(workers)
+    part.part("add", [[]])
     if fails:
         result.set_exception(LookupError())
     else:
         result.set_result(1)
     assert made.read is fails
+
+
+def test_what_was_called_before_a_call_failed_is_of_a_turn_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartGroup, "_note", lambda part, call: call)
+    workers, sent = Workers(), list[Any]()
+    method = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: sent.append(args) or (ref, ref)))
+    ref = Ref(Future())
+    monkeypatch.setattr(workers, "_handles", [SimpleNamespace(_rlix_part=method)], raising=False)
+    monkeypatch.setattr(workers, "check_usable", lambda _: None)
+    part = PartGroup(workers)
+    for says in ({}, {1: "raises"}, {1: "hangs"}, {}):
+        part.part("add", [[]], ranks=[0])
+        workers.says = says  # type: ignore[assignment]
+        call: Any = SimpleNamespace(wait=lambda _: workers.run("add", timeout_s=1.0), late=[1])
+        with contextlib.suppress(WorkerError, WaitTimeoutError):
+            part.answers(call)
+    part.offload()
+    part.part("add", [[]], ranks=[0])
+    assert [turn for _, _, turn in sent] == [0, 0, 1, 2, 3]

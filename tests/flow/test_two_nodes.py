@@ -6,7 +6,7 @@ import pytest
 
 from tests.control.test_lifecycle import LOCAL, run
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray]
 
 TWO_NODES = """
 import json, ray, rlix
@@ -29,7 +29,7 @@ with two_raylets(2) as address:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    got = run(TWO_NODES, tmp_path, timeout_s=280.0, **LOCAL, RLIX_LOCK_DIR=str(tmp_path / "locks"))
+    got = run(TWO_NODES, tmp_path, **LOCAL, RLIX_LOCK_DIR=str(tmp_path / "locks"))
     assert got == {
         "first node": [True, True, False, False],
         "stages": 2,

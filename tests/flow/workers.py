@@ -52,7 +52,7 @@ class EchoWorker(Worker):
         return self.ctx.rank
 
     def wait_for_release(self) -> bool:
-        return self._released.wait(60)
+        return self._released.wait(300)
 
     def release(self) -> None:
         self._released.set()

@@ -1,4 +1,4 @@
-"""Memory that several processes of one node, or of one GPU, see at once."""
+"""Memory that several processes of one node see at once."""
 
 import ast
 import mmap
@@ -25,18 +25,6 @@ class HostMemory:
             self._fd = -1
 
 
-class GpuMemory:
-    """Memory of this process's GPU that other processes on it can map (CUDA IPC)."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.data = torch.empty(size, dtype=torch.uint8, device=device)
-        # Numbers and bytes only, so that the text is read back without running anything, which a pickle would.
-        self.handle = repr(self.data.untyped_storage()._share_cuda_())
-
-    def close(self) -> None:
-        """The memory lives as long as `data`, and until whoever was given the handle has opened it and let go."""
-
-
 def opened_host(handle: str) -> torch.Tensor:
     """The bytes of another process's `HostMemory`.
 
@@ -49,22 +37,6 @@ def opened_host(handle: str) -> torch.Tensor:
         return _mapped(descriptor, size)
     finally:
         os.close(descriptor)
-
-
-def opened_gpu(handle: str, device: torch.device) -> torch.Tensor:
-    """The bytes of another process's `GpuMemory`."""
-    _, *shared = ast.literal_eval(handle)
-    torch.cuda.init()  # this may be the first that the process does on a GPU
-    # The GPU's number may differ between the two processes: each sees a selection of its own.
-    index = torch.cuda.current_device() if device.index is None else device.index
-    storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what was asked of a GPU; elsewhere it is done already."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ def test_who_waits_too_long_says_for_whom_and_then_stands_in_nobodys_way() -> No
         lock.turn(b, {0}, timeout_s=0.01),
     ):
         pass
-    with lock.turn(a, {0}, timeout_s=10):
+    with lock.turn(a, {0}, timeout_s=300):
         pass
     assert log == ["+a"]
 
@@ -71,7 +71,7 @@ def test_nothing_is_loaded_on_top_of_a_state_that_does_not_go() -> None:
         with pytest.raises(WorkerError, match="a does not go"), lock.turn(State("b", log), {0}):
             pass
     assert log == ["+a", "-a", "-a"]
-    with lock.turn(State("b", log), {0}, timeout_s=10):
+    with lock.turn(State("b", log), {0}, timeout_s=300):
         assert log[3:] == ["-a", "+b"]
 
 
@@ -119,7 +119,7 @@ def test_many_threads_never_share_a_device() -> None:
 
     def work(index: int) -> None:
         for n in range(30):
-            with lock.turn(parts[index], places[index], (n,), timeout_s=60):
+            with lock.turn(parts[index], places[index], (n,), timeout_s=300):
                 with guard:
                     assert not busy & places[index]
                     busy.update(places[index])
@@ -128,7 +128,7 @@ def test_many_threads_never_share_a_device() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work, index) for index in range(4)]:
-            future.result(timeout=100)
+            future.result(timeout=300)
     there: set[str] = set()
     for event in log:
         there.add(event[1:]) if event[0] == "+" else there.remove(event[1:])

@@ -32,6 +32,8 @@ def _all(parts: list[Component], edges: list[Edge], items: int, devices: int, ro
             for chunks in product([d for d in range(1, items + 1) if items % d == 0], repeat=len(segments)):
                 if any(_alone(stages, s) and chunks[s] != 1 for s in segments):
                     continue
+                if any(items // chunks[place[part.name][0]] % part.chunk for part in parts):
+                    continue
                 yield _play(parts, edges, items, place, given, chunks, room)
 
 

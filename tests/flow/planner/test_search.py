@@ -9,6 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Planned, Point, Table, make_plan
+from rlix.flow.planner.costs import Costs
+from rlix.flow.planner.graph import ordered_partitions
+from rlix.flow.planner.rounds import rounds_s
+from rlix.flow.planner.search import INFINITE, _Search, _Wanted
 from rlix.flow.planner.split import split
 from rlix.protocol.errors import SpecError
 from tests.flow.planner.oracle import fastest
@@ -58,6 +62,8 @@ def test_a_part_that_does_not_scale_gets_few_devices_beside_the_others() -> None
         fixed = planned.of(mode)
         assert fixed is not None
         assert fixed.seconds > planned.best.seconds * 1.1
+    whole = make_plan(chain(slow, wide, replace(last, chunk=64)), 64, 8).best  # as what learns: it is apart anyway
+    assert (whole.shape, whole.seconds) == (planned.best.shape, planned.best.seconds)
     collocated = make_plan(chain(slow, wide, last), 64, 8, mode=Mode.COLLOCATED).best
     assert collocated.seconds == pytest.approx(12.8 + 11.2 + 8)
 
@@ -93,21 +99,62 @@ def test_a_simulator_on_the_cpu_takes_no_devices() -> None:
     assert make_plan(Graph([sim]), 8, 2).best.seconds == pytest.approx(1)
 
 
+def test_a_simulator_that_nobody_waits_for_is_beside_whatever_works() -> None:
+    planned = make_plan(Graph([part("sim", 1, 0, cpu_ranks=1), part("b", 0, 1)]), 8, 2)
+    assert planned.best.seconds == pytest.approx(4)  # and the simulator 1, meanwhile
+    assert planned.best.shape == "(sim on the CPU | b on 2, in turn)"
+
+
+def test_a_circle_beside_nobody_is_apart_and_one_in_turn_with_another_is_not() -> None:
+    a, b, c = (part(n, 0, 1, scales=False) for n in "abc")
+    circle = [Edge("a", "b"), Edge("b", "a", rounds=2), Edge("b", "c")]
+    planned = make_plan(Graph([a, b, c, part("d", 0, 1)], [*circle, Edge("c", "d")]), 8, 4)
+    modes = {plan.shape.split(",")[0]: plan.mode for plan in (planned.best, *planned.others)}
+    assert {mode for shape, mode in modes.items() if "⟲b+" in shape or "+d" in shape} <= {Mode.HYBRID}
+    apart = planned.of(Mode.DISAGGREGATED)
+    assert apart is not None
+    assert [len(stage.parts) for stage in apart.segments[0].stages] == [2, 1, 1]
+
+
 def test_a_circle_is_planned_as_one_part() -> None:
     sim, policy = part("sim", 0, 1, cpu_ranks=1), part("policy", 0, 1)
     edges = [Edge("sim", "policy"), Edge("policy", "sim", rounds=10)]
     planned = make_plan(Graph([sim, policy], edges), 8, 1)
     (stage,) = planned.best.segments[0].stages
     (loop,) = stage.loops
-    assert (loop.rounds, loop.slices, loop.shared) == (10, 2, False)
-    assert planned.best.seconds == pytest.approx(10 * 8)  # both busy all the time, on half the batch each
+    assert (loop.rounds, loop.slices, loop.shared) == (10, 4, False)
+    assert planned.best.seconds == pytest.approx(10 * 8 + 2)  # both always busy, once the first quarter is through
     both = Graph([part("a", 0, 1, held=6, load_s=1), part("b", 0, 1, held=6, load_s=1)], edges=[
         Edge("a", "b"), Edge("b", "a", rounds=2)])  # fmt: skip
     assert make_plan(both, 4, 1, device_bytes=20).best.seconds == pytest.approx(2 * 8)
     assert make_plan(both, 4, 1, device_bytes=10).best.seconds == pytest.approx(2 * (8 + 2))
-    assert make_plan(both, 4, 2, device_bytes=10).best.seconds == pytest.approx(2 * 4)
+    assert make_plan(both, 4, 2, device_bytes=10).best.seconds == pytest.approx(2 * 4 + 1)  # b begins a second later
     with pytest.raises(SpecError, match="needs `rounds`"):
         Graph([sim, policy], [Edge("sim", "policy"), Edge("policy", "sim")])
+
+
+def test_a_circle_whose_states_take_turns_leaves_no_state_there() -> None:
+    """Both states come and go in each of its two rounds, and the next part's with the segment."""
+    a, b = (part(n, 0, 1, held=6, load_s=1) for n in "ab")
+    circle = [Edge("a", "b"), Edge("b", "a", rounds=2), Edge("b", "c")]
+    graph = Graph([a, b, part("c", 0, 1, held=3, load_s=1)], circle)
+    plan = make_plan(graph, 4, 1, device_bytes=10, mode=Mode.COLLOCATED).best
+    assert (plan.resident, plan.switch_s) == (False, 1)
+    assert plan.seconds == pytest.approx(2 * (8 + 2) + 4 + 1)
+    beside = make_plan(graph, 4, 1, device_bytes=20, mode=Mode.COLLOCATED).best
+    assert (beside.resident, beside.seconds) == (True, pytest.approx(2 * 8 + 4))
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.lists(st.floats(0, 10), min_size=1, max_size=4))
+def test_a_circle_takes_what_its_slices_take_one_after_the_other(rounds: int, slices: int, parts: list[float]) -> None:
+    """Played through: each part takes the slices in their order, and each slice the parts."""
+    slice_at, part_free = [0.0] * slices, [0.0] * len(parts)
+    for _ in range(rounds):
+        for i, seconds in enumerate(parts):
+            for n in range(slices):
+                slice_at[n] = part_free[i] = max(slice_at[n], part_free[i]) + seconds
+    assert rounds_s(rounds, slices, sum(parts), max(parts)) == pytest.approx(max(slice_at))
+    assert rounds_s(rounds, slices, INFINITE, INFINITE) == INFINITE  # and not no number
 
 
 def test_what_cannot_be_planned_says_why() -> None:
@@ -117,6 +164,13 @@ def test_what_cannot_be_planned_says_why() -> None:
         make_plan(chain(part("a", 0, 1), part("b", 0, 1, unit=4)), 8, 2)
     with pytest.raises(SpecError, match="not a multiple of 3"):
         make_plan(chain(part("a", 0, 1, chunk=3), part("b", 0, 1)), 8, 2)
+    for wrong in (float("nan"), -1.0, float("inf")):
+        with pytest.raises(SpecError, match="a: load_s and offload_s are seconds, from 0 on"):
+            part("a", 0, 1, load_s=wrong)
+        with pytest.raises(SpecError, match="a → b: latency_s and item_s are seconds, from 0 on"):
+            Edge("a", "b", wrong)
+        with pytest.raises(SpecError, match="not a measurement"):
+            Table([Point(1, 1, 1.0, wrong)])
     with pytest.raises(SpecError, match="an edge names 'c'"):
         Graph([part("a", 0, 1)], [Edge("a", "c")])
     assert make_plan(chain(part("a", 0, 1)), 200, 2).guesses == ("a: width 2 is outside the measured 1–1",)
@@ -135,6 +189,7 @@ def test_an_explanation_says_why_a_faster_plan_is_not_the_one() -> None:
 @st.composite
 def flows(draw: st.DrawFn) -> tuple[list[Component], list[Edge], int, int, float]:
     names = "abc"[: draw(st.integers(1, 3))]
+    items = draw(st.sampled_from([1, 2, 3, 4]))
     tenths = st.integers(0, 30).map(lambda n: n / 10)
     parts = [
         part(
@@ -146,13 +201,14 @@ def flows(draw: st.DrawFn) -> tuple[list[Component], list[Edge], int, int, float
             unit=draw(st.sampled_from([1, 1, 2])),
             load_s=draw(tenths),
             widths=draw(st.sampled_from([(), (), (1,), (1, 2, 4)])),
+            chunk=draw(st.sampled_from([1, 1, items])),
         )
         for name in names
     ]
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     used = [pair for pair in pairs if draw(st.booleans()) or pair[0] == chr(ord(pair[1]) - 1)]
     edges = [Edge(a, b, draw(tenths) / 10, draw(tenths) / 10, ahead=draw(st.booleans())) for a, b in used]
-    return parts, edges, draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(2, 4)), draw(st.sampled_from([6.0, 9.0]))
+    return parts, edges, items, draw(st.integers(2, 4)), draw(st.sampled_from([6.0, 9.0]))
 
 
 @settings(max_examples=40)
@@ -163,6 +219,37 @@ def test_no_plan_of_a_small_flow_is_faster(flow: tuple[list[Component], list[Edg
     assert planned.best.seconds == pytest.approx(fastest(parts, edges, items, devices, room))
     for plan in (planned.best, *planned.others):
         check(plan)
+
+
+@settings(max_examples=40)
+@given(flows())
+def test_no_bound_is_above_what_it_bounds(flow: tuple[list[Component], list[Edge], int, int, float]) -> None:
+    """Also of parts that are too large for one device, or too large for a whole batch."""
+    parts, edges, items, devices, room = flow
+    graph = Graph(parts, edges)
+    search = _Search(graph, items, Costs(devices, room), _Wanted(None, 0.0))
+    for nodes in range(1, 2 ** len(parts)):
+        for by_work, groups in search._groupings(nodes):
+            segment = search._segment(groups, INFINITE)
+            if segment is not None:
+                seconds = segment.plan.seconds * (1 + 1e-9)
+                assert search._least(nodes) <= seconds and by_work <= seconds
+                assert search.bounds.possible(groups, seconds)
+                assert search.bounds.possible(groups, seconds, segment.plan.chunk)
+
+
+@given(st.integers(1, 5), st.data())
+def test_every_order_of_groups_is_found_once(count: int, data: st.DataObject) -> None:
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count) if data.draw(st.booleans())]
+    graph = Graph([part(str(n), 1, 1) for n in range(count)], [Edge(str(a), str(b)) for a, b in pairs])
+    found = [frozenset(cut) for cut in ordered_partitions(graph, 2**count - 1)]
+    place = [p for p in product(range(count), repeat=count) if sorted({*p}) == list(range(len({*p})))]
+    allowed = {
+        frozenset(sum(1 << n for n in range(count) if p[n] == group) for group in {*p})
+        for p in place
+        if all(p[a] <= p[b] for a, b in pairs)
+    }
+    assert len(found) == len(set(found)) and set(found) == allowed
 
 
 def check(plan: Plan) -> None:

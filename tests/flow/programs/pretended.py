@@ -33,6 +33,8 @@ class Adds(FlowWorker):
     def room(self) -> float:
         return 80.0
 
+
+class Keeps(Adds):
     def save(self) -> int:
         return self.calls
 
@@ -93,9 +95,9 @@ class Group:
 
 def flow(**first: Any) -> Flow:
     parts = [
-        Part("ones", Adds, "add", kwargs={"number": 1}, **first),
-        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
-        Part("more", Adds, "add", ("tens",), kwargs={"number": 100}),
+        Part("ones", Keeps, "add", kwargs={"number": 1}, **{"chunk": 1, **first}),
+        Part("tens", Keeps, "add", ("ones",), kwargs={"number": 10}, chunk=1),
+        Part("more", Keeps, "add", ("tens",), kwargs={"number": 100}, chunk=1),
     ]
     return Flow("sums", parts, ITEMS)
 

@@ -63,7 +63,7 @@ class Uneven(FlowWorker):
         return items[items[0] > 0 :]
 
     def world(self, items: list[int]) -> list[int]:
-        if not self.known.wait(60):
+        if not self.known.wait(300):
             raise WaitTimeoutError("nobody stopped the first slice")
         return items
 

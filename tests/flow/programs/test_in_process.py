@@ -1,5 +1,6 @@
 """Running a flow with workers that are plain objects: what follows from drift, and that every mode makes the same."""
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Cluster, Registration
 from rlix.protocol.types import Phase
-from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joins, flow, profile
+from tests.flow.programs.pretended import DEVICES, ITEMS, POOL, Adds, Group, Joins, Keeps, flow, profile
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 
@@ -152,7 +153,7 @@ def test_a_stage_that_has_ended_gives_its_devices_back_unless_the_others_end_soo
             begin.set()
 
     def late(group: Group, *args: Any) -> Any:
-        assert begins[group.name].wait(60)
+        assert begins[group.name].wait(300)
         return part(group, *args)
 
     monkeypatch.setattr(Group, "part", late)
@@ -195,6 +196,33 @@ def test_what_drifts_is_planned_anew_and_goes_on_from_what_it_saved() -> None:
         assert running.step([0] * ITEMS) == [111] * ITEMS
 
 
+def test_a_plan_that_stays_is_not_asked_for_again_until_twice_as_much_has_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a machine where all becomes slower and faster by turns it would be, for ever."""
+    caplog.set_level(logging.INFO, "rlix.flow")
+    with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
+        before = running.plan
+
+        def steps(slower: float) -> None:
+            planned = {part.name: (segment.chunk, part.seconds * slower) for segment in running.plan.segments
+                       for stage in segment.stages for part in stage.parts}  # fmt: skip
+            for _ in range(WINDOW):
+                running._drift.saw({name: [call] for name, call in planned.items()})
+            running._look_for_drift()
+
+        steps(1.2)
+        assert "ones takes 1.20 times as long, tens takes 1.20 times as long" in caplog.text
+        assert caplog.text.count("the plan stays") == 1
+        for slower in (1.25, 1 / 1.25):
+            steps(slower)
+        assert caplog.text.count("the plan stays") == 1
+        steps(1.35)
+        assert caplog.text.count("the plan stays") == 2
+        assert (running.replanned, running.plan.shape) == (0, before.shape)
+        assert running.plan.seconds == pytest.approx(before.seconds * 1.2 * 1.35)
+
+
 def test_parts_that_died_go_on_from_what_was_kept() -> None:
     with Running(flow(), POOL, profile=profile(ones=0.1, tens=0.2, more=0.3)) as running:
         running.step([0] * ITEMS)
@@ -214,7 +242,7 @@ def test_parts_that_died_go_on_from_what_was_kept() -> None:
 
 
 def test_a_part_that_moves_without_what_it_has_learnt_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    parts = [Part("ones", Joins, "pairs"), Part("tens", Adds, "add", ("ones",), kwargs={"number": 10})]
+    parts = [Part("ones", Joins, "pairs"), Part("tens", Keeps, "add", ("ones",), kwargs={"number": 10}, chunk=1)]
     known, sums = profile(ones=0.1, tens=0.1), Flow("sums", parts, ITEMS)
     apart = sums.plan(known, DEVICES, mode=Mode.DISAGGREGATED).best
     with Running(sums, POOL, plan=Mode.COLLOCATED, profile=known) as running:
@@ -223,6 +251,17 @@ def test_a_part_that_moves_without_what_it_has_learnt_says_so(caplog: pytest.Log
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         "sums: ones moves and begins anew, for its class has no `save`"
     ]
+
+
+@pytest.mark.parametrize("mode", [Mode.COLLOCATED, Mode.DISAGGREGATED])
+def test_what_learns_gets_all_items_of_a_step_at_once_unless_it_says_otherwise(mode: Mode) -> None:
+    """Or a plan would choose how often it learns."""
+    parts = [Part("ones", Adds, "add", kwargs={"number": 1}), Part("tens", Keeps, "add", kwargs={"number": 10})]
+    with Running(Flow("sums", parts, ITEMS), POOL, plan=mode, profile=profile(ones=0.2, tens=0.1)) as running:
+        running.step([0] * ITEMS)
+        assert running.groups["tens"].call("save").wait() == [1] * len(running.groups["tens"].members)  # type: ignore[attr-defined]
+    assert [part.chunk for part in parts] == [1, None]
+    assert Part("ones", Keeps, "add", each=2).chunk == Part("ones", Keeps, "add", chunk=1).chunk == 1
 
 
 def test_a_part_that_loses_items_is_an_error() -> None:
@@ -244,7 +283,7 @@ def test_a_rank_that_computes_is_not_brought_off() -> None:
     class Slow(FlowWorker):
         def work(self, items: list[int]) -> list[int]:
             began.set()
-            assert may_end.wait(60)
+            assert may_end.wait(300)
             order.append("worked")
             return items
 
@@ -257,13 +296,30 @@ def test_a_rank_that_computes_is_not_brought_off() -> None:
     worker._rlix_onload(None)
     with ThreadPoolExecutor(2) as threads:
         part = threads.submit(worker._rlix_part, "work", [[]])
-        assert began.wait(60)
-        gone = threads.submit(worker._rlix_offload)
+        assert began.wait(300)
+        gone = threads.submit(worker._rlix_offload, 1)
         assert order == []
         may_end.set()
-        assert part.result(60) == ([], 0)
-        gone.result(60)
+        assert part.result(300)[1] == 0
+        gone.result(300)
     assert order == ["worked", "left", "unlocked"]
+
+
+def test_a_call_that_comes_too_late_is_not_made() -> None:
+    """Of a turn that is over on this rank: brought off, or another one has begun."""
+    worker = Adds(1)
+    locks = SimpleNamespace(acquire=lambda *_: None, release=lambda: None)
+    worker.ctx = SimpleNamespace(device_locks=lambda: locks, fence=lambda lease: lease)  # type: ignore[assignment]
+    worker._rlix_onload(None)
+    assert worker._rlix_part("add", [[]], 0)[1] == 0
+    worker._rlix_offload(1)
+    with pytest.raises(RuntimeError, match=r"^add\(\) came too late: its turn is over$"):
+        worker._rlix_part("add", [[]], 0)
+    worker._rlix_onload(None)
+    worker._rlix_part("add", [[]], 2)
+    with pytest.raises(RuntimeError, match="came too late"):
+        worker._rlix_part("add", [[]], 1)
+    assert worker.calls == 2
 
 
 def test_what_went_wrong_first_is_what_a_step_raises(monkeypatch: pytest.MonkeyPatch) -> None:

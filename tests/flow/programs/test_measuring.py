@@ -9,10 +9,10 @@ import ray
 
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs.flow import Flow
-from rlix.flow.programs.wiring import Part
+from rlix.flow.programs.wiring import Circle, Part
 from rlix.flow.workers import launch
 from rlix.flow.workers.group import START_TIMEOUT_S
-from rlix.protocol.errors import SpecError, WaitTimeoutError
+from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from tests.flow.programs.pretended import ITEMS, POOL, Adds
 
 pytestmark = pytest.mark.usefixtures("no_ray")
@@ -95,3 +95,20 @@ def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(mo
         Flow("sums", parts, 4, lambda n: [0] * n), POOL, measure_module.Grid((1,), (4,), repeats=1)
     )
     assert [known.parts[name].points[0].seconds for name in ("ones", "tens")] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_what_a_part_raises_while_it_is_measured_says_so(rounds: int) -> None:
+    """And that the items went round its circle once, if there is one."""
+
+    class Wants(Adds):
+        def add(self, items: list[int]) -> list[int]:
+            raise WorkerError("too few rounds")
+
+    parts = [Part(name, Adds, "add", kwargs={"number": 1}) for name in ("act", "world")]
+    parts.append(Part("judge", Wants, "add", kwargs={"number": 1}))
+    circles = [Circle(("act", "world"), rounds)] if rounds else []
+    flow = Flow("sums", parts, 4, lambda n: [0] * n, circles)
+    what = ", with items that went round once" if rounds else ""
+    with pytest.raises(WorkerError, match=f"^flow sums, while it is measured{what}: too few rounds$"):
+        measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,), repeats=1))

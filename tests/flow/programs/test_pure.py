@@ -97,9 +97,10 @@ def test_what_a_circle_takes_when_its_parts_are_slower() -> None:
         return rescaled(plan, factors, {}).seconds
 
     beside = LoopPlan(("a", "b"), rounds=10, slices=2, shared=False)  # a round: both slices in either part
-    assert seconds(beside, 20.0, a=2.0, b=2.0) == pytest.approx(40.0)
-    assert seconds(beside, 20.0, b=2.0) == pytest.approx(40.0)  # of which a waits half
-    assert seconds(beside, 20.0, b=0.5) == pytest.approx(20.0)
+    assert seconds(beside, 21.0) == pytest.approx(21.0)  # 1 until b begins, and 2 for each of ten rounds
+    assert seconds(beside, 21.0, a=2.0, b=2.0) == pytest.approx(42.0)
+    assert seconds(beside, 21.0, b=2.0) == pytest.approx(41.0)  # of which a waits half
+    assert seconds(beside, 21.0, b=0.5) == pytest.approx(20.5)
     in_turn = LoopPlan(("a", "b"), rounds=10, slices=1, shared=True)
     assert seconds(in_turn, 25.0, b=2.0) == pytest.approx(35.0)  # 5 of them switch
 
@@ -186,6 +187,8 @@ def test_a_flow_that_makes_no_sense_is_refused() -> None:
         ({"worker": Nothing()}, r"is not a class derived from rlix.flow\.FlowWorker"),
         ({"method": "walk"}, "a: Nothing has no method 'walk'"),
         ({"method": "__init__"}, "a: Nothing has no method '__init__'"),
+        ({"method": "mro"}, "a: Nothing has no method 'mro'"),
+        ({"after": (name for name in "bb")}, r"a: after=\('b', 'b'\) names a part twice"),
         ({"method": Nothing.run}, "a: the method is given by its name, such as 'run', not <function"),
         ({"after": "ab"}, r"a: after='ab' is not a tuple of names: write after=\('ab',\)"),
         ({"after": ("b", "b")}, "names a part twice"),

@@ -64,7 +64,7 @@ FLOW = Flow(
     "sums",
     [
         Part("ones", Adds, "add", kwargs={"number": 1}, each=3),
-        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}),
+        Part("tens", Adds, "add", ("ones",), kwargs={"number": 10}, chunk=1),
     ],
     ITEMS,
     lambda count: list(range(count)),
@@ -156,10 +156,10 @@ def until_it_reads(pipe: Path, step: "Future[list[Any]]") -> int:
 
 
 def job_of(orchestrator: Any, devices: dict[str, list[int]]) -> JobClient:
-    job_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=30)
+    job_id = ray.get(orchestrator.allocate_pipeline_id.remote("ft"), timeout=300)
     registered = orchestrator.register_pipeline.remote(job_id, job_id, dict.fromkeys(devices, 1), devices)
-    ray.get(registered, timeout=30)
-    ray.get(orchestrator.admit_pipeline.remote(job_id), timeout=30)
+    ray.get(registered, timeout=300)
+    ray.get(orchestrator.admit_pipeline.remote(job_id), timeout=300)
     return JobClient(job_id)
 
 
@@ -179,7 +179,7 @@ def test_a_rank_that_dies_costs_a_job_no_other(ray_session: Any, tmp_path: Path)
     pool = [mine.devices()[i] for i in (0, 1)]
     with (
         ThreadPoolExecutor(2) as threads,
-        Running(Flow("dies", [part], ITEMS), pool, profile=known, job=job, cluster="flow", timeout_s=120.0) as running,
+        Running(Flow("dies", [part], ITEMS), pool, profile=known, job=job, cluster="flow", timeout_s=300.0) as running,
     ):
         workers = running.groups["ones"].workers
         step = threads.submit(running.step, [0] * ITEMS)
@@ -190,7 +190,7 @@ def test_a_rank_that_dies_costs_a_job_no_other(ray_session: Any, tmp_path: Path)
         assert not step.done()
         os.close(end)
         with pytest.raises(WorkerError, match=r"dies/ones: rank 1 died .* again, anew \(nothing was kept\)"):
-            step.result(120)
+            step.result(300)
         other.release(asked.result())
         assert running.groups["ones"].on(0).count().wait() == [1]
     for client in (mine, other):
@@ -207,8 +207,8 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
     for pipe in pipes:
         os.mkfifo(pipe)
     parts = [
-        Part("ones", Waits, "add", kwargs={"number": 1, "pipe": str(pipes[0])}),
-        Part("tens", Waits, "add", ("ones",), kwargs={"number": 10, "pipe": str(pipes[1])}, most=1),
+        Part("ones", Waits, "add", kwargs={"number": 1, "pipe": str(pipes[0])}, chunk=1),
+        Part("tens", Waits, "add", ("ones",), kwargs={"number": 10, "pipe": str(pipes[1])}, most=1, chunk=1),
     ]
     pool, known = [mine.devices()[i] for i in (0, 1)], replace(profile(60.0, 0.1), flow="gaps")
     options: dict[str, Any] = {"device_bytes": 80.0, "job": job, "cluster": "flow", "timeout_s": 120.0}
@@ -229,7 +229,7 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         with other.phase("one", Phase.ACTOR_TRAINING, 120.0):
             assert not step.done()
         os.close(second)
-        assert step.result(120) == [n + 11 for n in range(ITEMS)]
+        assert step.result(300) == [n + 11 for n in range(ITEMS)]
         slow = known.scaled({"ones": 10.0, "tens": 10.0})
         running.switch(running.flow.plan(slow, 2, device_bytes=80.0, mode=Mode.DISAGGREGATED).best)
         running.set_chunk(ITEMS)
@@ -243,7 +243,7 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         assert [status.lease.devices for status in mine.leases()] == [(1,)]
         assert not step.done()
         os.close(second)
-        assert step.result(120) == [n + 11 for n in range(ITEMS)]  # while others have what it is done with
+        assert step.result(300) == [n + 11 for n in range(ITEMS)]  # while others have what it is done with
         other.release(lease)
     for client in (mine, other):
         client.unregister("the test is over")

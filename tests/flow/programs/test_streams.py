@@ -93,7 +93,7 @@ class Waits(FlowWorker):
 
     def slow(self, items: list[int]) -> list[int]:
         if 0 in items:
-            assert self.go.wait(60)
+            assert self.go.wait(300)
         self.said.append(f"made {items}")
         return items
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rlix.flow.planner.graph import Component, Node
 from rlix.flow.planner.plan import LoopPlan, PartPlan
+from rlix.flow.planner.rounds import rounds_s
 from rlix.flow.planner.split import split
 from rlix.flow.planner.tables import Array
 
@@ -154,21 +155,21 @@ class Costs:
         on_devices = [i for i, part in enumerate(node.parts) if not part.cpu_ranks]
         fixed = [float(costs[i].seconds[0]) for i in range(len(costs)) if i not in on_devices]
 
-        def one_round(stages: list[Array]) -> Array:
-            total = sum(stages, np.zeros(())) + sum(fixed)
+        def all_rounds(stages: list[Array]) -> Array:
+            once = sum(stages, np.zeros(())) + sum(fixed)
             longest = np.max(np.stack(stages), axis=0) if stages else np.zeros(())
-            return np.maximum(total, slices * np.maximum(longest, max(fixed, default=0.0)))
+            return rounds_s(node.rounds, slices, once, np.maximum(longest, max(fixed, default=0.0)))
 
         shares: tuple[int, ...] = ()
         if on_devices:
-            shares, least = split([costs[i].seconds for i in on_devices], devices, one_round)
+            shares, least = split([costs[i].seconds for i in on_devices], devices, all_rounds)
         else:
-            least = float(one_round([]))
+            least = float(all_rounds([]))
         given = dict(zip(on_devices, shares, strict=True))
         placed = [(cost, given.get(i, 0)) for i, cost in enumerate(costs)]
         resident = max(float(cost.resident[n]) for cost, n in placed)
         peak = max(float(cost.peak[n]) for cost, n in placed)
-        return _Loop(node.rounds * least, slices, False, tuple(n for _, n in placed), resident, peak)
+        return _Loop(least, slices, False, tuple(n for _, n in placed), resident, peak)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from rlix.flow.counts import check_count, is_count
 from rlix.flow.planner.tables import Table
@@ -46,8 +47,8 @@ class Component:
 
     def __post_init__(self) -> None:
         check_shape(self.name, self.unit, self.most, self.chunk, self.cpu_ranks)
-        if self.load_s < 0 or self.offload_s < 0:
-            raise SpecError(f"{self.name}: load_s and offload_s must not be negative")
+        if not (0 <= self.load_s < inf and 0 <= self.offload_s < inf):  # NaN is none
+            raise SpecError(f"{self.name}: load_s and offload_s are seconds, from 0 on")
 
     @property
     def switch_s(self) -> float:
@@ -68,6 +69,10 @@ class Edge:
     item_s: float = 0.0
     rounds: int = 0
     ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s < inf and 0 <= self.item_s < inf):
+            raise SpecError(f"{self.source} → {self.target}: latency_s and item_s are seconds, from 0 on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,15 @@ class Graph:
             ordered.append(next(c for c in left if not any(self._feeds(o, c) for o in left if o != c)))
         return tuple(self._node(circle) for circle in ordered)
 
+    @cached_property
+    def fed(self) -> tuple[int, ...]:
+        """By set of nodes the set of those that need what it makes."""
+        found = [0]
+        for i, node in enumerate(self.nodes):
+            mine = sum(1 << j for j, other in enumerate(self.nodes) if i != j and self.feeds(node, other))
+            found += [others | mine for others in found]
+        return tuple(found)
+
     def feeds(self, source: Node, target: Node) -> bool:
         return self._feeds([p.name for p in source.parts], [p.name for p in target.parts])
 
@@ -155,26 +169,30 @@ class Graph:
         return found
 
 
-def ordered_partitions(graph: Graph, nodes: tuple[Node, ...]) -> Iterator[tuple[tuple[Node, ...], ...]]:
-    """Every way to cut `nodes` into groups, one after the other, of which none needs what a later one makes.
+def ordered_partitions(graph: Graph, nodes: int) -> Iterator[tuple[int, ...]]:
+    """Every way to cut some of the graph's nodes into groups, one after the other, of which none needs what a later one
+    makes. A set of nodes is a number, whose bit `i` stands for node `i`.
 
-    Groups that do not depend on each other come in one order only.
+    Groups that do not depend on each other come in one order only: no group stands behind larger numbers that it could
+    stand before.
     """
-    seen = set()
-    for cut in _cuts(graph, nodes):
-        key = frozenset(frozenset(node.name for node in group) for group in cut)
-        if key not in seen:
-            seen.add(key)
-            yield cut
+    yield from _cuts(graph.fed, nodes, ())
 
 
-def _cuts(graph: Graph, nodes: tuple[Node, ...]) -> Iterator[tuple[tuple[Node, ...], ...]]:
-    if not nodes:
-        yield ()
-        return
-    for chosen in range(1, 2 ** len(nodes)):
-        first = tuple(node for i, node in enumerate(nodes) if chosen >> i & 1)
-        rest = tuple(node for i, node in enumerate(nodes) if not chosen >> i & 1)
-        if not any(graph.feeds(later, node) for later in rest for node in first):
-            for others in _cuts(graph, rest):
-                yield (first, *others)
+def _cuts(fed: Sequence[int], left: int, before: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not left:
+        yield before
+    group = -left & left
+    while group:
+        if not fed[left & ~group] & group and _in_order(fed, group, before):
+            yield from _cuts(fed, left & ~group, (*before, group))
+        group = (group - left) & left
+
+
+def _in_order(fed: Sequence[int], group: int, before: tuple[int, ...]) -> bool:
+    for other in reversed(before):
+        if fed[other] & group:
+            return True
+        if group < other:
+            return False
+    return True

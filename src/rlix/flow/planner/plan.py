@@ -54,6 +54,11 @@ class StagePlan:
     loops: tuple[LoopPlan, ...] = ()
 
     @property
+    def stays(self) -> bool:
+        """Whether no state of it goes for another one's sake."""
+        return not self.switch_s and all(loop.together for loop in self.loops)
+
+    @property
     def used(self) -> int:
         """Of its devices, how many work: a part may not be able to use all."""
         return max(part.first + part.devices for part in self.parts) - self.first if self.devices else 0
@@ -100,8 +105,16 @@ class Plan:
     def mode(self) -> Mode:
         if all(len(segment.stages) == 1 for segment in self.segments):
             return Mode.COLLOCATED
-        own = all(len(stage.parts) == 1 or stage.loops for stage in self.segments[0].stages)
+        own = all(
+            len(stage.parts) - sum(len(loop.parts) - 1 for loop in stage.loops) == 1
+            for stage in self.segments[0].stages
+        )
         return Mode.DISAGGREGATED if len(self.segments) == 1 and own else Mode.HYBRID
+
+    @property
+    def extra_stages(self) -> int:
+        """How many stages there are beside others."""
+        return sum(len(segment.stages) - 1 for segment in self.segments)
 
     @property
     def parts(self) -> Iterator[PartPlan]:

@@ -6,13 +6,15 @@ chunks takes, on the longest of its paths, the sum of t_i (to fill and drain) an
 stage may work ahead of the next one, the path is cut there: neither waits for the other within a step.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import reduce
 from math import lcm
 
 import numpy as np
 
+from rlix.flow.planner.bounds import Bounds
 from rlix.flow.planner.costs import Cost, Costs
 from rlix.flow.planner.graph import Graph, Node, ordered_partitions
 from rlix.flow.planner.plan import SLACK, Mode, PartPlan, Plan, Planned, SegmentPlan, StagePlan
@@ -23,6 +25,7 @@ from rlix.protocol.errors import SpecError
 MOST_CHUNK_SIZES = 24
 MOST_CHUNKS = 256
 KEPT = 6  # runners-up
+INFINITE = float("inf")
 
 
 def make_plan(
@@ -43,13 +46,14 @@ def make_plan(
     Raises:
         SpecError: there is no plan: the devices are too few or too small, or the batch cannot be divided.
     """
-    search = _Search(graph, items, Costs(devices, device_bytes))
-    plans = sorted(search.plans(), key=lambda plan: (plan.seconds, len(plan.segments), plan.shape))
+    search = _Search(graph, items, Costs(devices, device_bytes), _Wanted(mode, slack))
+    search.run()
+    plans = sorted(search.found.plans, key=lambda plan: (plan.seconds, len(plan.segments), plan.shape))
     eligible = [plan for plan in plans if mode is None or plan.mode is mode]
     if not eligible:
         raise SpecError(_why_none(graph, items, devices, device_bytes, mode))
     close = [plan for plan in eligible if plan.seconds <= eligible[0].seconds * (1 + slack)]
-    best = min(close, key=lambda plan: sum(len(segment.stages) - 1 for segment in plan.segments))
+    best = min(close, key=lambda plan: plan.extra_stages)
     plans.remove(best)
     fastest = {plan.mode: plan for plan in reversed(plans)}.values()  # of each mode
     others = plans[:KEPT] + [plan for plan in fastest if plan not in plans[:KEPT]]
@@ -63,42 +67,118 @@ class _Segment:
     load_s: float  # to bring its states on and off once; stages that switch for every chunk have it in their time
 
 
+class _Wanted:
+    """The plans found, and which times still matter: of the fastest, of runners-up, and of the fastest of each mode."""
+
+    def __init__(self, mode: Mode | None, slack: float) -> None:
+        self.plans: list[Plan] = []
+        self._mode, self._slack = mode, slack
+        self._seconds: list[float] = []
+        self._least: dict[tuple[Mode, int], float] = {}
+        self._below: dict[tuple[Mode, int], float] = {}
+
+    def add(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        self._below.clear()
+        insort(self._seconds, plan.seconds)
+        key = plan.mode, plan.extra_stages
+        self._least[key] = min(plan.seconds, self._least.get(key, INFINITE))
+
+    def below(self, mode: Mode, extra_stages: int) -> float:
+        """Whatever takes as long as this, or longer, is not wanted: of this mode, of so many stages or more."""
+        key = mode, extra_stages
+        if key not in self._below:
+            self._below[key] = self._look(mode, extra_stages)
+        return self._below[key]
+
+    def _look(self, mode: Mode, extra_stages: int) -> float:
+        of_mode = min((s for (m, _), s in self._least.items() if m is mode), default=INFINITE)
+        runner_up = self._seconds[KEPT] if len(self._seconds) > KEPT else INFINITE
+        wanted = [(stages, s) for (m, stages), s in self._least.items() if self._mode in (None, m)]
+        close = min((s for _, s in wanted), default=INFINITE) * (1 + self._slack)
+        fewer = min((s for stages, s in wanted if stages <= extra_stages), default=INFINITE)
+        return max(of_mode, runner_up, min(close, fewer))
+
+
 class _Search:
-    def __init__(self, graph: Graph, items: int, costs: Costs) -> None:
-        self.graph, self.items, self.costs = graph, items, costs
-        self.sizes = _chunk_sizes(graph, items)
-        self._segments: dict[tuple[str, ...], list[_Segment]] = {}
+    """Looks at every shape of a plan whose bound does not say that nobody wants it, the most promising first."""
 
-    def plans(self) -> Iterator[Plan]:
-        """The best plan of each shape."""
-        for cut in ordered_partitions(self.graph, self.graph.nodes):
-            for segments in product(*(self.segments(nodes) for nodes in cut)):
-                yield self._joined(segments)
+    def __init__(self, graph: Graph, items: int, costs: Costs, found: _Wanted) -> None:
+        self.graph, self.items, self.costs, self.found = graph, items, costs, found
+        self.bounds = Bounds(graph, items, _chunk_sizes(graph, items), costs)
+        self._ways: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
+        self._bounds_of: dict[int, float] = {}
+        self._known: dict[tuple[int, ...], tuple[float, _Segment | None]] = {}
 
-    def segments(self, nodes: tuple[Node, ...]) -> list[_Segment]:
-        """These nodes as one segment, in every way to group them to stages."""
-        key = tuple(node.name for node in nodes)
-        if key not in self._segments:
-            cuts = ordered_partitions(self.graph, nodes)
-            found = [self._segment(cut) for cut in cuts if len(cut) > 1 or len(nodes) == 1]
-            self._segments[key] = [segment for segment in found if segment is not None]
-        return self._segments[key]
+    def run(self) -> None:
+        cuts = [(sum(map(self._least, cut)), cut) for cut in ordered_partitions(self.graph, self._every)]
+        for least, cut in sorted(cuts):
+            if least < INFINITE:
+                self._try(cut, least, [], 0)
 
-    def _segment(self, cut: tuple[tuple[Node, ...], ...]) -> _Segment | None:
-        sizes = self.sizes if len(cut) > 1 else [self.items]
-        best: _Segment | None = None
-        for size in reversed(sizes):
-            found = self._with_chunks(cut, size, float("inf") if best is None else best.plan.seconds)
-            best = found if found is not None else best
+    @property
+    def _every(self) -> int:
+        return (1 << len(self.graph.nodes)) - 1
+
+    def _least(self, nodes: int) -> float:
+        """Of these nodes as one segment, however they are grouped."""
+        if nodes not in self._bounds_of:
+            alone = [1 << i for i in range(nodes.bit_length()) if nodes >> i & 1]
+            self._bounds_of[nodes] = self.bounds.by_work(alone)
+        return self._bounds_of[nodes]
+
+    def _try(self, cut: tuple[int, ...], least: float, chosen: list[_Segment], extra: int) -> None:
+        """Every plan of these segments, of which the first are `chosen`, that takes `least` or more."""
+        if len(chosen) == len(cut):
+            self.found.add(self._joined(tuple(chosen)))
+            return
+        nodes = cut[len(chosen)]
+        more = sum(1 for later in cut[len(chosen) + 1 :] if later & (later - 1))  # those have two stages or more
+        others = least - self._least(nodes)
+        for at_least, groups in self._groupings(nodes):
+            stages = extra + len(groups) - 1
+            mode = self._mode(cut, groups)
+            below = self.found.below(mode, stages + more) - others
+            if at_least >= below:
+                if len(cut) > 1 and at_least >= self.found.below(mode, 0) - others:
+                    break  # nor is what comes after it, which is of the same mode
+                continue
+            segment = self._segment(groups, below)
+            if segment is not None:
+                self._try(cut, others + segment.plan.seconds, [*chosen, segment], stages)
+
+    def _mode(self, cut: Sequence[int], groups: Sequence[int]) -> Mode:
+        if len(cut) == len(self.graph.nodes):
+            return Mode.COLLOCATED
+        return Mode.DISAGGREGATED if len(groups) == len(self.graph.nodes) else Mode.HYBRID
+
+    def _groupings(self, nodes: int) -> list[tuple[float, tuple[int, ...]]]:
+        """Every way in which these nodes are stages of a segment, with its bound, the most promising first."""
+        if nodes not in self._ways:
+            ways = ordered_partitions(self.graph, nodes)  # all in one stage are segments, unless it is one
+            found = [(self.bounds.by_work(way), way) for way in ways if len(way) > 1 or not nodes & (nodes - 1)]
+            self._ways[nodes] = sorted(found)
+        return self._ways[nodes]
+
+    def _segment(self, groups: tuple[int, ...], below: float) -> _Segment | None:
+        """The fastest of these stages; None if that is not faster than `below`."""
+        least, best = self._known.get(groups, (0.0, None))
+        if best is not None or least >= below:
+            return best
+        sizes = self.bounds.sizes(sum(groups)) if len(groups) > 1 else [self.items]
+        if self.bounds.possible(groups, below):
+            for size in reversed(sizes):
+                limit = below if best is None else best.plan.seconds
+                if self.bounds.possible(groups, limit, size):
+                    best = self._with_chunks(groups, size, limit) or best
+        self._known[groups] = (below if best is None else best.plan.seconds), best
         return best
 
-    def _with_chunks(self, cut: tuple[tuple[Node, ...], ...], size: int, below: float) -> _Segment | None:
+    def _with_chunks(self, groups: tuple[int, ...], size: int, below: float) -> _Segment | None:
         """With chunks of this size; None if that is not faster than `below`."""
-        chunks = self.items // size
-        costs = [self.costs.stage(group, size, chunks) for group in cut]
-        timed = [self.costs.in_turn(group) for group in costs]
-        if chunks * max(float(seconds[-1]) for seconds, _ in timed) >= below:
-            return None  # not even if each stage had all devices
+        chunks, cut = self.items // size, tuple(self.bounds.nodes(group) for group in groups)
+        known = [self.bounds.stage(group, size) for group in groups]
+        costs, timed = [stage[0] for stage in known], [stage[1:] for stage in known]
         paths, ahead = _paths(self.graph, cut)
         transfers = [self._transfer(cut, i, size) for i in range(len(cut))]
         placed = [i for i, group in enumerate(cut) if any(not part.cpu_ranks for node in group for part in node.parts)]
@@ -106,7 +186,7 @@ class _Search:
 
         def cost(stages: list[Array]) -> Array:
             by_stage = {**dict(zip(placed, stages, strict=True)), **others}
-            return np.max(np.stack([_one_path([by_stage[i] for i in path], chunks) for path in paths]), axis=0)
+            return np.asarray(reduce(np.maximum, [_one_path([by_stage[i] for i in path], chunks) for path in paths]))
 
         shares: tuple[int, ...] = ()
         seconds = float(cost([])) if not placed else 0.0
@@ -122,7 +202,7 @@ class _Search:
             stages.append(_stage(group, n, first, float(timed[i][0][n] + transfers[i]), float(timed[i][1][n])))
             first += n
         load_s = max(
-            0.0 if stage.switch_s else sum(cost.switch_s for cost in group)
+            sum(cost.switch_s for cost in group) if stage.stays else 0.0
             for stage, group in zip(stages, costs, strict=True)
         )
         return _Segment(SegmentPlan(tuple(stages), size, seconds, ahead), cut, load_s)
@@ -153,7 +233,7 @@ class _Search:
             held = []
             for group, stage in zip(segment.nodes, segment.plan.stages, strict=True):
                 costs = self.costs.stage(group, segment.plan.chunk, self.items // segment.plan.chunk)
-                if stage.switch_s:
+                if not stage.stays:
                     return False
                 held.append(sum(float(cost.resident[stage.devices]) for cost in costs))
                 work = max(work, *(float(c.peak[stage.devices] - c.resident[stage.devices]) for c in costs))
@@ -205,11 +285,17 @@ def _stage(costs: Sequence[Cost], devices: int, first: int, seconds: float, swit
 
 
 def _chunk_sizes(graph: Graph, items: int) -> list[int]:
-    """Sizes that divide the batch and that every part takes, at most `MOST_CHUNK_SIZES` of them, small to large."""
-    multiple = lcm(*(part.chunk for part in graph.components.values()))
+    """Sizes that divide the batch, small to large: those that every part takes, and those that one of them does, for it
+    need not be in one segment with the others. At most `MOST_CHUNK_SIZES` of each."""
+    chunks = {part.chunk for part in graph.components.values()}
+    multiple = lcm(*chunks)
     if items < 1 or items % multiple:
         raise SpecError(f"a batch of {items} items is not a multiple of {multiple}, which the parts' chunks ask for")
-    sizes = [d for d in range(multiple, items + 1, multiple) if items % d == 0 and items // d <= MOST_CHUNKS]
+    return sorted({size for each in (multiple, *chunks) for size in _multiples(each, items)})
+
+
+def _multiples(of: int, items: int) -> list[int]:
+    sizes = [d for d in range(of, items + 1, of) if items % d == 0 and items // d <= MOST_CHUNKS]
     while len(sizes) > MOST_CHUNK_SIZES:
         sizes = sorted({*sizes[1::2], items})
     return sizes

@@ -8,6 +8,7 @@ piecewise linear: a straight line through all of them is wrong by more than the 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 
 import numpy as np
@@ -57,7 +58,8 @@ class Table:
         if not self.points:
             raise SpecError("a table needs at least one measurement")
         for p in self.points:
-            if p.width < 1 or p.items < 1 or not p.seconds > 0 or p.peak_bytes < 0 or p.resident_bytes < 0:
+            numbers = 0 < p.seconds < inf and 0 <= p.peak_bytes < inf and 0 <= p.resident_bytes < inf  # NaN is none
+            if p.width < 1 or p.items < 1 or not numbers:
                 raise SpecError(f"not a measurement: {p}")
         rows: dict[int, dict[int, list[Point]]] = defaultdict(lambda: defaultdict(list))
         for p in self.points:

@@ -19,11 +19,12 @@ from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.programs.streams import spread_batch
 from rlix.flow.programs.wiring import Part, Wiring
 from rlix.flow.workers.group import START_TIMEOUT_S
+from rlix.flow.workers.items import Items
 from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
 from rlix.flow.workers.local import LocalGroup, LocalWorker
 from rlix.flow.workers.part_group import PartGroup
 from rlix.flow.workers.ranks import Ranks
-from rlix.protocol.errors import SpecError
+from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
 
@@ -70,14 +71,27 @@ def profile(
     made: dict[str, Pieces] = {}
     largest = max(grid.batches)
     source = list(flow.sample(largest))
-    first: Pieces = [(ray.put(source), 0, len(source))]
+    first: Pieces = [(ray.put(Items(source)), 0, len(source))]
     parts, rooms = {}, list[float]()
     pool = _Pool(tuple(devices), job, cluster)
     for part in flow.parts:
         inputs = [made[name] for name in flow.before(part.name)] or [first]
-        parts[part.name], made[part.name] = _measure(part, inputs, pool, grid, timeout_s, rooms)
+        with _said(flow, part):
+            parts[part.name], made[part.name] = _measure(part, inputs, pool, grid, timeout_s, rooms)
         logger.info("profiled %s", part.name)
     return Profile(flow.name, machine(), parts, device_bytes=min(rooms))
+
+
+@contextlib.contextmanager
+def _said(flow: Wiring, part: Part) -> Iterator[None]:
+    """What a part raises says that it was measured, and with what it may not be used to."""
+    try:
+        yield
+    except (WorkerError, WaitTimeoutError) as error:
+        once = any({part.name, *flow.before(part.name)} & set(circle.parts) for circle in flow.circles)
+        items = ", with items that went round once" if once else ""
+        error.args = (f"flow {flow.name}, while it is measured{items}: {error}",)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

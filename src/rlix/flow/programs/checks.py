@@ -77,7 +77,8 @@ def check_part_call(name: str, worker: type[Any], method: object, kwargs: object
     """Raises SpecError: the worker has no such method, or these are no arguments by name."""
     if not isinstance(method, str):
         raise SpecError(f"{name}: the method is given by its name, such as {_named(method)!r}, not {method!r}")
-    if method.startswith("__") or not callable(getattr(worker, method, None)):
+    own = any(method in base.__dict__ for base in worker.__mro__)  # and not of classes, as `mro` is
+    if method.startswith("__") or not own or not callable(getattr(worker, method)):
         raise SpecError(f"{name}: {worker.__name__} has no method {method!r}")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise SpecError(f"{name}: kwargs is a dict of {worker.__name__}'s arguments by name, not {kwargs!r}")

@@ -8,6 +8,7 @@ from typing import Self
 
 from rlix.flow.planner import Plan, SegmentPlan, StagePlan
 from rlix.flow.planner.plan import LoopPlan, PartPlan
+from rlix.flow.planner.rounds import rounds_s
 
 WINDOW = 3  # steps
 LIMIT = 0.15
@@ -16,22 +17,23 @@ LIMIT = 0.15
 class Drift:
     """Measured against planned seconds of each part's calls, over the last steps.
 
-    `planned`: seconds of a call, and its items.
+    `planned`: seconds of a call, and its items. `limit`: what a part may be off.
     """
 
-    def __init__(self, planned: Mapping[str, tuple[float, int]]) -> None:
-        self._planned = planned
+    def __init__(self, planned: Mapping[str, tuple[float, int]], limit: float = LIMIT) -> None:
+        self._planned, self.limit = planned, limit
         self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
 
     @classmethod
-    def of(cls, plan: Plan) -> Self:
+    def of(cls, plan: Plan, limit: float = LIMIT) -> Self:
         return cls(
             {
                 part.name: (part.seconds, segment.chunk // _slices(stage).get(part.name, 1))
                 for segment in plan.segments
                 for stage in segment.stages
                 for part in stage.parts
-            }
+            },
+            limit,
         )
 
     def saw(self, seconds: Mapping[str, list[tuple[int, float]]]) -> None:
@@ -48,13 +50,13 @@ class Drift:
         return {name: median(ratios) for name, ratios in self._ratios.items()}
 
     def factors(self) -> dict[str, float]:
-        """By how much each part is off, if one has been by more than `LIMIT` in every step of the window; else {}."""
+        """By how much each part is off, if one has been by more than `limit` in every step of the window; else {}."""
         if not self._ratios or any(len(ratios) < WINDOW for ratios in self._ratios.values()):
             return {}
         steady = [
             name
             for name, ratios in self._ratios.items()
-            if all(r > 1 + LIMIT for r in ratios) or all(r < 1 - LIMIT for r in ratios)
+            if all(r > 1 + self.limit for r in ratios) or all(r < 1 / (1 + self.limit) for r in ratios)
         ]
         return self.ratios if steady else {}
 
@@ -80,13 +82,12 @@ def _stage(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
 
 
 def _work(loops: Sequence[LoopPlan], parts: Sequence[PartPlan]) -> float:
-    """Seconds of a stage for one chunk. A circle's round takes what one slice does, or what all do in its slowest part;
-    in turn there is one slice."""
+    """Seconds of a stage for one chunk; a circle whose parts take turns has one slice."""
     seconds = {part.name: part.seconds for part in parts}
     rounds = 0.0
     for loop in loops:
         inside = [seconds.pop(name) for name in loop.parts]
-        rounds += loop.rounds * max(sum(inside), loop.slices * max(inside))
+        rounds += float(rounds_s(loop.rounds, loop.slices, sum(inside), max(inside)))
     return rounds + sum(seconds.values())
 
 

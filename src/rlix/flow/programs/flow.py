@@ -53,8 +53,11 @@ class Flow(Wiring):
         leaves the pool.
 
         Args:
+            gpus: how many devices of the pool; which ones, the pool chooses, and the flow stays there.
             like: items of a step: how many there are and what parts are measured with, where the flow does not say.
-            plan, device_bytes, timeout_s: as of `Running`.
+            plan: "auto" (the fastest), "collocated", "disaggregated", "hybrid", or a plan.
+            device_bytes: memory of a device, which decides whose states may stay; default: as measured.
+            timeout_s: of each wait for a part.
             runs_dir: where the run folder goes, which has the flow's name; default: RLIX_RUNS_DIR, else "runs".
 
         Raises what `rlix.attach`, `rlix.flow.profile` and `Running` raise.
@@ -62,6 +65,7 @@ class Flow(Wiring):
         _show()
         flow = self.like(like)
         wanted = check_plan_name(self.name, plan)
+        flow.items  # noqa: B018 (who has not said how many waits for no devices)
         job = attach(self.name, gangs={GANG: gpus}, stay=True)
         record: RunRecord | None = None
         try:

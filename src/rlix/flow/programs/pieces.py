@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from rlix.flow.even import bounds
 
 Pieces: TypeAlias = list[tuple[Any, int, int]]
-"""References to lists, each with the first index that counts and the one after the last."""
+"""References to `Items`, each with the first index that counts and the one after the last."""
 
 
 def size(pieces: Pieces) -> int:

@@ -19,6 +19,7 @@ from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
 from rlix.flow.programs.checks import check_gang, check_items, wanted_plan
 from rlix.flow.programs.drift import Drift, rescaled
+from rlix.flow.programs.interrupts import until_ended
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
@@ -26,6 +27,7 @@ from rlix.flow.programs.watched import Busy
 from rlix.flow.programs.wiring import Wiring
 from rlix.flow.workers.flow_worker import FlowWorker, fetch
 from rlix.flow.workers.group import joined
+from rlix.flow.workers.items import Items
 from rlix.flow.workers.local import LocalGroup, LocalWorker
 from rlix.flow.workers.ranks import Ranks
 from rlix.flow.workers.user_errors import sent
@@ -36,7 +38,6 @@ from rlix.protocol.types import Phase
 logger = logging.getLogger(__name__)
 
 WORTH = 0.05  # a new plan must be so much faster than the present one to be worth a move
-_LOOK_S = 0.2  # a signal that comes just before a wait begins does not end it
 GAP_S = 2.0  # shorter ones stay with the flow: who came would be in the way of its next segment
 
 
@@ -257,7 +258,7 @@ class Running:
     def _start(self) -> None:
         names = {part.name: f"{self.flow.name}/{part.name}" for part in self.plan.parts}
         stages = [stage for segment in self.plan.segments for stage in segment.stages]
-        stay = [stage for stage in stages if not stage.switch_s and all(loop.together for loop in stage.loops)]
+        stay = [stage for stage in stages if stage.stays]
         together = [frozenset(names[part.name] for part in stage.parts) for stage in stay]
         if self.plan.resident and len(stay) == len(stages):
             together.append(frozenset(names.values()))
@@ -305,7 +306,7 @@ class Running:
 
     def _segments(self, items: Sequence[Any]) -> Mapping[str, Pieces]:
         with sent(f"flow {self.flow.name}", ((f"item {i} of the step", item) for i, item in enumerate(items))):
-            source: Pieces = [(ray.put(list(items)), 0, len(items))]
+            source: Pieces = [(ray.put(Items(items)), 0, len(items))]
         made: dict[str, Pieces] = {}
         lease = None if self._job is None else StepLease(self._job.client, self._cluster or "", self._lock)
         with lease or contextlib.nullcontext():
@@ -329,39 +330,15 @@ class Running:
 
     def _run_stages(self, run: SegmentRun, segment: SegmentPlan, lease: StepLease | None) -> None:
         ended = [threading.Event() for _ in segment.stages]
-        for i, stage in enumerate(segment.stages):
-            work = (run, stage, lease, ended[i])
-            threading.Thread(target=self._stage, args=work, name=f"{self.flow.name}:{i}", daemon=True).start()
-        self._wait_for(ended, run, segment, lease)
+        try:
+            for i, stage in enumerate(segment.stages):
+                work = (run, stage, lease, ended[i])
+                threading.Thread(target=self._stage, args=work, name=f"{self.flow.name}:{i}", daemon=True).start()
+            until_ended(ended, run, [self.groups[name] for name in segment.names], held=lease is not None)
+        except BaseException as error:  # raised again; no stage goes on when the step has ended
+            run.fail(error)
+            raise
         run.check()
-
-    def _wait_for(
-        self, ended: Sequence[threading.Event], run: SegmentRun, segment: SegmentPlan, lease: StepLease | None
-    ) -> None:
-        """Until all stages have ended, or devices would be taken from under them. Each of their waits has a limit.
-
-        Ctrl-C stops them at their next call. A second one waits for no call: with a lease, whose devices others may
-        have next, ranks that are at one are ended.
-
-        `ended`, and not `join`: a thread for which that was interrupted counts as dead (Python 3.11).
-        """
-        groups, told = [self.groups[name] for name in segment.names], 0
-        for stage in ended:
-            while not stage.is_set():
-                try:
-                    stage.wait(_LOOK_S)
-                except KeyboardInterrupt as error:
-                    told += 1
-                    if told > 2 or (told > 1 and lease is None):
-                        raise
-                    if told > 1:
-                        for group in groups:
-                            group.end_late()
-                        continue
-                    run.fail(error)
-                    busy = ", ".join(group.name for group in groups if group.late) or "nobody"
-                    then = "waits for nobody" if lease is None else "ends the ranks that have not answered"
-                    logger.warning("Ctrl-C: the step ends when %s has answered; a second Ctrl-C %s", busy, then)
 
     def _stage(self, run: SegmentRun, stage: StagePlan, lease: StepLease | None, ended: threading.Event) -> None:
         try:
@@ -393,15 +370,18 @@ class Running:
         """Plan anew when parts have for a while taken another time than the plan says."""
         if self.profile is None or isinstance(self._fixed, Plan) or not (factors := self._drift.factors()):
             return
-        logger.info("%s: times have drifted: %s", self.flow.name, factors)
+        off = ", ".join(f"{name} takes {factor:.2f} times as long" for name, factor in factors.items())
         self.profile = self.profile.scaled(factors)
         self.planned = planned = self._make_plan(self.profile)
         self.plan = rescaled(self.plan, factors, {part.name: self.flow.before(part.name) for part in self.flow.parts})
-        self._drift = Drift.of(self.plan)
         if planned.best.shape != self.plan.shape and planned.best.seconds < self.plan.seconds * (1 - WORTH):
-            logger.info("%s: from now on %s", self.flow.name, planned.best.shape)
+            logger.info("%s: %s; from now on %s", self.flow.name, off, planned.best.shape)
             self.replanned += 1
             self.switch(planned.best)
+            return
+        # Where times come and go the answer would be the same for ever: it is asked for when more has changed.
+        self._drift = Drift.of(self.plan, 2 * self._drift.limit)
+        logger.info("%s: %s; the plan stays", self.flow.name, off)
 
 
 def _place(part: PartPlan) -> tuple[int, int]:

@@ -129,7 +129,7 @@ class SegmentRun:
 
     def _bring(self, stage: StagePlan) -> None:
         """Load a stage that stays loaded while it waits for its first chunk, not after."""
-        if not stage.switch_s and all(loop.together for loop in stage.loops):
+        if stage.stays:
             for placed in stage.parts:
                 with self._turn(placed.name, (-1, self._order[placed.name])):
                     pass

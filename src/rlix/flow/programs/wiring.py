@@ -21,6 +21,8 @@ from rlix.flow.workers.local import LocalWorker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
 
+_BY_CLASS: Any = ...  # of a `chunk`: what the class of its worker asks for
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -33,8 +35,11 @@ class Part:
         each: so many items at a time each rank takes by itself, as soon as it is free and they are there, whatever the
             others do. None: all ranks are called together, with a share of each chunk, so that they may speak to each
             other.
-        chunk: a batch given to it is a multiple of this; None: all items of a step.
-        unit, most, cpu_ranks: as of `rlix.flow.planner.Component`.
+        chunk: a batch given to it is a multiple of this; None: all items of a step. Default: 1, and None for a class
+            with a `save` of its own, for how often that learns is no plan's to choose.
+        unit: devices of one rank.
+        most: ranks that it can use; None: as many as there are devices for.
+        cpu_ranks: it runs on so many ranks that need no device, a simulator say.
     """
 
     name: str
@@ -45,15 +50,22 @@ class Part:
     each: int | None = None
     unit: int = 1
     most: int | None = None
-    chunk: int | None = 1
+    chunk: int | None = _BY_CLASS
     cpu_ranks: int = 0
 
     def __post_init__(self) -> None:
         check_name("part", self.name)
         if isinstance(self.after, str):
             raise SpecError(f"{self.name}: after={self.after!r} is not a tuple of names: write after=({self.after!r},)")
-        if self.after is not None and len(set(all_of(str, self.after, f"{self.name}: after"))) < len(self.after):
+        if self.after is not None:
+            object.__setattr__(
+                self, "after", all_of(str, self.after, f"{self.name}: after")
+            )  # a generator is read once
+        if self.after is not None and len(set(self.after)) < len(self.after):
             raise SpecError(f"{self.name}: after={self.after!r} names a part twice: name each once")
+        if self.chunk is _BY_CLASS:
+            learns = _is_worker(self.worker) and self.worker.save is not FlowWorker.save
+            object.__setattr__(self, "chunk", None if learns and self.each is None else 1)
         check_shape(self.name, self.unit, self.most, 1 if self.chunk is None else self.chunk, self.cpu_ranks)
         if self.each is not None and (not is_count(self.each) or self.chunk is None or self.each % self.chunk):
             raise SpecError(f"{self.name}: each is a multiple of its chunk ({self.chunk}), not {self.each!r}")
@@ -158,7 +170,9 @@ class Wiring:
     @property
     def items(self) -> int:
         if self._items is None:
-            raise SpecError(f"flow {self.name}: say how many items a step has: items=")
+            raise SpecError(
+                f"flow {self.name}: say how many items a step has: items= of the flow, or like= where it is started"
+            )
         return self._items
 
     def like(self, items: Sequence[Any] | None) -> Self:

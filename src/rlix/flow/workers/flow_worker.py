@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 import ray
 
+from rlix.flow.workers.items import Items
 from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import Phase
 
 Piece = tuple["ray.ObjectRef[Any]", int, int]
-"""A part of a list in the object store: from one index to another."""
+"""A part of `Items` in the object store: from one index to another."""
 
 
 class FlowWorker(Worker):
@@ -27,6 +28,7 @@ class FlowWorker(Worker):
     """What the part does: its place in the queue of the pool. A gang's: not a rollout's."""
 
     _locks: DeviceLocks | None = None
+    _turn = 0  # the newest that it knows of
     _came = False  # its onload has begun, and no offload has ended since
     _busy: contextlib.AbstractContextManager[Any] | None = (
         None  # a turn ends when one rank has failed; the others may still compute
@@ -73,7 +75,8 @@ class FlowWorker(Worker):
         self._busy = self._busy or threading.Lock()
         self.onload()
 
-    def _rlix_offload(self) -> None:
+    def _rlix_offload(self, turn: int) -> None:
+        self._turn = max(self._turn, turn)
         with self._busy or contextlib.nullcontext():
             if self._came:  # or it had come on other ranks only
                 self.offload()
@@ -81,12 +84,19 @@ class FlowWorker(Worker):
             if self._locks is not None:
                 self._locks.release()
 
-    def _rlix_part(self, method: str, inputs: Sequence[Sequence[Piece]]) -> tuple[list[Any], int]:
-        """Call the method with a list of items: of one input as they are, of several as tuples with one of each."""
+    def _rlix_part(self, method: str, inputs: Sequence[Sequence[Piece]], turn: int = 0) -> tuple[Items, int]:
+        """Call the method with a list of items: of one input as they are, of several as tuples with one of each.
+
+        A call that comes to be made only when its turn is over is not made: nobody waits for what it makes, and what it
+        learnt from these items would be learnt in another turn.
+        """
+        self._turn = max(self._turn, turn)
         lists = [fetch(pieces) for pieces in inputs]
         items = lists[0] if len(lists) == 1 else list(zip(*lists, strict=True))
         call: Callable[[list[Any]], Any] = getattr(self, method)
         with self._busy or contextlib.nullcontext():
+            if turn < self._turn:
+                raise RuntimeError(f"{method}() came too late: its turn is over")
             try:
                 made = call(items)
                 if isinstance(made, str | bytes | Mapping) or not isinstance(made, Iterable):
@@ -97,10 +107,10 @@ class FlowWorker(Worker):
                 made = list(made)  # of a generator, this is the work
             except SystemExit as error:  # Ray would end the process, and with it what it has learnt
                 raise RuntimeError(f"{method}() was left by {error!r}") from error
-        return made, len(made)
+        return Items(made), len(made)
 
 
 def fetch(pieces: Sequence[Piece], timeout_s: float | None = None) -> list[Any]:
     """The items. Raises Ray's GetTimeoutError."""
     found = ray.get([ref for ref, _, _ in pieces], timeout=timeout_s)
-    return [item for (_, start, stop), items in zip(pieces, found, strict=True) for item in items[start:stop]]
+    return [item for (_, start, stop), items in zip(pieces, found, strict=True) for item in items.cut(start, stop)]

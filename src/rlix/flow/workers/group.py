@@ -101,6 +101,7 @@ class WorkerGroup:
         self._handles: list[ActorHandle[Any]] = []
         self._processes: dict[int, WatchedProcess] = {}
         self._named: dict[int, Process] = {}
+        self._children: dict[int, set[Process]] = {}  # of ranks that are being killed: found while these are there
         self.lost: set[int] = set()  # ranks of which it is known that they have died, and not been started again
         self._closed = False
         # A folder for process groups, when every rank is on this node.
@@ -256,16 +257,20 @@ class WorkerGroup:
         Raises:
             WaitTimeoutError: one of them did not end within `timeout_s`; they are named.
         """
-        process = self._processes.pop(rank, None)
-        children = descendants(self._named[rank]) if process is not None else ()
+        process = self._processes.get(rank)
+        if process is not None:
+            self._children.setdefault(rank, set()).update(descendants(self._named[rank]))
         ray.kill(self._handles[rank])
         deadline = time.monotonic() + timeout_s
         if process is not None and not process.wait(deadline):
             raise WaitTimeoutError(f"{self.name}: rank {rank} did not end within {timeout_s:g} s of being killed")
+        children = tuple(self._children.get(rank, ()))  # another thread may be at the same
         if alive := kill(children, max(0.0, deadline - time.monotonic())):
             raise WaitTimeoutError(
                 f"{self.name}: rank {rank} left process(es) {_join_pids(alive)}, alive {timeout_s:g} s later"
             )
+        self._processes.pop(rank, None)  # asked again, it is known to be gone
+        self._children.pop(rank, None)
 
     def close(self, timeout_s: float = 10.0, *, graceful: bool = True) -> None:
         """End every worker: `Worker.close()` where it still answers, then kill. Never raises on a worker's account.
@@ -357,9 +362,12 @@ class WorkerGroup:
         """`failed`: numbers of those that have, in their order; one that fails now may not be among them yet."""
         for i in (*failed, *range(len(futures))):
             if futures[i].done() and (error := futures[i].exception()) is not None:
+                said = failure(self.name, ranks[i], method, error)
                 if isinstance(error, ActorDiedError):
                     self.lost.add(ranks[i])
-                raise failure(self.name, ranks[i], method, error) from error
+                    if method != "__init__":
+                        error = ActorDiedError()  # what was said tells more than Ray's page
+                raise said from error
         late = [rank for rank, future in zip(ranks, futures, strict=True) if not future.done()]
         if late:
             raise WaitTimeoutError(

@@ -30,6 +30,7 @@ class PartGroup(Group):
         self.lease: Fence | None = None
         self._open: list[Call] = []  # that were not answered when they were last looked at
         self._there: set[int] = set()  # ranks that may have state on their devices
+        self._turn = 0  # it is over when a call has failed, or the states go: what was called before is late then
 
     @property
     def lost(self) -> list[int]:
@@ -49,13 +50,19 @@ class PartGroup(Group):
     def offload(self) -> None:
         """Bring the states off, when the ranks have ended what they do. Of a rank that has died nothing is there.
 
-        Raises what `answers` raises, but not that a rank has died, and not before all have answered or were ended.
+        Raises what `answers` raises, but not that a rank has died, and not before all have answered or were ended; and
+        WaitTimeoutError: the process of one that has died, or was ended, is there still.
         """
-        self._there -= self.workers.lost
+        self._turn += 1
         living = [rank for rank in range(self.workers.world_size) if rank not in self.workers.lost]
-        if not living:
-            return
-        call = self._note(self.on(*living).call("_rlix_offload"))
+        if living:
+            self._bring_off(living)
+        for rank in sorted(self._there & self.workers.lost):
+            self.workers.kill(rank)  # Ray's word that it has died is not the kernel's
+            self._there.discard(rank)
+
+    def _bring_off(self, living: Sequence[int]) -> None:
+        call = self._note(self.on(*living).call("_rlix_offload", self._turn))
         failed: WorkerError | None = None
         try:
             ray.wait(call.refs, num_returns=len(call.refs), timeout=self.timeout_s)
@@ -79,7 +86,7 @@ class PartGroup(Group):
         self.workers.check_usable(method)
         handles = self.workers.handles if ranks is None else [self.workers.handles[rank] for rank in ranks]
         calls = [
-            handle._rlix_part.options(num_returns=2).remote(method, pieces)
+            handle._rlix_part.options(num_returns=2).remote(method, pieces, self._turn)
             for handle, pieces in zip(handles, inputs, strict=True)
         ]
         for refs in calls:
@@ -96,7 +103,11 @@ class PartGroup(Group):
         """
         try:
             return call.wait(timeout_s)
+        except WorkerError:
+            self._turn += 1
+            raise
         except WaitTimeoutError as error:
+            self._turn += 1
             self._end(call.late)
             raise WaitTimeoutError(f"{error}, and were ended") from None
 
@@ -106,8 +117,7 @@ class PartGroup(Group):
 
     def end(self) -> None:
         """End the ranks that may have state on their devices, so that others can have these."""
-        self._end(rank for rank in sorted(self._there) if self.workers.placements[rank])
-        self._there.clear()
+        self._end([rank for rank in sorted(self._there) if self.workers.placements[rank]])
 
     def _note(self, call: Call) -> Call:
         self._open = [*(known for known in self._open if not known.done), call]
@@ -117,21 +127,21 @@ class PartGroup(Group):
         """The error with which a rank that has answered did not go."""
         try:
             self.workers.results("offload", [offloaded], timeout_s=self.timeout_s, ranks=[rank])
-        except WorkerError as error:
-            if rank not in self.workers.lost:
-                return error
+        except WorkerError as error:  # of one that has died `offload` waits until its process has
+            return None if rank in self.workers.lost else error
         self._there.discard(rank)
         return None
 
     def _end(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if rank in self.workers.lost:
+            if rank in self.workers.lost and rank not in self._there:
                 continue
             logger.warning("%s: rank %d is ended", self.name, rank)
             self.workers.lost.add(rank)
             try:
                 self.workers.kill(rank)
-            except WaitTimeoutError as error:  # whoever needs its devices is told by their locks
+                self._there.discard(rank)
+            except WaitTimeoutError as error:  # whoever needs its devices is told, by `offload` and by their locks
                 logger.error("%s", error)
 
 
