@@ -45,7 +45,7 @@ def make_job(ray_session: Any) -> Iterator[MakeJob]:
         alternatives: Mapping[str, Sequence[Sequence[int]]] | None = None,
         rollout: Mapping[str, Any] | None = None,
     ) -> FakeJob:
-        job_id = ray.get(ray_session.allocate_pipeline_id.remote("ft"), timeout=30)
+        job_id = ray.get(ray_session.allocate_pipeline_id.remote("ft"), timeout=300)
         ray.get(
             ray_session.register_pipeline.remote(
                 pipeline_id=job_id,
@@ -54,14 +54,14 @@ def make_job(ray_session: Any) -> Iterator[MakeJob]:
                 cluster_device_mappings={name: list(ids) for name, ids in devices.items()},
                 cluster_device_alternatives=alternatives,
             ),
-            timeout=30,
+            timeout=300,
         )
-        ray.get(ray_session.admit_pipeline.remote(pipeline_id=job_id), timeout=30)
+        ray.get(ray_session.admit_pipeline.remote(pipeline_id=job_id), timeout=300)
         job = FakeJob(job_id, JobClient(job_id, poll_s=1.0))
         jobs.append(job)
         if rollout is not None:
             job.rollout = ray.remote(num_cpus=0, max_concurrency=10)(FakeRollout).remote(job_id, **rollout)
-            ray.get(job.rollout.process.remote(), timeout=60)
+            ray.get(job.rollout.process.remote(), timeout=300)
         return job
 
     yield make

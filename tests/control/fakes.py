@@ -12,6 +12,7 @@ from rlix.node.device_lock import DeviceLocks
 from rlix.node.process import this_process
 from rlix.protocol.messages import Demand, Lease, Process
 from rlix.protocol.types import Phase
+from tests.waiting import HANG_S
 
 
 class FakeRollout:
@@ -53,7 +54,7 @@ class FakeRollout:
             return [lease for kind, lease in self._told if kind == name]
 
         with self._changed:
-            if not self._changed.wait_for(lambda: len(found()) >= count, 20):
+            if not self._changed.wait_for(lambda: len(found()) >= count, HANG_S):
                 raise TimeoutError(f"{count} x {name} awaited, got {self._told}")
             return found()
 
@@ -75,7 +76,7 @@ class FakeWorker:
         client = JobClient(pipeline_id)
         devices = client.devices()
         self.locks = DeviceLocks([devices[device].key for device in lease.devices])
-        self.locks.acquire(client.fence(lease), 10.0)
+        self.locks.acquire(client.fence(lease), HANG_S)
 
     def join(self, pipeline_id: str) -> None:
         JobClient(pipeline_id).join("fake program")

@@ -54,7 +54,7 @@ def test_a_daemon_has_its_claim_before_it_has_run_a_line(tmp_path: Path, monkeyp
     finally:
         daemon.kill()
         daemon.wait()
-    await_end(tmp_path / "home", 60.0)
+    await_end(tmp_path / "home", 300.0)
 
 
 def test_who_interrupts_a_start_leaves_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_who_interrupts_a_start_leaves_no_daemon(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         find_or_start_daemon(tmp_path / "home", 2)
     monkeypatch.undo()
-    await_end(tmp_path / "home", 60.0)
+    await_end(tmp_path / "home", 300.0)
 
 
 def test_a_home_is_claimed_until_the_process_is_gone_whatever_python_forgets(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_who_is_connected_to_a_daemon_is_told_at_once_how_it_ended(
         notice = DeathNotice(tmp_path, READY)
         if left:
             notice.cancel()
-            notice.thread.join(60.0)
-    notice.thread.join(60.0)
+            notice.thread.join(300.0)
+    notice.thread.join(300.0)
     assert not notice.thread.is_alive()
     assert (f"the control plane (process 4711) {how}, and its Ray" in caplog.text) is not left
 

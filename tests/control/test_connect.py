@@ -101,7 +101,7 @@ def guarded_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
         subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-gpus=1",
              "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--object-store-memory=100000000"],
-            env=environment, check=True, capture_output=True, timeout=90,
+            env=environment, check=True, capture_output=True, timeout=300,
         )  # fmt: skip
         yield f"127.0.0.1:{port}", home
     finally:
@@ -119,7 +119,7 @@ def attached(address: str, home: Path, answer: str = NODES, **variables: str) ->
     environment |= {"HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
     done = subprocess.run(
         [sys.executable, "-c", CONNECT.format(address=address, answer=answer)],
-        env=environment, capture_output=True, text=True, timeout=100, check=True,
+        env=environment, capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -157,7 +157,7 @@ def test_workers_look_into_the_folders_of_python_path_in_their_order(
         folder.mkdir()
         (folder / "twice.py").write_text("")
     found = '__import__("twice").__file__'
-    answer = f"[{found}, ray.get(ray.remote(lambda: {found}).remote(), timeout=60)]"
+    answer = f"[{found}, ray.get(ray.remote(lambda: {found}).remote(), timeout=300)]"
     path = os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
     assert attached(address, home, answer, PYTHONPATH=path) == [str(folders[0] / "twice.py")] * 2
 

@@ -104,7 +104,7 @@ def give_back(world: World, lease: Lease, *devices: int, seconds: float = 0.0) -
         said = asyncio.create_task(service_of(world).give_back(lease.pipeline_id, lease.epoch, devices))
         await asyncio.sleep(0)
         world.run(seconds)
-        return await asyncio.wait_for(said, 5.0)
+        return await asyncio.wait_for(said, 300.0)
 
     return asyncio.run(say())
 
@@ -124,7 +124,7 @@ def test_a_part_of_a_gang_goes_to_who_waits_and_the_rest_stays_also_over_a_resta
             world.restart(list(journal.replay()))
             assert world.core.state.leases == before.leases
             assert world.core.known.gangs.find("ft_1", "k").outcome == rest  # type: ignore[union-attr]
-            journal.compact(image(world.core.state))
+            journal.compact(image(world.core.state, world.core.clock.time()))
         world.run(3.0)
         third = world.ask("ft_2", devices=(0,))
         world.release(lease)  # by its epoch, whatever is left of it
@@ -204,7 +204,7 @@ def test_who_gave_a_part_back_may_ask_for_it_while_he_keeps_the_rest() -> None:
         asked = asyncio.create_task(both())
         await asyncio.sleep(0)
         world.run(0.1)
-        return await asyncio.wait_for(asked, 5.0)
+        return await asyncio.wait_for(asked, 300.0)
 
     ticket = asyncio.run(moves())
     world.run(0.1)
@@ -276,7 +276,7 @@ def unregister(world: World, job: str, why: str = "", *, answers: bool = True, s
         await asyncio.sleep(0)
         world.run(seconds)
         world.core.known.wake(job)
-        await asyncio.wait_for(said, 5.0)
+        await asyncio.wait_for(said, 300.0)
 
     kill = world.machine.kill
     if not answers:
@@ -380,7 +380,7 @@ def test_a_phase_inside_another_avoids_what_that_one_holds_and_so_does_a_restart
         assert other.devices == (3,)
         waiting = world.ask("ft_1", inner, holding=(held.epoch, within.epoch), key="k")
         assert waiting.outcome is None
-        journal.compact(image(world.core.state))
+        journal.compact(image(world.core.state, world.core.clock.time()))
         before = world.core.state
         world.restart(list(journal.replay()))
         assert world.core.state.requests == before.requests

@@ -146,7 +146,7 @@ def test_a_drained_host_survives_a_restart_and_a_compaction_of_the_journal() -> 
     world.core.found(TWO, FAR)
     gang = world.gang("ft_1")
     compacted = State()
-    for event in image(world.core.state):
+    for event in image(world.core.state, world.core.clock.time()):
         compacted.apply(event, 0.0)
     for state in (compacted, world.core.state):
         assert (state.cordoned, state.draining, state.discovered) == (("far",), FAR, TWO)

@@ -11,11 +11,12 @@ import pytest
 
 from rlix.control.daemon import Idle
 from rlix.control.ray_processes import is_ray
+from tests.waiting import PROGRAM_S
 
 pytestmark = pytest.mark.ray
 
 
-def run(program: str, home: Path, timeout_s: float = 100.0, **variables: str) -> Any:
+def run(program: str, home: Path, timeout_s: float = PROGRAM_S, **variables: str) -> Any:
     """Runs a Python program with an isolated home; returns what its last line holds, as JSON."""
     environment = {"RLIX_HOME": str(home), "PYTHONPATH": ":".join(p for p in sys.path if p), **variables}
     path = home / "program.py"
@@ -28,7 +29,7 @@ def run(program: str, home: Path, timeout_s: float = 100.0, **variables: str) ->
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -36,6 +37,7 @@ LOCAL = {"RAY_ADDRESS": "local"}
 
 START_AND_STOP = """
 import json, os, psutil, ray, rlix
+from ray._private.node import Node
 from rlix.node.device_lock import DeviceLocks, lock_directory, lock_path
 from rlix.protocol.types import Phase
 
@@ -44,16 +46,24 @@ directory.mkdir(parents=True, exist_ok=True)
 forgotten = lock_path(directory, "virtual-abandoned-0")
 forgotten.touch()
 os.utime(forgotten, (0, 0))
+starts, late = Node.start_ray_processes, []
+def first_is_late(node):
+    starts(node)
+    if not late:
+        late.extend(psutil.Process().children(recursive=True))
+        raise Exception("The current node timed out during startup.")
+Node.start_ray_processes = first_is_late
 orchestrator = rlix.init(virtual_gpus=3, log_level="ERROR")
+assert late and not any(process.is_running() for process in late)
 assert rlix.init(log_level="ERROR")._actor_id == orchestrator._actor_id
 job = ray.get(orchestrator.allocate_pipeline_id.remote("ft"))
 ray.get(orchestrator.register_pipeline.remote(
     pipeline_id=job, ray_namespace="n", cluster_tp_configs={"critic": 1}, cluster_device_mappings={"critic": [2]}))
 ray.get(orchestrator.admit_pipeline.remote(pipeline_id=job))
 client = rlix.JobClient(job)
-lease = client.acquire("critic", Phase.CRITIC_TRAINING, 10)
+lease = client.acquire("critic", Phase.CRITIC_TRAINING, 300)
 locks = DeviceLocks([client.devices()[2].key])
-locks.acquire(client.fence(lease), 5)
+locks.acquire(client.fence(lease), 300)
 locks.release()
 used = [path.name for path in directory.glob("virtual-*.lock")]
 children = psutil.Process().children(recursive=True)
@@ -88,21 +98,21 @@ def test_ray_is_started_on_loopback_and_ended_without_a_trace(tmp_path: Path) ->
 
 
 TWO_NODES = """
-import json, time, ray, rlix
+import json, ray, rlix
 from ray.cluster_utils import Cluster
 from rlix.protocol.types import Phase
-
-def until(true, what):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, what
+from tests.raylets import started
+from tests.waiting import until
 
 virtual = {"rlix_virtual": 1}
 small = {"include_dashboard": False, "object_store_memory": 100_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2, "resources": virtual, **small})
-other = cluster.add_node(num_cpus=1, num_gpus=3, resources=virtual, object_store_memory=100_000_000)
-cluster.wait_for_nodes()
+head = {"num_cpus": 8, "num_gpus": 2, "resources": virtual, **small}
+cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
 try:
+    add = lambda gpus: cluster.add_node(
+        num_cpus=1, num_gpus=gpus, resources=virtual, object_store_memory=100_000_000)
+    other = started(lambda: add(3))
+    cluster.wait_for_nodes(timeout=300)
     try:
         rlix.init(address=cluster.address, create_if_missing=False)
     except rlix.protocol.errors.RlixError as error:
@@ -122,13 +132,13 @@ try:
         cluster_device_mappings={"left": [0], "right": [4]}))
     ray.get(orchestrator.admit_pipeline.remote(job))
     client = rlix.JobClient(job)
-    stays, goes = (client.acquire(name, Phase.ACTOR_TRAINING, 20) for name in ("left", "right"))
+    stays, goes = (client.acquire(name, Phase.ACTOR_TRAINING, 300) for name in ("left", "right"))
     cluster.remove_node(other)
     ids = lambda: [d.id for d in ray.get(orchestrator.devices.remote())]
     until(lambda: ids() == [0, 1], "the node never left")
     until(lambda: [s.lease.epoch for s in client.leases()] == [stays.epoch], "the lease there never ended")
     lost = str(client.lease_log()[-1].reason)
-    cluster.add_node(num_cpus=1, num_gpus=2, resources=virtual, object_store_memory=100_000_000)
+    started(lambda: add(2))
     until(lambda: ids() == [0, 1, 5, 6], "the new node never came")
     client.release(stays)
     rlix.shutdown()
@@ -182,8 +192,8 @@ except rlix.protocol.errors.SpecError as error:
     refused = str(error)
 detach()
 os.kill(first.pid, signal.SIGKILL)
-await_end(home, 60)
-_, alive = psutil.wait_procs(tree, timeout=30)
+await_end(home, 300)
+_, alive = psutil.wait_procs(tree, timeout=300)
 print(json.dumps({
     "devices": devices, "attached": attached == [first.pid], "refused": refused, "session": os.getsid(0) == first.pid,
     "alive": [p.pid for p in alive if p.status() != "zombie"], "found": read_announcement(home) is not None,

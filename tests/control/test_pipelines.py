@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
@@ -20,6 +19,7 @@ from rlix.protocol.errors import DeadlockError, PipelineGoneError, SpecError, St
 from rlix.protocol.messages import DeviceKind, ReleaseReason
 from rlix.protocol.types import ORCHESTRATOR_ACTOR_NAME, Phase
 from tests.control.conftest import FakeJob, MakeJob
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -27,7 +27,7 @@ GOOD = {"cluster_tp_configs": {"actor_train": 1}, "cluster_device_mappings": {"a
 
 
 def ask(ref: Any) -> Any:
-    return ray.get(ref, timeout=30)
+    return ray.get(ref, timeout=300)
 
 
 def test_the_pool_is_found_and_init_attaches_again(ray_session: Any, settings: Settings) -> None:
@@ -105,8 +105,8 @@ def test_sizes_are_placed_beside_what_is_registered_already(ray_session: Any) ->
 
 def test_two_jobs_take_turns_and_epochs_grow(make_job: MakeJob, ray_session: Any) -> None:
     first, second = make_job({"actor_train": [0, 1, 2]}), make_job({"actor_train": [2, 3], "critic": [4]})
-    with first.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10) as held:
-        with second.client.phase("critic", Phase.CRITIC_TRAINING, timeout_s=10) as elsewhere:
+    with first.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300) as held:
+        with second.client.phase("critic", Phase.CRITIC_TRAINING, timeout_s=300) as elsewhere:
             assert elsewhere.devices == (4,)
         with pytest.raises(WaitTimeoutError) as error:
             second.client.acquire("actor_train", Phase.INITIALIZATION, timeout_s=0.1)
@@ -116,7 +116,7 @@ def test_two_jobs_take_turns_and_epochs_grow(make_job: MakeJob, ray_session: Any
         assert wait([waiting], timeout=0.3).not_done == {waiting}
         mine = [p for p in ask(ray_session.status.remote()).pipelines if p.pipeline_id == second.id]
         assert mine[0].waiting == ("actor_train",)  # and not twice: the request that timed out is gone
-    lease = waiting.result(20)
+    lease = waiting.result(300)
     assert lease.devices == (2, 3)
     assert held.epoch < elsewhere.epoch < lease.epoch
     second.client.release(lease)
@@ -140,29 +140,29 @@ def test_two_jobs_take_turns_and_epochs_grow(make_job: MakeJob, ray_session: Any
 
 def test_priority_decides_who_is_next(make_job: MakeJob) -> None:
     holder, log_probs, training = (make_job({"actor_train": [5]}) for _ in range(3))
-    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10):
+    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300):
         later = log_probs.ask("actor_train", Phase.OLD_LOG_PROBS)
         until_it_waits(log_probs)
         sooner = training.ask("actor_train", Phase.ACTOR_TRAINING)
         until_it_waits(training)
         assert not later.done()
         assert not sooner.done()
-    training.client.release(sooner.result(20))
-    log_probs.client.release(later.result(20))
+    training.client.release(sooner.result(300))
+    log_probs.client.release(later.result(300))
 
 
 def test_a_gang_runs_on_an_alternative_that_is_free_and_waits_while_none_is(make_job: MakeJob) -> None:
     elsewhere = {"actor_train": [[6, 7]]}
     holder, moves, waits = (make_job({"actor_train": [0, 1]}, alternatives=elsewhere) for _ in range(3))
-    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10):
-        with moves.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10) as moved:
+    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300):
+        with moves.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300) as moved:
             assert moved.devices == (6, 7)
             with pytest.raises(WaitTimeoutError, match=r"devices \[0, 1\] or \[6, 7\] were not granted"):
                 waits.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=0.1)
             waiting = waits.ask("actor_train", Phase.ACTOR_TRAINING)
             until_it_waits(waits)
-        assert waiting.result(20).devices == (6, 7)
-    waits.client.release(waiting.result(20))
+        assert waiting.result(300).devices == (6, 7)
+    waits.client.release(waiting.result(300))
 
 
 def test_unregistering_refuses_waiting_requests_frees_devices_and_kills_workers(
@@ -171,16 +171,16 @@ def test_unregistering_refuses_waiting_requests_frees_devices_and_kills_workers(
     holder, other = make_job({"actor_train": [0, 1], "critic": [2]}), make_job({"actor_train": [0], "critic": [2]})
     worker = make_worker()
     holder.client.name_holders("actor_train", {0: ask(worker.process.remote())})
-    holder.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=10)
-    critic = other.client.acquire("critic", Phase.CRITIC_TRAINING, timeout_s=10)
+    holder.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=300)
+    critic = other.client.acquire("critic", Phase.CRITIC_TRAINING, timeout_s=300)
     refused = holder.ask("critic", Phase.CRITIC_TRAINING)
     served = other.ask("actor_train", Phase.ACTOR_TRAINING)
     until_it_waits(holder)
     until_it_waits(other)
     ask(ray_session.unregister_pipeline.remote(holder.id, "enough"))
     with pytest.raises(PipelineGoneError, match="was ended while it waited for 'critic': enough"):
-        refused.result(20)
-    assert served.result(20).devices == (0,)
+        refused.result(300)
+    assert served.result(300).devices == (0,)
     other.client.release(critic)
     with pytest.raises(ray.exceptions.RayActorError):
         ask(worker.ping.remote())
@@ -195,14 +195,14 @@ def test_a_caller_that_dies_leaves_no_request_and_no_lease_behind(
     holder, dying, patient = (make_job({"actor_train": [6]}) for _ in range(3))
     caller = make_worker()
     ask(caller.ping.remote())
-    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10):
+    with holder.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300):
         caller.acquire.remote(dying.id, "actor_train", Phase.ACTOR_TRAINING)
         until_it_waits(dying)
         next_one = patient.ask("actor_train", Phase.ACTOR_TRAINING)
         until_it_waits(patient)
         ray.kill(caller)
     # The request of the dead caller was first in line: whatever it got must come back.
-    patient.client.release(next_one.result(30))
+    patient.client.release(next_one.result(300))
 
 
 def test_a_program_that_dies_ends_its_pipeline(
@@ -212,10 +212,10 @@ def test_a_program_that_dies_ends_its_pipeline(
     program, worker = make_worker(), make_worker()
     ask(program.join.remote(job.id))
     job.client.name_holders("actor_train", {0: ask(worker.process.remote())})
-    job.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=10)
+    job.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=300)
     waiting = other.ask("actor_train", Phase.ACTOR_TRAINING)
     ray.kill(program)
-    other.client.release(waiting.result(30))
+    other.client.release(waiting.result(300))
     with pytest.raises(ray.exceptions.RayActorError):
         ask(worker.ping.remote())
     with pytest.raises(PipelineGoneError):
@@ -229,17 +229,17 @@ def test_a_stopped_trainer_is_ended_and_the_next_gang_goes_on(
     trainer = make_worker()
     process = ask(trainer.process.remote())
     job.client.name_holders("actor_train", {0: process})
-    lease = job.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=10)
+    lease = job.client.acquire("actor_train", Phase.ACTOR_TRAINING, timeout_s=300)
     waiting = other.ask("actor_train", Phase.ACTOR_TRAINING)
     os.kill(process.pid, signal.SIGSTOP)
-    other.client.release(waiting.result(30))
+    other.client.release(waiting.result(300))
     with pytest.raises(StaleEpochError):
         job.client.release(lease)
 
 
 def test_what_a_job_waits_for_behind_itself_is_refused(make_job: MakeJob) -> None:
     job = make_job({"actor_train": [1, 2], "critic": [2]})
-    with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=10):
+    with job.client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300):
         with pytest.raises(DeadlockError, match=r"critic .* waits for devices \[2\] of lease"):
             job.client.acquire("critic", Phase.CRITIC_TRAINING)
         stop = threading.Event()
@@ -250,6 +250,7 @@ def test_what_a_job_waits_for_behind_itself_is_refused(make_job: MakeJob) -> Non
 
 def until_it_waits(job: FakeJob) -> None:
     orchestrator = ray.get_actor(ORCHESTRATOR_ACTOR_NAME, "rlix")
-    deadline = time.monotonic() + 20
-    while job.id not in [waiting.pipeline_id for waiting in ask(orchestrator.status.remote()).waiting]:
-        assert time.monotonic() < deadline, f"{job.id} never waited"
+    until(
+        lambda: job.id in [waiting.pipeline_id for waiting in ask(orchestrator.status.remote()).waiting],
+        f"{job.id} never waited",
+    )

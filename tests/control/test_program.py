@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from rlix.protocol.messages import Progress
 from rlix.protocol.types import Phase
 from tests.control.conftest import MakeJob
 from tests.control.test_pipelines import ask
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 
@@ -88,13 +88,13 @@ def test_a_rollout_comes_and_goes(program: Program, make_job: MakeJob) -> None:
         assert rollout.devices == tuple(range(8))
         trainer = make_job({"actor_train": [3]})
         waiting = trainer.ask("actor_train", Phase.ACTOR_TRAINING)
-        (taken,) = [change for change in rollout.poll(10.0) if isinstance(change, Taken)]
+        (taken,) = [change for change in rollout.poll(300.0) if isinstance(change, Taken)]
         assert taken.lease.devices == (3,)
         assert 3 not in rollout.devices
         rollout.give_back(taken.lease)
         with pytest.raises(RlixError, match="a rollout of actor_infer is open already"):
             program.rollout()
-        trainer.client.release(waiting.result(20))
+        trainer.client.release(waiting.result(300))
     assert program.client.leases() == ()
 
 
@@ -157,7 +157,8 @@ ENDS = {
 }  # fmt: skip
 
 
-def start(folder: Path, script: str = SCRIPT) -> "subprocess.Popen[str]":
+@contextlib.contextmanager
+def start(folder: Path, script: str = SCRIPT) -> Iterator["subprocess.Popen[str]"]:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     environment = {name: value for name, value in os.environ.items() if name.startswith(("RAY_", "RLIX_", "HOME"))}
@@ -165,18 +166,22 @@ def start(folder: Path, script: str = SCRIPT) -> "subprocess.Popen[str]":
     environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     command = [sys.executable, str(path)]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, env=environment, text=True, **streams)  # type: ignore[call-overload, no-any-return]
+    with subprocess.Popen(command, env=environment, text=True, **streams) as running:  # type: ignore[call-overload]
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def test_ctrl_c_in_the_queue_is_one_line(make_job: MakeJob, ray_session: Any, tmp_path: Path) -> None:
     with (
-        make_job({"actor_train": [0]}).client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=20),
+        make_job({"actor_train": [0]}).client.phase("actor_train", Phase.ACTOR_TRAINING, timeout_s=300),
         start(tmp_path) as script,
     ):
         while not any(wait.cluster == "actor_train" for wait in ask(ray_session.status.remote()).waiting):
             assert script.poll() is None
         script.send_signal(signal.SIGINT)
-        said = script.communicate(timeout=120)[1]
+        said = script.communicate(timeout=300)[1]
     assert "rlix: stopped by Ctrl-C while waiting for actor_train (ACTOR_TRAINING)" in said.splitlines()
     assert "Traceback" not in said
     assert script.returncode == 130
@@ -202,13 +207,14 @@ def test_a_script_that_ends_with_a_lease_is_not_killed_for_it(ray_session: Any, 
             running.enter_context(start(folder, f"{ENDING}    {end}\n"))
             for folder, end in zip(folders, ENDS, strict=True)
         ]
-        said = [script.communicate(timeout=120)[1] for script in scripts]
+        said = [script.communicate(timeout=300)[1] for script in scripts]
     assert [script.returncode for script in scripts] == list(ENDS.values()), said
     assert ["Traceback" in each for each in said] == [False, True, False, False, True, False]
     assert "SIGTERM" not in said[-1]  # Ray's page with a stack
-    deadline = time.monotonic() + 60
-    while "ending" in [p.name for p in ask(ray_session.status.remote()).pipelines]:
-        assert time.monotonic() < deadline, "the pool still has a job whose script has ended"
+    until(
+        lambda: "ending" not in [p.name for p in ask(ray_session.status.remote()).pipelines],
+        "the pool still has a job whose script has ended",
+    )
     killed = [ending.why for ending in ask(ray_session.status.remote()).endings if ending.job == "ending"]
     assert len(killed) == 2, killed  # by its own `os._exit`, and by the signal
 
@@ -220,8 +226,8 @@ def test_a_script_that_is_killed_leaves_nothing_behind(make_job: MakeJob, ray_se
         assert "holding (0, 1, 2, 3, 4, 5, 6, 7)" in script.stdout.readline()
         waiting = make_job({"actor_train": [0]}).ask("actor_train", Phase.ACTOR_TRAINING)
         script.kill()
-        assert waiting.result(60).devices == (0,)
-        assert script.wait(60) == -signal.SIGKILL
+        assert waiting.result(300).devices == (0,)
+        assert script.wait(300) == -signal.SIGKILL
     assert "other script" not in [p.name for p in ask(ray_session.status.remote()).pipelines if not p.ending]
 
 

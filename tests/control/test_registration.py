@@ -63,7 +63,8 @@ def test_a_good_declaration_becomes_a_registration() -> None:
         ({"actor_train": 1}, {"actor_train": {"min": 4}}, r"a range has a min and a max, such as {'min': 4, 'max': 8}"),
         ({"actor_train": 1}, {"actor_train": {"min": 4, "max": 8, "step": 2}}, "a range has a min and a max"),
         ({"actor_train": 1}, {"actor_train": {"min": 6, "max": 4}}, "min 6 is more than max 4; exchange them"),
-        ({"actor_train": 1}, {"actor_train": {"min": 4, "max": 9}}, "max: asks for 9 devices, and this pool has 8"),
+        ({"actor_train": 1}, {"actor_train": {"min": 9, "max": 12}}, "min: asks for 9 devices, and this pool has 8"),
+        ({"actor_train": 1}, {"actor_train": {"min": 4, "max": 10**7}}, "max: must be at most 1000000, got 10000000"),
         ({"actor_train": 1}, {"actor_train": {"min": True, "max": 9}}, "min: must be .* got True"),
         ({"actor_train": 4}, {"actor_train": {"min": 5, "max": 7}}, "no multiple of the .* size 4 lies from 5 to 7"),
         ({"actor_infer": 1}, {"actor_infer": {"min": 4, "max": 8}}, "'actor_infer': .* grows and shrinks by itself"),
@@ -194,6 +195,11 @@ def test_sizes_are_placed_away_from_others_and_told_where_else_they_can_run() ->
 def test_a_range_may_run_narrower() -> None:
     cluster = build({"train": 2}, {"train": {"min": 2, "max": 4}}).cluster("train")
     assert cluster.choices == ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def test_of_a_range_that_is_larger_than_the_pool_the_pool_is_the_most() -> None:
+    cluster = build({"train": 2}, {"train": {"min": 6, "max": 12}}).cluster("train")
+    assert [len(choice) for choice in cluster.choices] == [8, 6]
 
 
 def test_a_cluster_asked_for_by_size_takes_no_listed_alternatives() -> None:

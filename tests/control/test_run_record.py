@@ -74,7 +74,7 @@ def test_a_fork_that_is_terminated_says_nothing_of_the_program(tmp_path: Path) -
     try:
         child = multiprocessing.get_context("fork").Process(target=lambda: signal.raise_signal(signal.SIGTERM))
         child.start()
-        child.join(60)
+        child.join(300)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert child.exitcode == -signal.SIGTERM

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,7 +65,7 @@ class Holder:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=300)
 
     def __enter__(self) -> Self:
         return self
@@ -77,3 +77,41 @@ class Holder:
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             stream.close()
+
+
+_WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, os, platform, signal, sys, threading
+from pathlib import Path
+from rlix.node.device_lock import DeviceLocks
+from rlix.protocol.messages import Fence
+
+locks = DeviceLocks([sys.argv[2]], Path(sys.argv[1]))
+locks.acquire(Fence(*sys.argv[3:4], 1, *sys.argv[4:]), 0.0)
+
+def go_on():
+    while Path("/proc/self/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        os.sched_yield()
+    print("ended", flush=True)
+    threading.Event().wait()
+
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
+"""
+
+
+@contextlib.contextmanager
+def without_its_first_thread(directory: Path, key: str, fence: Fence) -> Iterator[int]:
+    """A process that holds a device of epoch 1 and whose first thread has ended: its id."""
+    arguments = [str(directory), key, fence.pool, fence.job, fence.phase]
+    with subprocess.Popen(
+        [sys.executable, "-c", _WITHOUT_ITS_FIRST_THREAD, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ended\n"
+            yield child.pid
+        finally:
+            child.kill()

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rlix.node import process
 from rlix.node.device_lock import DeviceLocks, holder, lock_path, remove_unheld
 from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError
 from rlix.protocol.messages import Fence
-from tests.node.holders import Holder
+from tests.node.holders import Holder, without_its_first_thread
 
 KEY = "GPU-0"
 ONE = Fence("pool", 1, "first_job", "actor training")
@@ -48,7 +49,7 @@ def test_a_waiter_gets_the_device_when_it_is_released(tmp_path: Path) -> None:
         with pytest.raises(DeviceBusyError):
             DeviceLocks([KEY], tmp_path).acquire(TWO, 0.0)
         first.ask("release")
-        assert second.acquire(TWO, 30.0) is None
+        assert second.acquire(TWO, 300.0) is None
 
 
 def test_processes_of_one_epoch_share_the_device_until_the_last_lets_go(tmp_path: Path) -> None:
@@ -185,6 +186,22 @@ def test_a_stopped_holder_is_named_as_such(tmp_path: Path) -> None:
             DeviceLocks([KEY], tmp_path).acquire(TWO, 0.0)
 
 
+def test_a_process_whose_first_thread_has_ended_lives_holds_and_is_stopped(tmp_path: Path) -> None:
+    with without_its_first_thread(tmp_path, KEY, ONE) as pid:
+        record = holder(KEY, tmp_path)
+        assert record is not None
+        (known,) = record.processes
+        assert (known.pid, process.state(known)) == (pid, "running")
+        described = process.describe(pid)
+        assert described is not None and described.name.startswith(sys.executable)
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        assert process.state(known) == "stopped"
+        assert process.kill([known], 300.0) == ()
+        assert process.state(known) == "dead"
+        assert holder(KEY, tmp_path) is None
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b'00000000 {"pool": 1}', b"\xff" * 5000, b"[" * 4096])
 def test_a_record_that_makes_no_sense_is_an_unknown_holder(tmp_path: Path, content: bytes) -> None:
     locks = DeviceLocks([KEY], tmp_path)
@@ -269,7 +286,7 @@ def test_nobody_ever_has_a_device_beside_another_fence(tmp_path: Path) -> None:
     folder = tmp_path / "locks"
     with multiprocessing.get_context("spawn").Pool(8) as pool:
         work = [(folder, tmp_path, devices, seed) for seed in range(8)]
-        rounds = pool.starmap_async(_take_random_devices, work).get(timeout=120)
+        rounds = pool.starmap_async(_take_random_devices, work).get(timeout=300)
     assert sum(granted for granted, _ in rounds) > 100
     assert [problem for _, problems in rounds for problem in problems] == []
     assert [holder(device, folder) for device in devices] == [None] * 3

@@ -46,7 +46,7 @@ sys.stdin.read()
         assert (here.take(500), here.take(400), here.take(500)) == (False, True, False)
     finally:
         other.kill()
-        other.communicate(timeout=60)
+        other.communicate(timeout=300)
     assert here.take(1000)
     here.give_back()
     assert here.take(1)

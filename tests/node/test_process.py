@@ -1,10 +1,14 @@
 """Processes are named for ever, told apart when stopped or dead, and ended whatever they do."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,3 +112,32 @@ def test_nothing_is_left_to_kill(child: "subprocess.Popen[bytes]") -> None:
     child.kill()
     child.wait()
     assert process.kill([known, known], 1.0) == ()
+
+
+def test_a_process_that_did_not_end_in_time_is_not_taken_for_one_that_has(child: "subprocess.Popen[bytes]") -> None:
+    watched = process.WatchedProcess(child.pid)
+    assert not watched.wait(0.0)
+    assert not watched.wait(0.0)
+    child.kill()
+    assert watched.wait(time.monotonic() + 300.0)
+    assert watched.wait(0.0)
+
+
+def test_two_may_wait_for_the_end_of_one(child: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, both = process.WatchedProcess(child.pid), threading.Barrier(2)
+
+    class Poll:
+        def __init__(self) -> None:
+            self.register, self._poll = (poll := real()).register, poll.poll
+
+        def poll(self, timeout: float) -> list[tuple[int, int]]:
+            found = self._poll(timeout)
+            both.wait(300)
+            return found
+
+    real = select.poll
+    monkeypatch.setattr(select, "poll", Poll)
+    child.kill()
+    with ThreadPoolExecutor(2) as threads:
+        ended = [threads.submit(watched.wait, time.monotonic() + 300.0) for _ in range(2)]
+        assert [each.result() for each in ended] == [True, True]

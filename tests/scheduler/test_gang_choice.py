@@ -72,7 +72,7 @@ def test_where_the_state_lies_is_what_its_client_says() -> None:
         number = world.state.next_request_id
         world.apply(GangRequested(number, "a", TRAIN, Phase.ACTOR_TRAINING, first=home, move_s=move_s))
         again = State()
-        for event in image(world.state):
+        for event in image(world.state, world.now):
             again.apply(event, world.now)
         assert again.requests == world.state.requests
         return world.state.requests[number]

@@ -282,7 +282,7 @@ def test_a_gang_that_waits_uses_devices_that_come() -> None:
     world.apply(DevicesDiscovered((*devices(2), *(replace(d, node_id="new") for d in devices(4)[2:]))))
     assert world.state.requests[waits].choices == ((0, 1), (2, 3))
     again = State()
-    for event in image(world.state):
+    for event in image(world.state, world.now):
         again.apply(event, world.now)
     assert (again.requests, again.registrations) == (world.state.requests, world.state.registrations)
     assert world.cycle() == Plan(grants=(GangGrant(waits, (2, 3)),))
@@ -330,3 +330,32 @@ def test_a_gang_whose_grant_is_taken_back_may_use_devices_that_came_meanwhile() 
     grown(world, 4)
     world.apply(GrantRevoked(pending))
     assert world.state.requests[waits].choices == ((0, 1), (2, 3))
+
+
+def test_a_compacted_journal_keeps_all_of_a_request_whose_grant_may_be_taken_back() -> None:
+    """Where its state lies and how long a move takes, what its caller holds meanwhile, and since when it waits."""
+    world = World(5)
+    world.register("roll", [0, 1, 2, 3])
+    world.demand("roll", 4)
+    world.cycle()
+    world.register("a", [4], train=[0, 1], alternatives=[[2, 3], [3, 4]])
+    world.apply(PipelineRegistered(Registration("b", "ns", (Cluster(TRAIN, 1, (4,)),))))
+    world.apply(PipelineAdmitted("b"))
+    world.request("b")
+    world.cycle()
+    (held,) = (s.lease.epoch for s in world.leases(LeaseState.ACTIVE) if s.lease.devices == (4,))
+    waits = world.state.next_request_id
+    at_home = GangRequested(waits, "a", TRAIN, Phase.ACTOR_TRAINING, holding=(held,), first=(2, 3), move_s=9.0)
+    world.apply(at_home)
+    world.cycle()
+    (promised,) = (status.lease.epoch for status in world.leases(LeaseState.PENDING))
+    world.now += 50.0
+    again = State()
+    for event in image(world.state, world.now):
+        again.apply(event, 1000.0)
+    for state, now in ((world.state, world.now), (again, 1000.0)):
+        state.apply(GrantRevoked(promised), now)
+        request = state.requests[waits]
+        assert (request.choices, request.move_s, request.holding) == (((2, 3), (0, 1)), 9.0, (held,))
+        assert now - request.asked_at == 50.0
+    assert again.requests == world.state.requests

@@ -253,10 +253,12 @@ class Pool(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         state, again = self.world.state, State()
-        for event in image(state):
+        for event in image(state, self.world.now):
             again.apply(event, self.world.now)
         for view in ("devices", "allocated", "registrations", "admitted", "requests", "leases"):
             assert getattr(again, view) == getattr(state, view), view
+        for epoch in state.leases:
+            assert again.answered_by(epoch) == state.answered_by(epoch)
         for counter in ("next_epoch", "next_request_id", "next_device_id", "next_pipeline"):
             assert getattr(again, counter) == getattr(state, counter), counter
 

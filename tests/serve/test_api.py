@@ -214,7 +214,6 @@ def test_a_dry_run_says_what_would_become_of_it_and_keeps_nothing(api: Api) -> N
         ({"spec": SPEC, "limit_s": 1e300}, "limit_s"),
         ({"spec": f"{SPEC}lora: {{path: mine/a}}\n"}, "names mine/a, which is not among the `files`"),
         ({"spec": f"{SPEC}lora: {{path: mine/a}}\n", "dry_run": True}, "names mine/a, which is not among the `files`"),
-        ({"spec": SPEC.replace("gpus: 4", "gpus: 5"), "preemptible": False}, "would never start: 4 are guaranteed to"),
         ({"spec": SPEC, "priority": "urgent"}, "priority"),
         ({"hold": True}, "spec"),
     ],
@@ -223,6 +222,15 @@ def test_a_mistake_is_one_message_and_nothing_is_kept(api: Api, body: dict[str, 
     answer = api.ask("ann", "POST", "/v1/jobs", **body)
     assert answer.status_code == 422 and why in answer.json()["error"], answer.text
     assert api.ask("ann", "GET", "/v1/jobs").json()["jobs"] == []
+
+
+def test_what_cannot_be_preempted_is_refused_where_it_would_never_start(api: Api) -> None:
+    """Of 8 GPUs 4 are guaranteed to ann's team, and none to bob's."""
+    asked = {"spec": SPEC.replace("gpus: 4", "gpus: 5"), "preemptible": False, "dry_run": True}
+    answer = api.ask("bob", "POST", "/v1/jobs", **asked)
+    assert answer.status_code == 422
+    assert "would never start: 0 are guaranteed to team b, and 4 to nobody" in answer.json()["error"]
+    assert api.ask("ann", "POST", "/v1/jobs", **asked).status_code == 200
 
 
 def test_a_body_that_is_too_large_is_not_read_to_its_end(api: Api) -> None:

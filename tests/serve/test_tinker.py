@@ -1,5 +1,6 @@
 """The Tinker server: the protocol as the client speaks it, and that nothing is lost, done twice or told to others."""
 
+import asyncio
 import json
 import re
 import threading
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rlix.protocol.errors import SpecError, WorkerError
 from rlix.serve.tinker import training
+from rlix.serve.tinker.app import Results
 from rlix.serve.tinker.records import Operation
 from rlix.serve.tinker.settings import ServerSettings, load_settings
 from rlix.serve.tinker.wire import read_pass
@@ -858,3 +860,24 @@ def test_a_key_that_cannot_be_one_is_not_shown(tmp_path: Path, key: str) -> None
     with pytest.raises(SpecError, match=r"keys\.alice: must be tml- and at least 8 letters") as told:
         load_settings(path)
     assert key not in str(told.value)
+
+
+def test_a_folder_that_is_not_there_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    (path := tmp_path / "server.yaml").write_text("models: {mine: {path: ./nosuch}}\n")
+    with pytest.raises(SpecError, match=r"server\.yaml: models\.mine\.path: .*/nosuch: no such folder"):
+        load_settings(path)
+
+
+def test_who_waits_for_a_result_is_answered_when_the_server_ends() -> None:
+    """And not cut off, which would be a traceback for each."""
+
+    async def wait() -> None:
+        results = Results()
+        results.begin()
+        waiting = asyncio.create_task(results.wait("a", 600.0))
+        await asyncio.sleep(0)  # it waits
+        results.close()
+        await asyncio.wait_for(waiting, 300.0)
+        await asyncio.wait_for(results.wait("b", 600.0), 300.0)
+
+    asyncio.run(wait())

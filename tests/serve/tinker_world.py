@@ -45,7 +45,7 @@ from tests.pipeline.training_scenarios import built
 
 KEYS = {"alice": "tml-alice-0123", "bob": "tml-bob-012345"}
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 def tiny(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from rlix.protocol.errors import RlixError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
 _LOOK_S = 1.0
 _POLL_S = 0.05
 _CLAIM_TRIES = 20

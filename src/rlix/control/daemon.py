@@ -25,6 +25,7 @@ from rlix.control.connect import authentication, daemon_authentication
 from rlix.control.init import init, shutdown
 from rlix.control.rpc import comes_back
 from rlix.control.settings import Settings
+from rlix.node.plain import PlainFormatter
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus
 from rlix.protocol.types import ORCHESTRATOR_ACTOR_NAME
@@ -147,7 +148,9 @@ def _status(orchestrator: Any) -> ControlStatus:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(PlainFormatter())
     parser = argparse.ArgumentParser()
     parser.add_argument("virtual_gpus", type=int, nargs="?")
     parser.add_argument("--claim", type=int, metavar="FD", help="the home's lock, already taken")

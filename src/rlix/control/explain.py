@@ -1,7 +1,6 @@
 """What a gang request waits for, and who is in the way: for people."""
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
 
 from rlix.control.gang_queue import Ticket
 from rlix.scheduler.known import Known
@@ -30,8 +29,26 @@ def left(state: Known, ticket: Ticket) -> str:
     return f"{what} asks for devices that {why}: {wanted(state, ticket)}"
 
 
-def behind(state: Known, ticket: Ticket, order: Sequence[GangRequest], stuck: str = "") -> str:
-    """Who is in the way of a request. `order`: in which requests are served. `stuck`: why nothing is granted."""
+class Line:
+    """The requests in the order in which they are served, to be asked by many of them who is in front."""
+
+    def __init__(self, order: Sequence[GangRequest]) -> None:
+        self._order = order
+        self._place = {request.id: place for place, request in enumerate(order)}
+        self._on: dict[int, list[int]] = {}  # device -> places of those that want it first of all
+        for place, request in enumerate(order):
+            for device in request.devices:
+                self._on.setdefault(device, []).append(place)
+
+    def before(self, request_id: int, devices: Iterable[int]) -> list[GangRequest]:
+        """Those in front of a request that want any of these devices first of all; none of one that does not wait."""
+        mine = self._place.get(request_id, 0)
+        places = {place for device in devices for place in self._on.get(device, ()) if place < mine}
+        return [self._order[place] for place in sorted(places)]
+
+
+def behind(state: Known, ticket: Ticket, line: Line, stuck: str = "") -> str:
+    """Who is in the way of a request. `stuck`: why nothing is granted."""
     devices = set().union(*choices(state, ticket))
     on = (state.holder(device) for device in devices)
     epochs = {*on, *state.successors(devices)} - {None, ticket.epoch}
@@ -40,10 +57,8 @@ def behind(state: Known, ticket: Ticket, order: Sequence[GangRequest], stuck: st
         for epoch in sorted(epoch for epoch in epochs if epoch is not None)
         if (s := state.leases[epoch]) and (common := devices.intersection(s.lease.devices))
     ]
-    before = takewhile(lambda r: r.id != ticket.request_id, order if ticket.request_id in state.requests else ())
     ahead = [
         f"{r.pipeline_id}/{r.cluster} ({r.phase.name}) waits in front of it"
-        for r in before
-        if devices.intersection(r.devices)
+        for r in line.before(ticket.request_id, devices)
     ]
     return "; ".join(held + ahead + ([stuck] if stuck else [])) or "nobody holds them: the scheduler did not come to it"

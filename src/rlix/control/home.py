@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlix.node.device_lock import check_directory
 from rlix.node.own_folder import in_folder
+from rlix.node.plain import PlainFormatter
 
 _FIRST_BYTES = 2**20  # more than a control plane writes before its first job
 
@@ -34,5 +35,5 @@ def log_to(home: Path, name: str) -> None:
     path = home / "logs" / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=5_000_000, backupCount=3)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PlainFormatter())
     logging.getLogger("rlix").addHandler(handler)

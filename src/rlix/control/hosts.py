@@ -18,6 +18,10 @@ Keys = tuple[str, ...]
 Node = Mapping[str, Any]  # of Ray's node table
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _ASKED_AT_ONCE = 64
+START_WITH_GPUS = (
+    "start its nodes with GPUs, or with virtual ones: "
+    f"ray start --num-gpus=8 --resources='{{\"{VIRTUAL_DEVICE_RESOURCE}\": 1}}'"
+)
 _PENDING = "it has not answered yet"
 
 

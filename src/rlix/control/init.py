@@ -38,7 +38,8 @@ from rlix.protocol.types import (
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+_START_TRIES = 3  # Ray gives its own processes half a minute, which on busy cores are few
 STOP_TIMEOUT_S = 15.0
 _STARTUP_CONCURRENCY = 8  # workers are forked, not started from nothing: more at a time than there are cores is fine
 _LOGICAL_CPUS = 256  # control and worker processes claim devices, not cores: Ray must never queue one for lack of a CPU
@@ -78,10 +79,10 @@ def init(
 
     Raises:
         RlixError: there is nothing to attach to and `create_if_missing` is false, the address cannot be reached or does
-            not take our token, or the pool has no devices.
+            not take our token, Ray does not start, or the pool has no devices.
         SpecError: the daemon's pool has another number of virtual GPUs than `virtual_gpus`, or no control plane can be
             started with this RLIX_HOME.
-        WaitTimeoutError: the control plane did not start within a minute.
+        WaitTimeoutError: the control plane did not start within three minutes.
     """
     settings = Settings.from_env() if settings is None else settings
     level = _level(log_level)
@@ -121,7 +122,7 @@ def shutdown() -> None:
     if _Session.started_ray:
         _Session.started_ray = False
         nodes = [node["NodeID"] for node in ray.nodes()]
-        _stop_ray()
+        _stop_ray(STOP_TIMEOUT_S)
         for node_id in nodes:  # which never come back, nor their virtual devices
             remove_unheld(virtual_key(node_id))
         authentication.restore()
@@ -192,24 +193,38 @@ def _start_ray(settings: Settings, virtual_gpus: int | None, num_cpus: int | Non
     # Where token authentication is on, Ray says so at every start; it is what we want on a machine with other users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     remove_unheld(VIRTUAL_KEYS, older_than_s=_OLD_LOCK_S)  # of pools that were killed
+    options = {
+        "address": "local",
+        "num_cpus": num_cpus or _LOGICAL_CPUS,
+        "include_dashboard": False,
+        "logging_level": logging.WARNING,
+        "_node_ip_address": "127.0.0.1",
+        "_system_config": {
+            "worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY,
+            "worker_niceness": _NICENESS,
+            "prestart_worker_first_driver": False,  # plain workers, more than anybody uses
+            "health_check_period_ms": _HEALTH_PERIOD_MS,
+            "health_check_failure_threshold": _HEALTH_FAILURES,
+            "memory_monitor_refresh_ms": 0,  # it ends first what Ray can start again: our control plane
+        },
+        **devices,
+    }
     with loopback_kept(), _own_session(), _bare(), sigterm_kept():
-        ray.init(
-            address="local",
-            num_cpus=num_cpus or _LOGICAL_CPUS,
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-            _node_ip_address="127.0.0.1",
-            _system_config={
-                "worker_maximum_startup_concurrency": _STARTUP_CONCURRENCY,
-                "worker_niceness": _NICENESS,
-                "prestart_worker_first_driver": False,  # plain workers, more than anybody uses
-                "health_check_period_ms": _HEALTH_PERIOD_MS,
-                "health_check_failure_threshold": _HEALTH_FAILURES,
-                "memory_monitor_refresh_ms": 0,  # it ends first what Ray can start again: our control plane
-            },
-            **devices,
-        )
+        _try_to_start(options)
     _Session.started_ray = True
+
+
+def _try_to_start(options: dict[str, Any]) -> None:
+    for left in reversed(range(_START_TRIES)):
+        try:
+            ray.init(**options)
+        except Exception as error:  # Ray raises plain ones where its own processes were late, and leaves them
+            _stop_ray(0.0)
+            if not left:
+                raise RlixError(f"rlix.init: Ray did not start ({_START_TRIES} tries): {error}") from error
+            logger.warning("Ray did not start, and is tried again: %s", error)
+        else:
+            return
 
 
 @contextlib.contextmanager
@@ -276,10 +291,10 @@ def _pool_id() -> str:
     return str(head["NodeID"])
 
 
-def _stop_ray() -> None:
+def _stop_ray(grace_s: float) -> None:
     processes = RayProcesses(psutil.Process())
     ray.shutdown()
-    processes.end(STOP_TIMEOUT_S)
+    processes.end(grace_s)
 
 
 def _await_death(handle: Any) -> None:

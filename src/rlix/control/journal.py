@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_SESSIONS = 5
 LOCK_WAIT_S = 5.0  # a process that was just killed holds its files until the kernel has cleaned up after it
-VERSION = 1  # of the tables and of the events' fields: a journal of another version is not read
+VERSION = 2  # of the tables and of the events' fields: a journal of another version is not read
 _BUSY_TIMEOUT_S = 1.0
 _WAL_BYTES = 4 << 20
 _TABLES = (

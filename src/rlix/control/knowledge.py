@@ -55,7 +55,7 @@ class Knowledge:
         self.holds: dict[int, Hold] = {}
         self.granted_at: dict[int, float] = {}  # unix seconds, by epoch
         self.changed: Callable[[bool, bool], None] = lambda answered, demand_only: None
-        self.writer = Writer(journal, clock, image=lambda: image(self.state), written=self._written)
+        self.writer = Writer(journal, clock, image=lambda: image(self.state, clock.time()), written=self._written)
         self.closed = False
         self.endings: deque[Ending] = deque(maxlen=KEPT_ENDINGS)
         self._unwritten: list[Lease] = []  # active, but not in the journal: nobody knows of them yet
@@ -275,15 +275,15 @@ class Knowledge:
         """Whether a pipeline that holds nothing cannot roll out, because its rollout's nodes are drained."""
         if self.state.leases_of(pipeline_id) or not self.state.demand(pipeline_id, cluster.name).trajectories:
             return False
-        lent = any(all(map(self.state.is_lent, bundle)) for bundle in cluster.bundles)
-        return not lent and any(map(self.state.on_draining, cluster.bundles))
+        lent = any(all(map(self.state.is_lent, bundle)) for bundle in cluster.each_bundle())
+        return not lent and any(map(self.state.on_draining, cluster.each_bundle()))
 
     def stranded(self, pipeline_id: str) -> str:
         """The elastic cluster that has something to do and all of whose bundles were lost; "" if none."""
         state = self.state
         for cluster in state.registrations[pipeline_id].clusters:
             rolls = cluster.elastic and state.demand(pipeline_id, cluster.name).trajectories
-            if rolls and not any(all(map(state.is_discovered, bundle)) for bundle in cluster.bundles):
+            if rolls and not any(all(map(state.is_discovered, bundle)) for bundle in cluster.each_bundle()):
                 return cluster.name
         return ""
 

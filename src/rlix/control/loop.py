@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rlix.control.explain import behind, can_run, left, wanted
+from rlix.control.explain import Line, behind, can_run, left, wanted
 from rlix.control.gang_queue import Ticket
 from rlix.control.knowledge import Knowledge
 from rlix.control.planning import Planning
@@ -331,9 +331,9 @@ class Loop:
         if known.now >= ticket.expires_at:
             what = f"{ticket.pipeline_id}/{ticket.cluster.name} for {ticket.phase.name}"
             text = f"devices {wanted(known.state, ticket)} were not granted to {what} within {ticket.timeout_s:g} s"
-            order = gang_order(known.state.snapshot(known.clock.time()))
+            line = Line(gang_order(known.state.snapshot(known.clock.time())))
             stuck = known.writer.trouble
-            self.withdraw(ticket, WaitTimeoutError(f"{text}; {behind(known.state, ticket, order, stuck)}"))
+            self.withdraw(ticket, WaitTimeoutError(f"{text}; {behind(known.state, ticket, line, stuck)}"))
         elif known.now >= ticket.forget_at:
             logger.warning("nobody waits for request %d of %s any more", ticket.request_id, ticket.pipeline_id)
             self.withdraw(ticket)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from rlix.node.process import alive, describe
+
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
@@ -60,10 +62,8 @@ def is_ray(process: psutil.Process) -> bool:
 
 def _lives(process: psutil.Process) -> bool:
     """An ended process that nobody has collected (in a container without init, nobody may) does not live."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    known = describe(process.pid)
+    return known is not None and process.is_running() and alive(known)
 
 
 def _raylet_of(process: psutil.Process) -> str | None:

@@ -32,7 +32,8 @@ def build_registration(
 
     - `[0, 1, 2, 3]` (a list or tuple): these devices, in rank order;
     - `8`: that many devices, placed by the pool; for an elastic cluster the most it may use;
-    - `{"min": 4, "max": 8}`, gangs only: 8 devices, or fewer down to 4 where it would otherwise wait;
+    - `{"min": 4, "max": 8}`, gangs only: 8 devices, or all of a smaller pool, or fewer down to 4 where it would
+      otherwise wait;
     - `None`, elastic clusters only: the whole pool, in whole bundles.
 
     A gang that asks for a size is told of other blocks it can move to (`Cluster.alternatives`); an empty list in
@@ -76,8 +77,9 @@ def _placed(
 ) -> tuple[Cluster, ...]:
     """All clusters, checked one by one and placed together."""
     wishes, sets, problems = [], {}, []
+    nodes = {device.id: device.node_id for device in devices}
     for name in mappings:
-        declared = _Declared(f"{where}: cluster {name!r}", name, name in elastic, devices)
+        declared = _Declared(f"{where}: cluster {name!r}", name, name in elastic, nodes)
         try:
             wish = declared.wish(sizes[name], mappings[name], moves=name not in alternatives)
             sets[name] = declared.alternatives(wish, alternatives[name]) if name in alternatives else ()
@@ -202,11 +204,11 @@ def _elastic(where: str, mappings: Mapping[str, object], value: object) -> froze
 class _Declared:
     """One cluster's part of the declaration; `where` begins every message."""
 
-    def __init__(self, where: str, name: str, elastic: bool, devices: Sequence[Device]) -> None:
+    def __init__(self, where: str, name: str, elastic: bool, nodes: Mapping[int, str]) -> None:
         self.where = where
         self.name = name
         self.elastic = elastic
-        self.nodes = {device.id: device.node_id for device in devices}
+        self.nodes = nodes
 
     def wish(self, tensor_parallel: object, mapping: object, *, moves: bool) -> Wish:
         """Raises SpecError, as all methods do."""
@@ -279,12 +281,14 @@ class _Declared:
                 f"{field}: the cluster is elastic and grows and shrinks by itself; give the most devices it may use "
                 "as one int, or None for the whole pool"
             )
-        least, most = self._count(f"{field}: min", value["min"]), self._count(f"{field}: max", value["max"])
+        least = self._count(f"{field}: min", value["min"])
+        most = self._count(f"{field}: max", value["max"], of=_MOST_DEVICES)
         if least > most:
             raise SpecError(f"{field}: min {least} is more than max {most}; exchange them")
-        return least, most
+        return least, min(most, len(self.nodes))
 
-    def _count(self, field: str, value: object) -> int:
+    def _count(self, field: str, value: object, of: int | None = None) -> int:
+        """`of`: the most it may be; None: what the pool has."""
         if not isinstance(value, int) or isinstance(value, bool):
             raise SpecError(
                 f"{field}: must be a list of device ids (ints), a number of devices, or a range such as "
@@ -292,8 +296,10 @@ class _Declared:
             )
         if value < 1:
             raise SpecError(f"{field}: a cluster needs at least 1 device, got {value}")
-        if value > len(self.nodes):
+        if of is None and value > len(self.nodes):
             raise SpecError(f"{field}: asks for {value} devices, and this pool has {len(self.nodes)}; ask for fewer")
+        if of is not None and value > of:
+            raise SpecError(f"{field}: must be at most {of}, got {value}")
         return value
 
     def _ids(self, field: str, value: object) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from rlix.node.plain import plain
 from rlix.protocol.errors import RlixError, WaitTimeoutError
 from rlix.protocol.types import NAMESPACE
 
@@ -19,7 +20,6 @@ UNREACHABLE_S = 300.0
 """So long somebody may be out of reach whom Ray does not give up; it gives up hosts within about a minute."""
 _PROBE_S = 10.0
 _SILENT = 4  # times longer is waited for who is silent than for who is away
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:: (?s:.+))?)$", re.MULTILINE)  # what follows the frames of a traceback
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -40,7 +40,7 @@ def in_words(error: RayError, who: str = "") -> str:
     if not isinstance(error, RayActorError):
         return f"Ray: {next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)}"
     if error.actor_init_failed:
-        page = _COLOURS.sub("", text)
+        page = plain(text)
         raised = _RAISED.search(page, max(0, page.rfind('\n  File "')))
         return raised[1].strip() if raised else "it could not be created"
     name, pid = (re.search(rf"^\s*{key}: (.+)$", text, re.MULTILINE) for key in ("name", "pid"))

@@ -11,6 +11,7 @@ from rlix.control.called import called, ended, parts_seen
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
 from rlix.control.home import log_to
+from rlix.control.hosts import START_WITH_GPUS
 from rlix.control.journal import open_journal
 from rlix.control.live_nodes import LiveNodes
 from rlix.control.registration import (
@@ -119,9 +120,7 @@ class Scheduler:
         core = await self._core()
         if not devices and not core.state.discovered:
             raise RlixError(
-                "the Ray cluster has no GPUs; start its nodes with GPUs, or with virtual ones: "
-                "ray start --num-gpus=8 --resources='{\"rlix_virtual\": 1}'; "
-                "or set RAY_ADDRESS=local to start a separate one"
+                f"the Ray cluster has no GPUs; {START_WITH_GPUS}; or set RAY_ADDRESS=local to start a separate one"
             )
         assert self._nodes is not None
         await self._nodes.count_dead()

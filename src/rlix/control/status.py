@@ -4,9 +4,11 @@ import pickle
 from dataclasses import replace
 
 from rlix.control.core import Core
-from rlix.control.explain import behind, choices
-from rlix.protocol.messages import ControlStatus, Demand, Device, LeaseState, PipelineStatus, Waiting
+from rlix.control.explain import Line, behind, choices
+from rlix.protocol.messages import Cluster, ControlStatus, Demand, Device, LeaseState, PipelineStatus, Waiting
 from rlix.scheduler.gang_order import gang_order
+
+_Steady = tuple[tuple[Device, ...], tuple[tuple[Cluster, ...], ...]]
 
 
 def status_of(core: Core) -> ControlStatus:
@@ -14,14 +16,14 @@ def status_of(core: Core) -> ControlStatus:
     known, state = core.known, core.state
     since = known.wall() - core.clock.time()
     trouble = core.trouble
-    order = gang_order(state.snapshot(core.clock.time()))
+    line = Line(gang_order(state.snapshot(core.clock.time())))
     waiting = tuple(
         Waiting(
             ticket.pipeline_id,
             ticket.cluster.name,
             ticket.phase,
             since + ticket.asked_at,
-            behind(state, ticket, order, trouble),
+            behind(state, ticket, line, trouble),
             choices(state, ticket),
         )
         for ticket in known.gangs.waiting()
@@ -62,20 +64,25 @@ def status_of(core: Core) -> ControlStatus:
 
 
 class Packer:
-    """Makes bytes of a status, so that the scheduler's loop does not pickle a large pool's devices each time anew."""
+    """Makes bytes of a status. What a large pool's status mostly consists of, devices and who may use which, changes
+    rarely, and the scheduler's loop does not pickle it each time anew."""
 
     def __init__(self) -> None:
-        self._devices: tuple[Device, ...] | None = None
-        self._packed = b""
+        self._steady: _Steady = ((), ())
+        self._packed = pickle.dumps(self._steady)
 
     def pack(self, status: ControlStatus) -> tuple[bytes, bytes]:
-        """Its devices, and all the rest."""
-        if status.devices != self._devices:
-            self._devices, self._packed = status.devices, pickle.dumps(status.devices)
-        return self._packed, pickle.dumps(replace(status, devices=()))
+        """Its devices and clusters, and all the rest."""
+        steady = status.devices, tuple(pipeline.clusters for pipeline in status.pipelines)
+        if steady != self._steady:
+            self._steady, self._packed = steady, pickle.dumps(steady)
+        pipelines = tuple(replace(pipeline, clusters=()) for pipeline in status.pipelines)
+        return self._packed, pickle.dumps(replace(status, devices=(), pipelines=pipelines))
 
 
-def unpacked(devices: bytes, rest: bytes) -> ControlStatus:
+def unpacked(steady: bytes, rest: bytes) -> ControlStatus:
     """The status that was packed; only for what a `Packer` of this pool has made."""
-    status: ControlStatus = replace(pickle.loads(rest), devices=pickle.loads(devices))
-    return status
+    status: ControlStatus = pickle.loads(rest)
+    devices, clusters = pickle.loads(steady)
+    pipelines = tuple(replace(p, clusters=c) for p, c in zip(status.pipelines, clusters, strict=True))
+    return replace(status, devices=devices, pipelines=pipelines)

@@ -376,9 +376,10 @@ def _may_have(pid: int, lock: os.stat_result) -> bool:
 
 def _has(pid: int, lock: os.stat_result) -> bool:
     """Whether a process has this file open and locked. Raises OSError for another user's, and one that is gone."""
-    for link in Path(f"/proc/{pid}/fd").iterdir():
+    folder = process.folder(pid)
+    for link in (folder / "fd").iterdir():
         try:
-            if os.path.samestat(link.stat(), lock) and "OFDLCK" in Path(f"/proc/{pid}/fdinfo/{link.name}").read_text():
+            if os.path.samestat(link.stat(), lock) and "OFDLCK" in (folder / "fdinfo" / link.name).read_text():
                 return True
         except FileNotFoundError:  # closed meanwhile
             continue

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ State = Literal["running", "stopped", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class _Stat:
+    folder: Path  # of a thread that lives, if any does
     state: str
-    threads: int
     started: int
 
 
@@ -36,7 +37,7 @@ def this_process(node_id: str = "", name: str = "") -> Process:
 def describe(pid: int, node_id: str = "") -> Process | None:
     """The process that has this number now, named by its command line; None when there is none."""
     stat = _stat(pid)
-    return None if stat is None else Process(node_id, pid, stat.started, _command(pid))
+    return None if stat is None else Process(node_id, pid, stat.started, _command(stat.folder))
 
 
 def start_time(pid: int) -> int | None:
@@ -45,12 +46,19 @@ def start_time(pid: int) -> int | None:
     return None if stat is None else stat.started
 
 
+def folder(pid: int) -> Path:
+    """Where the kernel shows what the process that has this number now has open: that of its first thread, or of
+    another one where that has ended."""
+    stat = _stat(pid)
+    return Path(f"/proc/{pid}") if stat is None else stat.folder
+
+
 def state(process: Process) -> State:
     """ "stopped" by a signal (SIGSTOP, a debugger). A zombie is dead, and so is one whose number another has by now."""
     stat = _stat(process.pid)
     if stat is None or stat.started != process.started:
         return "dead"
-    if stat.state in "ZX" and stat.threads <= 1:  # the first thread of several may end before the process does
+    if stat.state in "ZX":
         return "dead"
     return "stopped" if stat.state in "Tt" else "running"
 
@@ -146,18 +154,31 @@ def _wait(waiting: dict[int, Process], deadline: float) -> tuple[Process, ...]:
 
 
 def _stat(pid: int) -> _Stat | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    folder = Path(f"/proc/{pid}")
+    fields = _fields(folder)
+    if not fields:
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the command's name before may hold anything
-    return _Stat(fields[0].decode(), int(fields[17]), int(fields[19]))
+    state, threads, started = fields[0].decode(), int(fields[17]), int(fields[19])
+    if state in "ZX" and threads > 1:  # the first thread may end before the process does
+        for task in folder.glob("task/*"):
+            if (theirs := _fields(task)) and theirs[0] not in (b"Z", b"X"):
+                return _Stat(task, theirs[0].decode(), started)
+    return _Stat(folder, state, started)
 
 
-def _command(pid: int) -> str:
+def _fields(folder: Path) -> list[bytes]:
+    """Of a process or thread, from its state on; none where there is none."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_NAME_LENGTH].replace(b"\0", b" ").strip()
-        return (words or Path(f"/proc/{pid}/comm").read_bytes().strip()).decode(errors="replace")
+        text = (folder / "stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text[text.rindex(b")") + 2 :].split()  # the command's name before may hold anything
+
+
+def _command(folder: Path) -> str:
+    try:
+        words = (folder / "cmdline").read_bytes()[:_NAME_LENGTH].replace(b"\0", b" ").strip()
+        return (words or (folder / "comm").read_bytes().strip()).decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
@@ -170,6 +191,8 @@ class WatchedProcess:
             self._fd: int | None = os.pidfd_open(pid)
         except OSError:  # gone already, or in another container
             self._fd = None
+        else:
+            weakref.finalize(self, os.close, self._fd)  # and not when it has ended: two may wait for that
 
     def wait(self, deadline: float) -> bool:
         """True when it has ended; False at the deadline (`time.monotonic()`)."""
@@ -177,7 +200,4 @@ class WatchedProcess:
             return True
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        ended = bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-        os.close(self._fd)
-        self._fd = None
-        return ended
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

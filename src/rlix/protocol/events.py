@@ -79,7 +79,7 @@ class GangRequested:
 
     An `exact` request is for the devices `first`, which may be a part of the cluster's. Of another one they are where
     the gang's state lies, as its client says, or in a compacted journal which of the choices it waits for. `move_s`:
-    what it takes the state to any other.
+    what it takes the state to any other. `waited_s`: in a compacted journal, how long it had waited by then.
     """
 
     request_id: int
@@ -94,6 +94,7 @@ class GangRequested:
     exact: bool = False
     until: float | None = None
     move_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +158,10 @@ class LeaseReleased:
 
 @dataclass(frozen=True, slots=True)
 class LeaseKept:
-    """In a compacted journal: a lease as it stands, and the request that it answers while it is pending.
-
-    `exact` and `until`: those of that request.
-    """
+    """In a compacted journal: a lease as it stands, and the request that it answers while it is pending."""
 
     status: LeaseStatus
-    request_id: int | None = None
-    exact: bool = False
-    until: float | None = None
+    answers: GangRequested | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Frozen messages that jobs and the control plane exchange."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from operator import attrgetter
@@ -113,8 +113,12 @@ class Cluster:
     @property
     def bundles(self) -> tuple[tuple[int, ...], ...]:
         """Consecutive groups of `tensor_parallel_size` devices: one per data-parallel rank."""
+        return tuple(self.each_bundle())
+
+    def each_bundle(self) -> Iterator[tuple[int, ...]]:
+        """The same one by one, for who looks for one of them: there may be thousands."""
         size = self.tensor_parallel_size
-        return tuple(self.devices[i : i + size] for i in range(0, len(self.devices), size))
+        return (self.devices[i : i + size] for i in range(0, len(self.devices), size))
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:

@@ -167,6 +167,9 @@ def _lines(node: yaml.Node, prefix: str, file: str) -> Iterator[tuple[str, int]]
             yield from _lines(item, f"{prefix}.{index}", file)
 
 
+_NAME_PATTERN = re.compile(r"\^\[A-Za-z0-9\]\[A-Za-z0-9(.*?)\]\*\$")
+
+
 def problems_of(
     errors: Sequence[ErrorDetails],
     model: type[BaseModel],
@@ -225,6 +228,9 @@ def _message(error: ErrorDetails, loc: FieldPath, model: type[BaseModel], moved:
             return f"must be a section with keys of its own, not {_short(given)}"
         case "value_error":
             return text
+        case "string_pattern_mismatch" if allowed_letters := _NAME_PATTERN.fullmatch(error["ctx"]["pattern"]):
+            marks = " ".join(allowed_letters[1].replace("-", "") + "-")
+            return f"must begin with a letter or a digit and hold letters, digits and {marks}, not {_short(given)}"
         case "too_short":
             return f"must have at least {error['ctx']['min_length']}, not {_short(given)}"
         case _:

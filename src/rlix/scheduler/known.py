@@ -24,6 +24,7 @@ class Known:
 
     def __init__(self) -> None:
         self._devices: dict[int, Device] = {}
+        self._discovered: tuple[Device, ...] = ()  # the same; as it is whenever somebody asks for so many
         self._draining: frozenset[str] = frozenset()  # nodes
         self._cordoned: tuple[str, ...] = ()
         self._allocated: dict[str, str] = {}
@@ -66,7 +67,7 @@ class Known:
     @property
     def discovered(self) -> tuple[Device, ...]:
         """The pool, and what is free on nodes that are drained: it comes back under the numbers it had."""
-        return tuple(self._devices.values())
+        return self._discovered
 
     @property
     def draining(self) -> frozenset[str]:
@@ -222,7 +223,7 @@ class Known:
             asked.exact,
             asked.until,
             self._gang_work.get((asked.pipeline_id, asked.cluster, asked.phase), 0.0),
-            self._now,
+            self._now - asked.waited_s,
             asked.move_s if asked.first == first else 0.0,  # else it moves in any case
         )
 

@@ -10,8 +10,7 @@ Devices are ordered by node and by their number in it; ids need not be dense.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import chain, zip_longest
 
@@ -107,11 +106,23 @@ class _Layout:
     largest: int
     node_of: Mapping[int, int]
     at: Mapping[int, int]
+    parts: dict[int, list[Block]] = field(default_factory=dict)  # by size, of those that somebody asked for
+    whole: dict[int, Block] = field(default_factory=dict)  # all parts of that size together
 
 
-@lru_cache(maxsize=2)
+_layouts: list[tuple[tuple[Device, ...], _Layout]] = []
+"""Kept of the last pools, for the pool stays the same while hundreds of jobs register. To hash one costs more."""
+
+
 def _layout(devices: tuple[Device, ...]) -> _Layout:
-    """Kept, for the pool stays the same while hundreds of jobs register."""
+    for known, layout in _layouts:
+        if known is devices:
+            return layout
+    _layouts[:] = [(devices, _laid_out(devices)), *_layouts[:1]]
+    return _layouts[0][1]
+
+
+def _laid_out(devices: tuple[Device, ...]) -> _Layout:
     by_node: dict[str, list[Device]] = {}
     for device in sorted(devices, key=lambda d: d.id):
         by_node.setdefault(device.node_id, []).append(device)
@@ -132,6 +143,7 @@ class _Pool:
     def __init__(self, devices: Iterable[Device], others: Iterable[Registration]) -> None:
         layout = _layout(tuple(devices))
         self._nodes, self._order, self._largest = layout.nodes, layout.order, layout.largest
+        self._parts, self._whole = layout.parts, layout.whole
         self._node_of, self._at = layout.node_of, layout.at
         self._gangs_on = dict.fromkeys(self._at, 0)
         for cluster in chain.from_iterable(other.clusters for other in others):
@@ -140,8 +152,16 @@ class _Pool:
 
     def bundles(self, size: int) -> list[Block]:
         """The pool cut into parts of `size`; none crosses nodes where one fits in a node."""
-        runs = self._nodes if size <= self._largest else [self._order]
-        return [run[start : start + size] for run in runs for start in range(0, len(run) - size + 1, size)]
+        if size not in self._parts:
+            runs = self._nodes if size <= self._largest else [self._order]
+            self._parts[size] = [run[at : at + size] for run in runs for at in range(0, len(run) - size + 1, size)]
+        return self._parts[size]
+
+    def whole(self, size: int) -> Block:
+        """All of it in parts of `size`: the same tuple for whoever asks for that."""
+        if size not in self._whole:
+            self._whole[size] = tuple(chain.from_iterable(self.bundles(size)))
+        return self._whole[size]
 
     def blocks(self, size: int, bundle: int) -> list[Block]:
         if size <= self._largest:
@@ -219,6 +239,8 @@ def _rollout(wish: Wish, own: frozenset[int], pool: _Pool) -> Cluster:
     count = wish.most // size if wish.most else len(bundles)
     if not bundles or count > len(bundles):
         raise _too_few(wish, wish.most or size, pool)
+    if count == len(bundles):
+        return Cluster(wish.name, size, pool.whole(size), elastic=True)
     first = nsmallest(count, bundles, key=lambda bundle: (-len(own.intersection(bundle)), *pool.crowding(bundle)))
     taken = frozenset(first)
     chosen = [bundle for bundle in bundles if bundle in taken]

@@ -70,6 +70,7 @@ class State(Known):
             raise StateError("the discovered devices contain an id twice; number them 0..N-1 over all nodes")
         came = devices.keys() - self._devices.keys()
         self._devices, self._draining = devices, frozenset(event.draining)
+        self._discovered = tuple(devices.values())
         self._last_device = max(self._last_device, *devices, -1)
         if came and self._registrations:
             self._offer(came)
@@ -229,20 +230,8 @@ class State(Known):
         lease = status.lease
         cluster = self._cluster(lease.pipeline_id, lease.cluster)
         self._last_epoch = max(self._last_epoch, lease.epoch)
-        if event.request_id is not None:
-            asked = GangRequested(
-                event.request_id,
-                lease.pipeline_id,
-                lease.cluster,
-                lease.phase,
-                lease.key,
-                lease.holder,
-                longest_s=lease.longest_s,
-                first=lease.devices if event.exact else (),
-                exact=event.exact,
-                until=event.until,
-            )
-            self._answered[lease.epoch] = self._placed(asked, cluster)
+        if event.answers is not None:
+            self._answered[lease.epoch] = self._placed(event.answers, cluster)
         elif lease.phase is not Phase.ROLLOUT:
             self._moved(lease, cluster)
         self._keep(status)

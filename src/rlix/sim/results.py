@@ -39,27 +39,27 @@ class Row:
     gpus: int
     jobs: int
     makespan_s: float
-    bound_s: float
+    bound_s: float  # the largest of the lower bounds below
     makespan_over_bound: float
-    useful_share: float
-    tight_share: float
-    idle_share: float
+    useful_share: float  # kept tokens at the best batch, plus gangs
+    tight_share: float  # the work of the tight bound
+    idle_share: float  # free, parked or without a trajectory
     surplus_share: float  # the part of it that no allocation could have used: more GPUs than trajectories
-    steps_per_hour_per_gpu: float
+    steps_per_hour_per_gpu: float  # over the makespan
     steps_per_hour_of_all: float  # of the whole pool, until the first job ends
-    mean_job_s: float
+    mean_job_s: float  # from arrival to end
     slowdown_mean: float
     slowdown_p95: float
     slowdown_max: float
-    switches: int
-    plan_ms_p50: float
+    switches: int  # bundles loaded
+    plan_ms_p50: float  # wall-clock time of a planning cycle
     plan_ms_p99: float
     steps: int
     gang_wait_s: float  # mean, from request to running
-    fluid_bound_s: float
-    tight_bound_s: float
-    critical_bound_s: float
-    pinned_bound_s: float
+    fluid_bound_s: float  # all work at the best batch
+    tight_bound_s: float  # each rollout where it spends the fewest GPU-seconds
+    critical_bound_s: float  # the longest chain of one job's steps
+    pinned_bound_s: float  # gangs that share a device exclude each other
     use: dict[str, float] = field(default_factory=dict)  # share of all GPU-seconds by use
     job_s: dict[str, float] = field(default_factory=dict)  # per job, from arrival to its end
     series: list[tuple[float, tuple[int, ...]]] = field(default_factory=list, repr=False)

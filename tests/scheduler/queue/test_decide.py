@@ -87,6 +87,19 @@ def test_nobody_is_stopped_for_less_than_a_start() -> None:
     assert look(8, *others, job(3, 4, "a"), teams=teams).preempt == ()
 
 
+def test_who_may_begin_at_once_when_others_stop_later_does() -> None:
+    """2 of 8 GPUs are free for the last until 4 are reserved for the first, for which one of its team makes room."""
+    jobs = (
+        running(1, 4, "a", priority=-1),
+        running(2, 2, "c", preemptible=False, limit_s=HOUR),
+        job(3, 4, "d"),
+        job(4, 2, "a"),
+    )
+    found = look(8, *jobs, used={("a", "ann"): 9.0})
+    assert found.waits[3].start == HOUR + STOP_S
+    assert found.preempt == (Preemption(1, 4),) and found.admit == (4,)
+
+
 def test_what_cannot_be_preempted_borrows_only_what_is_nobodys() -> None:
     teams = {"a": Team(guaranteed=2), "b": Team(guaranteed=4)}
     fixed = {"preemptible": False}
@@ -94,6 +107,49 @@ def test_what_cannot_be_preempted_borrows_only_what_is_nobodys() -> None:
     assert found.admit == (1, 2, 4)
     assert found.waits[3].reason == NotLent(2, guaranteed=2, fixed=2, common=2, taken=2)
     assert "it will never start" not in said(found, 3)
+
+
+def test_what_is_lent_is_counted_by_gpus() -> None:
+    """3 of a team's guarantee of 4 are held: of 3 more, two are lent."""
+    teams, fixed = {"a": Team(guaranteed=4)}, {"preemptible": False}
+    held = running(1, 3, "a", **fixed)
+    assert look(6, held, job(2, 3, "a", **fixed), teams=teams).admit == (2,)
+    found = look(6, held, running(2, 2, "a", **fixed), job(3, 2, "a", **fixed), teams=teams)
+    assert found.waits[3].reason == NotLent(2, guaranteed=4, fixed=4, common=2, taken=1)
+
+
+@pytest.mark.parametrize("lender", [{"preemptible": False}, {"preemptible": True}])
+def test_a_job_that_needs_its_teams_whole_guarantee_is_not_passed_for_ever(
+    lender: dict[str, Any],
+) -> None:
+    """One of 1 GPU runs when it comes; every hour another one comes. Without it 3 are free, or lent but for one."""
+    fixed: dict[str, Any] = {"preemptible": False, "limit_s": HOUR - STOP_S}
+    teams = {"a": Team(guaranteed=4), "b": Team(guaranteed=4)}
+    others = running(1, 4, "b", **lender), running(2, 2, "b", preemptible=True)
+    small, large, next_ = running(3, 1, "a", **fixed), job(4, 4, "a", **fixed), job(5, 1, "a", **fixed)
+    found = look(8, *others, small, large, next_, now=0.5 * HOUR, teams=teams)
+    assert found.admit == () and found.preempt == ()
+    reason = found.waits[5].reason
+    assert isinstance(reason, Reserved) and reason.others == ("a/j4 (4)",)
+    assert " left to jobs of team a that cannot be preempted from 01:00 on beside" in said(found, 5)
+    short = replace(next_, limit_s=0.5 * HOUR - STOP_S)
+    assert look(8, *others, small, large, short, now=0.5 * HOUR, teams=teams).admit == (5,), "it ends before"
+    found = look(8, *others, large, next_, now=HOUR, teams=teams)
+    assert found.preempt == (Preemption(2, 4),) and found.admit == ()
+
+
+@pytest.mark.parametrize(("first", "large", "small"), [(4, 4, 3), (2, 8, 2)])
+def test_one_that_waits_for_what_is_lent_is_passed_by_none_of_its_team(first: int, large: int, small: int) -> None:
+    """4 are guaranteed to it, and 4 to nobody, of which another team has one for an hour. There is room in the pool."""
+    fixed: dict[str, Any] = {"preemptible": False, "limit_s": HOUR - STOP_S}
+    held = running(1, first, "a", **(fixed | {"limit_s": 20 * HOUR if large == 4 else HOUR - STOP_S}))
+    waits = job(3, large, "a", preemptible=False, limit_s=9 * HOUR)
+    passes = job(4, small, "a", preemptible=False, limit_s=9 * HOUR)
+    teams = {"a": Team(guaranteed=4), "b": Team(guaranteed=8)}
+    found = look(16, held, running(2, 1, "c", **fixed), waits, passes, teams=teams)
+    assert found.admit == () and found.waits[3].start == HOUR
+    assert isinstance(found.waits[4].reason, Reserved) and found.waits[4].reason.others == ("a/j3 (3)",)
+    assert look(16, held, running(2, 1, "c", **fixed), waits, replace(passes, **fixed), teams=teams).admit == (4,)
 
 
 def test_priority_and_being_preemptible_are_two_things() -> None:
@@ -168,5 +224,5 @@ def test_one_of_something_is_said_as_one_and_what_never_starts_is_said_to() -> N
     found = look(1, running(1, 1), job(2, 1))
     assert said(found, 2).startswith("needs 1 GPU at once, 0 are free; 1 is held by a/j1 (1)")
     teams = {"a": Team(guaranteed=2), "b": Team(guaranteed=4)}
-    never = look(8, job(1, 3, preemptible=False), teams=teams)
+    never = look(8, job(1, 5, preemptible=False), teams=teams)
     assert "and of the 2 guaranteed to nobody 0; it will never start while shares are as they are" in said(never, 1)

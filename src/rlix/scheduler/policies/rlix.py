@@ -33,7 +33,6 @@ as `pace(k+1) - pace(k)`: near 1 while the batch is far above the knee, near 0 i
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,6 +101,8 @@ class _Placement:
         second = [number for number in usable if number in wanted]
         second.sort(key=lambda k: (min(due_s.get(d, math.inf) for d in bundles[k]), reserved.isdisjoint(bundles[k])))
         self.free = second + ([number for number in usable if number not in wanted] if second else usable)
+        # Rule 6: bundles that a gang is about to take.
+        self.due = {at[device] for device, seconds in due_s.items() if seconds <= 0.0 and device in at}
         self.offers: list[Offer] | None = None  # heap of what those who hold these devices would lose
 
 
@@ -260,20 +261,13 @@ class _Division:
         for device in self.rollouts[i].gang_devices:
             if device in self.free:
                 number = placement.bundle_at.get(device)
-                if number is not None and self.free.issuperset(bundles[number]) and self._lasts(bundles[number]):
+                if number is not None and number not in placement.due and self.free.issuperset(bundles[number]):
                     return number
         while placement.free and not self.free.issuperset(bundles[placement.free[-1]]):
             placement.free.pop()
-        if placement.free and self._lasts(bundles[placement.free[-1]]):
+        if placement.free and placement.free[-1] not in placement.due:
             return placement.free[-1]
         return None
-
-    def _lasts(self, devices: tuple[int, ...]) -> bool:
-        """Rule 6: no gang is about to take the devices."""
-        due_s = self.due_s
-        if not due_s or due_s.keys().isdisjoint(devices):
-            return True
-        return all(due_s.get(device, math.inf) > 0.0 for device in devices)
 
     def _offer(self, j: int) -> Offer:
         """What rollout j's last bundle is worth to it; among equals, those that had most go first."""
@@ -289,7 +283,8 @@ class _Division:
         if not debtors or not self.count[i] or not self._may_claim(i, self.gain(i, self.count[i])):
             return None
         for j in debtors:
-            if self.count[j] > 1 and self.count[j] * self.width[j] > self.count[i] * self.width[i]:
+            has_more = self.count[j] > 1 and self.count[j] * self.width[j] > self.count[i] * self.width[i]
+            if has_more and self._least_loss(i, j) < _BUT_A_FIRST:
                 for bundle in self._bundles_over(i, j):
                     if self._loss(i, bundle) < _BUT_A_FIRST:
                         return bundle
@@ -304,7 +299,7 @@ class _Division:
         if placement.offers is None:
             placement.offers = [self._offer(j) for j in self._holders(placement.bundle_at)]
             heapq.heapify(placement.offers)
-        offers, passed, found = placement.offers, [], None
+        offers, passed, dear, found = placement.offers, [], set[int](), None
         while offers and found is None and offers[0][0] < limit:
             offer = heapq.heappop(offers)
             _, _, count, j = offer
@@ -313,11 +308,17 @@ class _Division:
             if count != self.count[j] or not self.seats[j]:
                 continue
             here = False  # else it has nothing left here, and gets nothing that could be taken again
+            too_dear = self._least_loss(i, j) >= limit
             for bundle in self._bundles_over(i, j):
                 here = True
+                if too_dear:
+                    break
+                if bundle in dear:  # looked at already, over another rollout's seat
+                    continue
                 if self._loss(i, bundle) < limit:
                     found = bundle
                     break
+                dear.add(bundle)
             if here:
                 passed.append(offer)
         for offer in passed:
@@ -345,35 +346,38 @@ class _Division:
         return max(paying, _ANYTHING)
 
     def _bundles_over(self, i: int, j: int) -> Iterator[int]:
-        """Bundles of rollout i that lie on running seats of rollout j, newest seat first."""
-        bundle_at = self._placement(i).bundle_at
+        """Bundles of rollout i on running seats of rollout j, newest seat first, that no gang is about to take."""
+        bundle_at, due = self._placement(i).bundle_at, self._placement(i).due
         for seat in reversed(self.seats[j].values()):
             number = bundle_at.get(seat.devices[0])
-            if number is not None and not seat.new:
+            if number is not None and not seat.new and number not in due:
                 yield number
+
+    def _least_loss(self, i: int, j: int) -> float:
+        """What is lost, at least, by any bundle of rollout i that takes one from rollout j."""
+        return self.width[j] * self._loss_of(i, j, 1) / self.width[i]
 
     def _loss(self, i: int, bundle: int) -> float:
         """What those who sit on it lose, per bundle of i's size; infinite when a device is out of reach."""
         devices = self.rollouts[i].bundles[bundle]
-        if not self._lasts(devices):
-            return math.inf
         only = self.at.get(devices[0])
         if only is not None and only.devices == devices:  # the usual case: one bundle for another
             return math.inf if only.new else self._loss_of(i, only.rollout, 1)
-        lost: dict[_Seat, None] = {}
+        loss, lost, taken = 0.0, set[_Seat](), dict[int, int]()
         for device in devices:
             seat = self.at.get(device)
-            if seat is not None:
+            if seat is None:
+                if device not in self.free:
+                    return math.inf
+            elif seat not in lost:
                 if seat.new:
                     return math.inf
-                lost[seat] = None
-            elif device not in self.free:
-                return math.inf
-        loss, taken = 0.0, Counter[int]()
-        for seat in lost:
-            j = seat.rollout
-            taken[j] += 1
-            loss += len(seat.devices) * self._loss_of(i, j, taken[j])
+                lost.add(seat)
+                j = seat.rollout
+                taken[j] = number = taken.get(j, 0) + 1
+                loss += len(seat.devices) * self._loss_of(i, j, number)
+                if loss == math.inf:
+                    return loss
         return loss / len(devices)
 
     def _loss_of(self, i: int, j: int, number: int) -> float:

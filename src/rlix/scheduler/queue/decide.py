@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlix.scheduler.queue.fair_share import of_team, times_its_share
+from rlix.scheduler.queue.firm import SAVED, Firm
 from rlix.scheduler.queue.jobs import Job, Snapshot, State, Stop
 from rlix.scheduler.queue.reasons import (
     AtMaximum,
@@ -67,7 +68,7 @@ def decide(snapshot: Snapshot) -> Decision:
             else:
                 waits[job.id] = Wait(reason, 0)
     board = _Board(snapshot)
-    for job, entitled in _in_order(snapshot, waiting, board.active):
+    for job, entitled in _in_order(snapshot, waiting, board):
         board.place(job, entitled)
     return Decision(tuple(board.admitted), tuple(board.preempted), waits | board.settled())
 
@@ -89,27 +90,30 @@ def _unplaced(snapshot: Snapshot, job: Job) -> Reason | None:
 
 
 def within(jobs: Sequence[Job], guaranteed: int) -> frozenset[int]:
-    """Which of a team's jobs are within its guarantee: first those that cannot be preempted, then the others, each in
-    the order given, if they fit. The rest borrow."""
-    left, found = guaranteed, set()
-    for job in sorted(jobs, key=lambda job: job.preemptible):
-        if job.gpus <= left:
+    """Which of a team's jobs that can be preempted are within its guarantee: those that fit, in the order given, into
+    what the others leave. The rest borrow."""
+    left, found = guaranteed - sum(job.gpus for job in jobs if not job.preemptible), set()
+    for job in jobs:
+        if job.preemptible and job.gpus <= left:
             left -= job.gpus
             found.add(job.id)
     return frozenset(found)
 
 
-def _in_order(snapshot: Snapshot, waiting: Sequence[Job], active: Sequence[Job]) -> list[tuple[Job, bool]]:
-    """Each with whether its team is entitled to it: with all that the team has, it is within the guarantee."""
+def _in_order(snapshot: Snapshot, waiting: Sequence[Job], board: "_Board") -> list[tuple[Job, bool]]:
+    """Each with whether its team is entitled to it: with all that the team has, it is within the guarantee, and keeps
+    no larger one out of it that is ahead."""
     keyed = []
     for name in {job.team for job in waiting}:
         mine = [job for job in waiting if job.team == name]
         mine.sort(key=lambda job: (-job.priority, snapshot.used.get((name, job.owner), 0.0), job.id))
-        left = snapshot.team(name).guaranteed - sum(job.gpus for job in active if job.team == name)
+        left = snapshot.team(name).guaranteed - sum(job.gpus for job in board.active if job.team == name)
         used = of_team(snapshot, name)
         for place, job in enumerate(mine):
-            entitled = job.gpus <= left
+            entitled = job.gpus <= left and (job.preemptible or board.firm.in_turn(job, _length(job)))
             left -= job.gpus if entitled else 0
+            if not job.preemptible and place < SAVED:
+                board.firm.save(job, _length(job))
             keyed.append(((not entitled, used, name, place), job, entitled))
     return [(job, entitled) for _, job, entitled in sorted(keyed, key=lambda item: item[0])]
 
@@ -122,64 +126,72 @@ def end_of(job: Job, now: float) -> float:
     return max(end, now + 1.0)
 
 
+def _length(job: Job) -> float:
+    """How long it may have its GPUs."""
+    return min(job.limit_s, UNLIMITED_S) + STOP_S
+
+
 class _Board:
-    """What is free when, while jobs are placed one after another: in the pool, under each team's maximum, and of what
-    is guaranteed to nobody for jobs that cannot be preempted and are beyond their team's guarantee."""
+    """What is free when, while jobs are placed one after another: in the pool, under each team's maximum, and for jobs
+    that cannot be preempted."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot, now = snapshot, snapshot.now
         self.active = sorted((job for job in snapshot.jobs if job.active), key=lambda job: (job.admitted_at, job.id))
         self.admitted: list[int] = []
         self.preempted: list[Preemption] = []
-        self._waiting: list[tuple[Job, float, Reason | Sequence[Timeline]]] = []  # why, or where there is too little
+        self.firm = Firm(snapshot)
+        self._waiting: list[tuple[Job, float, Reason | None]] = []  # why; None: too little is free
         self._pool = Timeline(now, snapshot.pool.places)
-        self._common = Timeline(now, snapshot.common)
         self._teams = {name: Timeline(now, t.maximum) for name, t in snapshot.teams.items() if t.maximum is not None}
-        self._reserved: list[tuple[Job, float, float, Sequence[Timeline]]] = []
+        self._reserved: list[tuple[Job, float, float]] = []
         self._shares = {name: times_its_share(snapshot, name) for name in {job.team for job in snapshot.jobs}}
         for job in self.active:
-            for line in self._lines(job, lent=job.id not in self._within(job.team)):
-                line.take(now, end_of(job, now), job.gpus)
+            self._take(job, now, end_of(job, now))
 
     def place(self, job: Job, entitled: bool) -> None:
         """Admits the job, or has others stopped for it, or reserves what it needs for the time when it is free."""
-        now, length = self.snapshot.now, min(job.limit_s, UNLIMITED_S) + STOP_S
-        lines = self._lines(job, lent=not job.preemptible and self._is_lent(job))
+        now, length = self.snapshot.now, _length(job)
+        lines = self._lines(job)
         reserves = len(self._reserved) < DEPTH
         start = _earliest(lines, now, length, job.gpus) if reserves else self._now_or_never(lines, job, length)
+        if start > now + STOP_S and (victims := self._victims(job, entitled, lines, length)):
+            start = _earliest(lines, now, length, job.gpus)  # now, where there is too little only later on
+            self.preempted += [Preemption(victim.id, job.id) for victim in victims]
         if start <= now:
             self.admitted.append(job.id)
             self.active.append(replace(job, state=State.ADMITTED, admitted_at=now))
-            for line in lines:
-                line.take(now, now + length, job.gpus)
+            self._take(job, now, now + length)
             return
-        if start > now + STOP_S and (victims := self._victims(job, entitled, lines, length)):
-            start = _earliest(lines, now, length, job.gpus)
-            self.preempted += [Preemption(victim.id, job.id) for victim in victims]
         going = [other for other in self.active if other.stop is not None and other.stop.for_id == job.id]
         if going:
             self._waiting.append((job, start, Reclaiming(job.gpus, self._holders(going))))
-        elif any(line.free(now) < job.gpus for line in lines):
-            self._waiting.append((job, start, lines))
+        elif self._lacks(job, ()):
+            self._waiting.append((job, start, None))
         else:
             self._waiting.append((job, start, self._would_delay(job, lines, length)))
         if reserves and start < math.inf:
-            for line in lines:
-                line.take(start, start + length, job.gpus)
-            self._reserved.append((job, start, start + length, lines))
+            self._take(job, start, start + length)
+            self._reserved.append((job, start, start + length))
 
-    def _lines(self, job: Job, *, lent: bool) -> list[Timeline]:
+    def _lines(self, job: Job) -> list[Timeline]:
+        """What limits the job; for one that cannot be preempted as things are now."""
         lines = [self._teams[job.team]] if job.team in self._teams else []
-        return [*lines, *([self._common] if lent and not job.preemptible else []), self._pool]
+        return [*lines, *([] if job.preemptible else [self.firm.room(job)]), self._pool]
 
-    def _within(self, team: str, *more: Job) -> frozenset[int]:
+    def _take(self, job: Job, start: float, end: float) -> None:
+        self._hold(job, start, end, job.gpus)
+        if not job.preemptible:
+            self.firm.take(job, start, end)
+
+    def _hold(self, job: Job, start: float, end: float, places: int) -> None:
+        for line in [self._teams[job.team]] if job.team in self._teams else []:
+            line.take(start, end, places)
+        self._pool.take(start, end, places)
+
+    def _within(self, team: str) -> frozenset[int]:
         mine = [job for job in self.active if job.team == team]
-        return within([*mine, *more], self.snapshot.team(team).guaranteed)
-
-    def _is_lent(self, job: Job) -> bool:
-        """Whether it is beyond the guarantee, beside others of its team that cannot be preempted, also those ahead."""
-        ahead = [o for o, *_ in self._reserved if o.team == job.team and not o.preemptible]
-        return job.id not in self._within(job.team, *ahead, job)
+        return within(mine, self.snapshot.team(team).guaranteed)
 
     def _now_or_never(self, lines: Sequence[Timeline], job: Job, length: float) -> float:
         now = self.snapshot.now
@@ -231,45 +243,43 @@ class _Board:
         return sorted(found, key=lambda other: (-used[other.team], other.priority, -other.admitted_at, -other.id))
 
     def _give_back(self, victim: Job, soon: float, places: int) -> None:
-        for line in self._lines(victim, lent=False):
-            line.take(soon, max(soon, end_of(victim, self.snapshot.now)), places)
+        self._hold(victim, soon, max(soon, end_of(victim, self.snapshot.now)), places)
 
     def settled(self) -> dict[int, Wait]:
         """When all are placed: why each waits that was not admitted, as things are then."""
         foreseen, holders = self.snapshot.now + _FORESEEN_S, self._holders(self.active)
         waits: dict[int, Wait] = {}
         for job, start, why in self._waiting:
-            reason = self._lacks(job, why, holders) if isinstance(why, Sequence) else why
+            reason = why or self._lacks(job, holders)
+            assert reason is not None  # nothing became free by placing others
             share = self._shares[job.team]
             waits[job.id] = Wait(reason, len(waits), start if start < foreseen else None, share)
         return waits
 
-    def _lacks(self, job: Job, lines: Sequence[Timeline], holders: tuple[Holder, ...]) -> Reason:
-        """Of what too little is free now."""
-        now, team = self.snapshot.now, self.snapshot.team(job.team)
-        short = next(line for line in lines if line.free(now) < job.gpus)
-        if short is self._pool:
-            return NoRoom(job.gpus, max(0, short.free(now)), holders)
-        if short is self._common:
-            mine = self._within(job.team)
-            fixed = sum(j.gpus for j in self.active if j.id in mine and not j.preemptible)
-            taken = self.snapshot.common - short.free(now)
-            return NotLent(job.gpus, team.guaranteed, fixed, self.snapshot.common, taken)
-        assert team.maximum is not None
-        return AtMaximum(job.gpus, job.team, team.maximum - short.free(now), team.maximum)
+    def _lacks(self, job: Job, holders: tuple[Holder, ...]) -> Reason | None:
+        """Of what too little is free now; None: of nothing."""
+        now, team, firm = self.snapshot.now, self.snapshot.team(job.team), self.firm
+        if team.maximum is not None and (free := self._teams[job.team].free(now)) < job.gpus:
+            return AtMaximum(job.gpus, job.team, team.maximum - free, team.maximum)
+        if not job.preemptible and firm.free_now(job.team) < job.gpus:
+            fixed = min(firm.fixed[job.team], team.guaranteed)
+            return NotLent(job.gpus, team.guaranteed, fixed, firm.common, firm.lent_now())
+        if (free := self._pool.free(now)) < job.gpus:
+            return NoRoom(job.gpus, max(0, free), holders)
+        return None
 
     def _would_delay(self, job: Job, lines: Sequence[Timeline], length: float) -> Reason:
         now = self.snapshot.now
         found = [(at, line) for line in lines if (at := line.shortage(now, now + length, job.gpus)) is not None]
         at, line = min(found, key=lambda item: item[0])
-        others = tuple(o.said for o, start, end, theirs in self._reserved if start <= at < end and line in theirs)
+        if line is self._pool or line is self._teams.get(job.team):
+            theirs = (o for o, start, end in self._reserved if start <= at < end)
+            others = [o for o in theirs if line is self._pool or o.team == job.team]
+            of = "" if line is self._pool else f" to team {job.team}"
+        else:
+            others, of = list(self.firm.holders(job, at)), f" to jobs of team {job.team} that cannot be preempted"
         ends = now + length if job.limit_s < math.inf else None
-        return Reserved(job.gpus, at, max(0, line.free(at)), others, ends, self._names(line, job))
-
-    def _names(self, line: Timeline, job: Job) -> str:
-        if line is self._pool:
-            return ""
-        return " of what is guaranteed to nobody" if line is self._common else f" to team {job.team}"
+        return Reserved(job.gpus, at, max(0, line.free(at)), tuple(o.said for o in others), ends, of)
 
     def _holders(self, jobs: Sequence[Job]) -> tuple[Holder, ...]:
         """The first to end first."""

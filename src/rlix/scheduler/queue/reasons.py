@@ -72,7 +72,7 @@ class AtMaximum:
 class NotLent:
     """It cannot be preempted, and beyond its team's guarantee such jobs share what is guaranteed to nobody.
 
-    `fixed`: what jobs of the team that cannot be preempted have of its guarantee.
+    `fixed`: what jobs of the team that cannot be preempted have of its guarantee; `taken`: all teams' beyond theirs.
     """
 
     gpus: int
@@ -147,7 +147,7 @@ def _why(reason: Reason, unit: str, clock: Clock) -> str:
         case AtMaximum(gpus, team, used, maximum):
             return f"{_needs(gpus, unit)}, and {team} has {used} of the {maximum} that it may have"
         case NotLent(gpus, guaranteed, fixed, common, taken):
-            never = "; it will never start while shares are as they are" if gpus > max(guaranteed, common) else ""
+            never = "; it will never start while shares are as they are" if gpus > guaranteed + common else ""
             return (
                 f"{_needs(gpus, unit)} and cannot be preempted: of the {guaranteed} guaranteed to its team such "
                 f"jobs have {fixed}, and of the {common} guaranteed to nobody {taken}{never}"

@@ -42,6 +42,23 @@ class Timeline:
             index += 1
         return math.inf
 
+    def parts(self, start: float, end: float) -> list[tuple[float, float, int]]:
+        """From when until when, between `start` and `end`, how many are free."""
+        index = max(0, bisect_right(self._times, start) - 1)
+        found = []
+        while index < len(self._times) and self._times[index] < end:
+            until = self._times[index + 1] if index + 1 < len(self._times) else math.inf
+            found.append((max(start, self._times[index]), min(end, until), self._free[index]))
+            index += 1
+        return found
+
+    def with_more(self, other: "Timeline") -> "Timeline":
+        """What is free here, if any, and there together."""
+        both = Timeline(self._times[0], 0)
+        both._times = sorted({*self._times, *other._times})
+        both._free = [max(0, self.free(at)) + other.free(at) for at in both._times]
+        return both
+
     def _cut(self, at: float) -> int:
         """The index of the part that begins at this time, which is made."""
         index = bisect_right(self._times, at) - 1

@@ -177,7 +177,7 @@ class _Doors:
         most, guaranteed = snapshot.team(user.team).maximum, snapshot.team(user.team).guaranteed
         if most is not None and gpus > most:
             raise SpecError(f"{name}: needs {gpus} places at once, and team {user.team} may have at most {most}")
-        if not body.preemptible and max(guaranteed, snapshot.common) < gpus <= snapshot.pool.places:
+        if not body.preemptible and guaranteed + snapshot.common < gpus <= snapshot.pool.places:
             raise SpecError(
                 f"{name}: needs {gpus} places at once and cannot be preempted, and would never start: "
                 f"{guaranteed} are guaranteed to team {user.team}, and {snapshot.common} to nobody; submit it as one "

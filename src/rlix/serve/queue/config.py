@@ -15,7 +15,7 @@ _Hours = Annotated[float, Field(gt=0)]
 
 
 class TeamSpec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     guaranteed: _Count = 0
     """Places that the team can always have; lent while it does not use them."""
@@ -32,9 +32,10 @@ class TeamSpec(BaseModel):
 
 
 class QueueSpec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     teams: dict[str, TeamSpec] = Field(default_factory=dict)
+    """By name. Without any, `default` has the whole pool."""
     jobs_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
     """How many jobs' gangs may have a place on one GPU; they take turns there phase by phase."""
     half_life_h: _Hours = 168.0

@@ -53,6 +53,7 @@ class Results:
     def __init__(self) -> None:
         self._waiting: dict[str, list[asyncio.Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
 
     def begin(self) -> None:
         """On the loop that serves."""
@@ -63,11 +64,24 @@ class Results:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(self._wake, id)
 
+    def close(self) -> None:
+        """Who waits, or asks from now on, is answered at once: the server ends, and would cut them off."""
+        if (loop := self._loop) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        self._closed = True
+        for id in list(self._waiting):
+            self._wake(id)
+
     def _wake(self, id: str) -> None:
         for event in self._waiting.pop(id, []):
             event.set()
 
     async def wait(self, id: str, timeout_s: float) -> None:
+        if self._closed:
+            return
         event = asyncio.Event()
         self._waiting.setdefault(id, []).append(event)
         try:

@@ -85,7 +85,7 @@ def serving(
         for base in bases:
             base.start()
             last.callback(base.close)
-        bound = last.enter_context(_listening(door, host, port))
+        bound = last.enter_context(_listening(door, results, host, port))
         _publish(folder, last, bound, users)
         yield Serving(bound, users, tuple(base.name for base in bases), tuple(_notes(settings)))
 
@@ -104,7 +104,7 @@ def _notes(settings: ServerSettings) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _listening(door: Door, host: str, port: int) -> Iterator[str]:
+def _listening(door: Door, results: Results, host: str, port: int) -> Iterator[str]:
     config = uvicorn.Config(door.app(), host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=_serve, args=(server,), name="tinker-http", daemon=True)
@@ -117,6 +117,7 @@ def _listening(door: Door, host: str, port: int) -> Iterator[str]:
     try:
         yield f"http://{host}:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
+        results.close()
         server.should_exit = True
         thread.join(_START_S)
 

@@ -34,26 +34,33 @@ class OfferedModel(Section):
     """A base model that clients may train and sample."""
 
     path: str | None = None
-    """Its folder, or its name on the hub; left out: the name that it is offered under."""
+    """Its folder, or its name on the hub; left out: the name that it is offered under. A folder needs no network."""
     tokenizer: str | None = None
-    """What clients load the tokenizer by: a name on the hub, or a folder on *their* machine; left out: `path`."""
+    """What clients load the tokenizer by: a name on the hub, or a folder on *their* machine; left out: `path`.
+    `SamplingClient.get_tokenizer` takes the model's name instead."""
     dtype: str = "float32"
+    """Of the base model, and in which it computes: `float32` or `bfloat16`. Adapters are in float32."""
     gpus: Count = 1
     """Devices that train it together, for as long as an operation takes."""
     tensor_parallel: Count = 1
     """Devices of a replica that samples."""
     executor: ExecutorName = "transformers"
+    """Of replicas, like the two that follow: as in a job's `rollout`."""
     executor_options: dict[str, Any] = Field(default_factory=dict)
     max_num_seqs: Count = 64
     adapters: Count = 16
-    """Most adapters that replicas hold at a time."""
+    """Most adapters that replicas hold at a time; those sampled longest ago make room."""
     full: Annotated[int, Field(ge=0)] = 0
-    """Clients may train every weight of it, as `NAME:full`: so many at a time, each with `gpus` for its operations."""
+    """Clients may train every weight of it, as `NAME:full`: so many at a time, by all users together, each with `gpus`
+    for its operations."""
     max_rank: Count = 64
+    """Of an adapter."""
     alpha: Positive = 32.0
     """Of every adapter: its part is scaled by alpha / rank."""
     micro_batch_tokens: Count = 16384
+    """Most tokens that go through the model together."""
     seed: Seed = 0
+    """Of the job behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +82,29 @@ class ServerSettings(Section):
     models: dict[ModelName, OfferedModel] = Field(min_length=1)
     """By the name that clients ask for."""
     keys: dict[UserName, Key] = Field(default_factory=dict)
-    """By user; without any, one is made and kept in RLIX_HOME/tinker."""
+    """By user: `tml-` and at least 8 letters, digits, `_` or `-`. Without any, one is made and kept in
+    `RLIX_HOME/tinker`. A user sees only what is their own."""
     teams: dict[UserName, tuple[UserName, ...]] = Field(default_factory=dict)
-    """Users by team, by whose weights in RLIX_HOME/queue.yaml they take turns."""
+    """Users by team, `{vision: [alice, bob]}`, by whose weights in `RLIX_HOME/queue.yaml` they take turns; who is in
+    none is in `default`."""
     max_body_mb: Positive = 64.0
+    """Of a request."""
     max_waiting_mb: Positive = 1024.0
-    """Of a user's requests, those that have yet to be done, or may have to be done again."""
+    """Of a user's requests, those that wait, or may have to be done again because no state was kept since; the client
+    waits with the next one (429), or is told to call `optim_step` where that is what is missing."""
     max_saved_gb: Positive | None = None
-    """What a user's saved weights may take."""
+    """What a user has saved under a name; more is refused until some is deleted, or its time is over."""
     session_timeout_s: Seconds = 600.0
-    """A session whose client has said nothing for so long ends."""
+    """A session whose client says nothing for so long ends: its models leave, what they saved stays."""
     state_every: Count = 8
-    """Optimizer steps between two copies of a model's state: what is computed again at most after a failure."""
+    """Optimizer steps between two kept states of a model: what is computed again at most after a failure. Of a model
+    that is trained whole a state has all weights and moments."""
     samplers_kept: Count = 8
     """Of a model, how many weights that were saved for a sampling client without a name; the newest."""
     results_kept_s: Seconds = 86400.0
+    """For clients that ask late."""
     max_models_per_user: Count = 16
+    """Alive at a time."""
 
     @model_validator(mode="after")
     def _distinct_keys(self) -> Self:
@@ -120,6 +134,10 @@ def load_settings(path: Path) -> ServerSettings:
         if isinstance(model, dict) and isinstance(given := model.get("path"), str) and given.startswith((".", "~")):
             model["path"] = str((path.parent / Path(given).expanduser()).resolve())
     try:
-        return ServerSettings.model_validate_json(json.dumps(data, default=str))
+        settings = ServerSettings.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
         raise origin.error(problems_of(error.errors(), ServerSettings, data)) from None
+    for name, model in settings.models.items():
+        if model.path is not None and Path(model.path).is_absolute() and not Path(model.path).is_dir():
+            raise SpecError(f"{path}: models.{name}.path: {model.path}: no such folder")
+    return settings
