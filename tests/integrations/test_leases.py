@@ -78,12 +78,12 @@ def test_ranks_hold_a_lease_together() -> None:
     with ThreadPoolExecutor(2) as threads:
         for _ in range(2):
             entered = [threads.submit(rank.enter, Phase.ACTOR_TRAINING) for rank in ranks]
-            assert [each.result(20) for each in entered] == [(3,), (3,)]
+            assert [each.result(300) for each in entered] == [(3,), (3,)]
             first = threads.submit(ranks[0].leave)
             assert not first.done()
             assert gate.did[-1] == "ACTOR_TRAINING"  # rank 1 is still there
             ranks[1].leave()
-            first.result(20)
+            first.result(300)
             assert gate.did[-1] == "leave"
 
 
@@ -110,7 +110,7 @@ def test_single_ranks_get_one_lease_from_the_first_and_give_it_back_together() -
             assert ranks[rank].enter(SCRIPT.phase, alone=True) == (3,)
         ranks[first].leave()
         ranks[1 - first].leave()
-        assert gate.left.wait(20)
+        assert gate.left.wait(300)
     assert gate.did == ["VALUE_COMPUTE", "leave"] * 2
     assert not together.did
     desk.close(lambda rank: True, 0.0)

@@ -387,7 +387,7 @@ PLAYED = {"train": 0, "evaluation": 0}
 def play_from_outside(job: str, episodes: int) -> None:
     """Whoever has the job's key: whatever is open, of either split; the first of an episode's two answers is left."""
     base_url, key = endpoint_of(job)
-    with httpx.Client(base_url=base_url, timeout=60) as client:
+    with httpx.Client(base_url=base_url, timeout=300) as client:
         for _ in range(episodes):
             while (found := client.post("/episodes", headers={"Authorization": f"Bearer {key}"})).status_code == 503:
                 pass
@@ -417,7 +417,7 @@ def test_an_evaluation_has_episodes_of_its_own_at_the_jobs_endpoint(tmp_path: Pa
         metrics = {**job.step(0), **job._evaluated(1)}
     finally:
         job.teardown()
-    player.join(timeout=60)
+    player.join(timeout=300)
     assert PLAYED == {"train": 4, "evaluation": 3}
     assert (metrics["trajectories"], metrics["eval/trajectories"], metrics["eval/reward"]) == (4, 3, 1)
     assert (metrics["agent_abandoned"], metrics["turns"]) == (4, 1)  # what was said first is not learnt

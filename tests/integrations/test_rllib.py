@@ -12,7 +12,6 @@ from rlix.monitor.records import load_run
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
 ]
 
 BATCH = 400

@@ -199,7 +199,7 @@ class LearnerThread(threading.Thread):
                 self._agg_event.clear()
 
     def learn(self, batch: int) -> None:
-        self.goes_on.wait(60)
+        self.goes_on.wait(300)
         if batch < 0:
             raise ValueError(batch)
         self.learnt += [(batch, self.on_device), (batch, self.on_device)]
@@ -225,7 +225,7 @@ def test_a_learners_thread_learns_all_it_was_given_before_the_bytes_leave_and_no
     assert thread.learnt == [(batch, True) for batch in range(1, 7) for _ in range(2)]
     thread.update(7, wait=False)
     thread.stopped = True
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive()
     assert len(thread.learnt) == 12
 

@@ -417,7 +417,6 @@ def test_a_second_served_trainer_of_a_script_is_refused() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_vllm_generation_is_served_by_the_jobs_replicas(
     ray_session: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rlix.monitor.records import load_run
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from tests.control.test_pipelines import ask
+from tests.waiting import until
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -52,7 +52,6 @@ def same(a: Path, b: Path) -> bool:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(360)
 def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None:
     model = write_tiny_model(TinyModel(hidden_size=32), tmp_path / "model", seed=0)
     environment = os.environ | {
@@ -66,7 +65,7 @@ def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None
         command = [sys.executable, str(SCRIPT), str(model), str(tmp_path), kind.name]
         subprocess.run(command, env=environment, check=True)
     codes = json.loads((pool / "ends.json").read_text())
-    said = {name: (pool / name / "stderr").read_text()[-2000:] for name in codes}
+    said = {name: (pool / name / "stderr").read_text() for name in codes}
     assert codes == {name: CODES.get(name, 0) for name in codes}, said
     expected = json.loads((plain / "ends.json").read_text()) | {"is_interrupted": 130}  # a shell says so of SIGINT
     assert codes == expected
@@ -78,8 +77,10 @@ def test_a_script_ends_as_without_rlix(ray_session: Any, tmp_path: Path) -> None
     assert len(files) == 15
     for file in files:
         assert same(pool / file, plain / file), file
-    status, deadline = ask(ray_session.status.remote()), time.monotonic() + 60
-    while left := [p.name for p in status.pipelines if p.name in codes and not p.ending]:
-        assert time.monotonic() < deadline, f"{left} have ended, and are in the pool"
-        status = ask(ray_session.status.remote())
-    assert {ending.job for ending in status.endings} & codes.keys() <= {"leaves_at_once", "is_terminated"}
+
+    def left() -> list[str]:
+        return [p.name for p in ask(ray_session.status.remote()).pipelines if p.name in codes and not p.ending]
+
+    until(lambda: not left(), lambda: f"{left()} have ended, and are in the pool")
+    endings = {ending.job for ending in ask(ray_session.status.remote()).endings}
+    assert endings & codes.keys() <= {"leaves_at_once", "is_terminated"}

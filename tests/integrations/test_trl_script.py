@@ -15,13 +15,13 @@ from rlix.monitor.records import load_run
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.model import TinyModel
 from tests.control.test_pipelines import ask
+from tests.waiting import PROGRAM_S
 
 SCRIPT = Path(__file__).parent / "trl_script.py"
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_two_ranks_train_the_same_as_a_job_and_are_in_the_report(ray_session: Any, tmp_path: Path) -> None:
     model = write_tiny_model(TinyModel(hidden_size=32), tmp_path / "model", seed=0)
     environment = os.environ | {
@@ -32,7 +32,7 @@ def test_two_ranks_train_the_same_as_a_job_and_are_in_the_report(ray_session: An
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    subprocess.run([*command, str(SCRIPT), str(model), str(tmp_path)], env=environment, check=True, timeout=170)
+    subprocess.run([*command, str(SCRIPT), str(model), str(tmp_path)], env=environment, check=True, timeout=PROGRAM_S)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["ranks"] == 2
     assert result["attached"] == result["plain"]

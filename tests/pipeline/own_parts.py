@@ -23,7 +23,7 @@ def talks(call: Any) -> float:
     """An agent that asks once, and likes long answers."""
     asked = {"messages": [{"role": "user", "content": str(call.seed % 10)}]}
     headers = {"Authorization": f"Bearer {call.api_key}"}
-    answer = httpx.post(f"{call.base_url}/chat/completions", json=asked, headers=headers, timeout=60)
+    answer = httpx.post(f"{call.base_url}/chat/completions", json=asked, headers=headers, timeout=300)
     return float(len(answer.raise_for_status().json()["choices"][0]["message"]["content"]))
 
 

@@ -1,12 +1,12 @@
 """A pipeline that computes nothing: it holds its devices, and waits in its third step for a file named `go`."""
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from rlix.pipeline import Pipeline
 from rlix.protocol.types import Phase
+from tests.waiting import until
 
 
 class PatientPipeline(Pipeline):
@@ -19,10 +19,7 @@ class PatientPipeline(Pipeline):
         runs = self.config.run_dir.parent
         (runs / f"began_{self.spec.name}_{step}").write_text(os.uname().nodename)
         with self.phase("actor_train", Phase.ACTOR_TRAINING):
-            deadline = time.monotonic() + 120
-            while step == 1 and not (runs / "go").exists():
-                assert time.monotonic() < deadline, "nobody said go"
-                time.sleep(0.02)
+            until(lambda: step != 1 or (runs / "go").exists(), "nobody said go")
         return {"reward": float(step)}
 
     def save(self, path: Path) -> None:
@@ -37,10 +34,7 @@ class SteppingPipeline(Pipeline):
         with self.phase("actor_train", Phase.ACTOR_TRAINING) as lease:
             nodes = {device.node_id for device in self.devices_of(lease.devices)}
             (self.config.run_dir.parent / f"where_{step}").write_text(" ".join(nodes))
-            deadline = time.monotonic() + 60
-            while step == 2 and not (self.config.run_dir.parent / "go").exists():
-                assert time.monotonic() < deadline, "nobody said go"
-                time.sleep(0.02)
+            until(lambda: step != 2 or (self.config.run_dir.parent / "go").exists(), "nobody said go")
         return {"reward": float(step)}
 
     def save(self, path: Path) -> None:

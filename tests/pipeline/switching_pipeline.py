@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rlix.pipeline import Pipeline
+from rlix.pipeline.planning.made import MadePlan, PlannedJob
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.spec.clusters import TrainerSpec
-from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.types import Phase
 
@@ -20,9 +20,9 @@ class Told(PlanWatch):
         self.gpus = GPUS.get(metrics["reward"], 0)
         return "it drifts" if self.gpus else ""
 
-    def anew(self, *_: Any) -> JobSpec | None:
+    def anew(self, *_: Any) -> PlannedJob | None:
         clusters = self._spec.clusters.model_copy(update={"actor_train": TrainerSpec(gpus=self.gpus)})
-        return self._spec.model_copy(update={"clusters": clusters, "plan": PlanSpec(chosen=f"on {self.gpus}")})
+        return PlannedJob(self._spec.model_copy(update={"clusters": clusters}), MadePlan(PlanSpec(), f"on {self.gpus}"))
 
 
 class SwitchingPipeline(Pipeline):
@@ -30,7 +30,7 @@ class SwitchingPipeline(Pipeline):
         assert self.config.switches, "its coordinator starts it again"
         if self.spec.clusters.actor_train.count == 3:
             raise MemoryError("three are too many")
-        self._plan = Told(self.spec)
+        self._plan = Told(self.config.job)
 
     def step(self, step: int) -> Mapping[str, float]:
         with self.phase("actor_train", Phase.ACTOR_TRAINING) as lease:

@@ -238,7 +238,6 @@ def test_memory_is_the_base_once_and_each_adapter_with_its_optimizer(folder: Pat
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("ranks", [4])
 def test_on_several_ranks_too(
     ray_session: Any, folder: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,6 @@ from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.model import TinyModel
 from rlix.pipeline.tokenizer import load_tokenizer
-from tests.pipeline.manual import manual_file
 from tests.pipeline.plain_samples import samples_of
 
 with pytest.MonkeyPatch.context() as patch:
@@ -111,10 +110,11 @@ def close(ours: Tensor, theirs: Tensor) -> float:
 
 
 def row(what: str, theirs: str, *differences: float) -> None:
-    """Of the table in docs/algorithms.md: run this file with -s."""
+    """Of the table in benchmarks/results/2026-11.md: run this file with -s."""
     sys.stdout.write(f"\n| {what} | {theirs} | {max(differences):.0e} |\n")
 
 
+GDPO = Path(__file__).parents[2] / "examples" / "algorithms" / "gdpo.py"
 KL = {"beta": 0.05, "use_bias_correction_kl": False}
 SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2}
 
@@ -196,7 +196,7 @@ def test_several_rewards_each_compared_by_itself(folder: Path) -> None:
     plain = samples_of(first, GROUP)
     parts = [(("first", a), ("other", b)) for a, b in zip(first, other, strict=True)]
     samples = replace(plain, samples=[replace(s, parts=p) for s, p in zip(plain.samples, parts, strict=True)])
-    algorithm = build_algorithm(AlgorithmSpec(name=f"{manual_file('gdpo', folder)}:Gdpo"), 6)
+    algorithm = build_algorithm(AlgorithmSpec(name=f"{GDPO}:Gdpo"), 6)
     batch, _ = algorithm.begin(samples, 0)
     found = algorithm.estimate(samples, batch).advantages * ((ROWS - 1) / ROWS) ** 0.5
     assert_close(found, theirs, atol=1e-3, rtol=0)

@@ -12,24 +12,21 @@ from transformers import AutoModelForCausalLM
 from rlix.node.run_folder import list_checkpoints
 from rlix.pipeline.jobs.export import export
 from rlix.pipeline.spec.job import JobSpec
+from tests.pipeline.gated_pipeline import gate, gated
 from tests.pipeline.training_jobs import (
     Jobs,
     agent,
     ahead,
     closing_jobs,
-    ended,
     learnt,
-    leases_left,
     moved,
     ppo,
     replicas,
     rows,
     small,
     still_runs,
+    until_nothing_is_held,
 )
-
-pytestmark = pytest.mark.timeout(360)  # starting processes is slow on a busy machine
-
 
 SPECS = (small(steps=6), ppo(steps=6, checkpoint={"every": 2}), agent())
 EVALUATED = small(
@@ -63,7 +60,7 @@ def alone(ray_session: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_come_and_go(
     jobs: Jobs, alone: dict[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    shared = (EVALUATED, *SPECS[1:])
+    shared = [gated(spec) for spec in (EVALUATED, *SPECS[1:])]
     running = dict(zip((spec.name for spec in SPECS), jobs.start(*shared, runs=tmp_path), strict=True))
     checkpoints = tmp_path / "ppo" / "checkpoints"
     victims: dict[str, Any] = {}
@@ -81,11 +78,12 @@ def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_
             elif (tmp_path / name / "metrics.jsonl").exists():
                 ray.kill(victims[name])
                 untouched.remove(name)
-    assert list_checkpoints(checkpoints)[-1][0] < SPECS[1].steps, "it had ended, so this shows nothing"
-    (running["ppo"],) = jobs.start(SPECS[1], runs=tmp_path, resume=True)
+    for name in running:
+        gate(tmp_path / name).touch()
+    (running["ppo"],) = jobs.start(gated(SPECS[1]), runs=tmp_path, resume=True)
     (guest,) = jobs.start(small("copy_digits", steps=1), runs=tmp_path)
     jobs.finish(*running.values(), guest)
-    assert leases_left() == ()
+    until_nothing_is_held()
 
     for spec in SPECS:
         metrics = learnt(tmp_path / spec.name)
@@ -100,7 +98,7 @@ def test_three_kinds_of_training_share_four_devices_while_replicas_die_and_jobs_
     assert all(m["value_loss"] > 0 and m["value_grad_norm"] > 0 for m in alone["ppo"])
     episodes = rows(tmp_path / "agent" / "metrics.jsonl")
     assert [m["staleness_max"] for m in episodes] == [0, 1, 1, 1]
-    assert sum(m["env_timeouts"] for m in episodes) >= 5, "environments must have hung"
+    assert sum(m["env_faults"] for m in episodes) >= 5, "environments must have failed"
     assert 1 <= sum(m["env_failed"] for m in episodes) <= 16, "some episodes must have been given up"
     evaluated_as_well(tmp_path / EVALUATED.name, tmp_path / "exported")
 
@@ -120,7 +118,7 @@ def test_a_job_whose_gang_moves_at_every_phase_learns_the_same_to_the_bit(jobs: 
     granted = [tuple(e["devices"]) for e in events if e.get("event") == "granted" and e["cluster"] == "actor_train"]
     assert len(granted) > small().steps and len(set(granted)) == 2
     assert all(one != other for one, other in pairwise(granted))
-    assert leases_left() == ()
+    until_nothing_is_held()
 
 
 def evaluated_as_well(folder: Path, exported: Path) -> None:
@@ -152,22 +150,19 @@ def test_new_combinations_learn_the_same_together_as_alone(jobs: Jobs, tmp_path:
     specs = combined()
     alone, together = tmp_path / "alone", tmp_path / "together"
     jobs.finish(*jobs.start(specs[0], moved(specs[1], by=2), runs=alone))
-    handles = jobs.start(*specs, runs=together)
-    victims: dict[str, Any] = {}
+    handles = jobs.start(*map(gated, specs), runs=together)
     waiting = list(handles)
     while waiting:
         for handle in tuple(waiting):
-            found = replicas(handle)
-            if found and (together / handle.name / "metrics.jsonl").exists():
-                victims[handle.name] = found[0]
+            still_runs(handle)
+            if (together / handle.name / "metrics.jsonl").exists() and (found := replicas(handle)):
                 ray.kill(found[0])
-            if handle.name in victims or ended(handle):
+                gate(together / handle.name).touch()
                 waiting.remove(handle)
     jobs.finish(*handles)
-    assert victims, "both had ended before a replica could be killed, so this shows nothing"
     for spec in specs:
         metrics = learnt(together / spec.name)
         assert metrics == learnt(alone / spec.name), f"{spec.name} has learnt something else than alone"
         assert all(m["value_loss"] > 0 and m["grad_norm"] > 0 for m in metrics)
     assert [m["staleness_max"] for m in learnt(together / "ahead_ppo")] == [0, 1, 1, 1]
-    assert sum(m["env_timeouts"] for m in rows(together / "agent_ppo" / "metrics.jsonl")) >= 3
+    assert sum(m["env_faults"] for m in rows(together / "agent_ppo" / "metrics.jsonl")) >= 3

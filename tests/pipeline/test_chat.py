@@ -145,7 +145,7 @@ class Sum:
     tools = (ADD,)
 
     def __init__(self, instance: Instance) -> None:
-        self._box = Toolbox({"add": as_tool(lambda a, b: a + b)}, timeout_s=5.0)
+        self._box = Toolbox({"add": as_tool(lambda a, b: a + b)}, timeout_s=300.0)
 
     async def reset(self, seed: int) -> Observation:
         return ({"role": "user", "content": "2 + 3?"},)
@@ -202,7 +202,7 @@ def test_functions_as_tools() -> None:
         return number / 2
 
     async def main() -> list[str]:
-        box = Toolbox({"half": as_tool(half)}, timeout_s=5.0)
+        box = Toolbox({"half": as_tool(half)}, timeout_s=300.0)
         calls = [ToolCall("half", '{"number": 3}'), ToolCall("half", '{"nr": 3}'), ToolCall("", "x", "unreadable")]
         return [message["content"] for message in await box.answers(calls)]
 
@@ -216,7 +216,7 @@ def test_a_plain_function_that_hangs_is_told_in_time() -> None:
         box = Toolbox({"hang": as_tool(released.wait)}, timeout_s=0.05)
         late = await box.call(ToolCall("hang", '{"timeout": 60}'))
         released.set()
-        return late, await Toolbox({"hang": as_tool(released.wait)}, timeout_s=60).call(ToolCall("hang", "{}"))
+        return late, await Toolbox({"hang": as_tool(released.wait)}, timeout_s=300).call(ToolCall("hang", "{}"))
 
     late, there = asyncio.run(main())
     assert (late.ok, late.text) == (False, "hang did not answer within 0.05 s")

@@ -66,7 +66,7 @@ def test_a_job_reads_a_table_without_a_word_on_the_terminal(tmp_path: Path) -> N
         [sys.executable, "-c", code, str(write(tmp_path, "jsonl"))],
         env={**os.environ, **WORKER_ENVIRONMENT},
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert done.stdout + done.stderr == b""
@@ -330,6 +330,6 @@ class TestStream:
 def test_math_verify_judges_in_processes_of_its_own() -> None:
     prompt = Prompt("p", "?", (1,), "1/2", (1,))
     texts = (r"so \boxed{\frac{2}{4}}", "it is 0.5", "it is 2")
-    verdicts = judged([RewardSpec(name="math_verify", timeout_s=60)], *(Asked(prompt, text, (1,)) for text in texts))
+    verdicts = judged([RewardSpec(name="math_verify", timeout_s=300)], *(Asked(prompt, text, (1,)) for text in texts))
     assert verdicts == [Reward(1.0, True), Reward(1.0, True), Reward(0.0, False)]
     assert [getattr(verdict, "answer", None) for verdict in verdicts] == ["1/2", "1/2", "2"]

@@ -62,7 +62,9 @@ def test_no_more_processes_than_allowed_and_a_failed_one_makes_room() -> None:
 def test_a_blocking_environment_is_killed_with_all_it_started_and_the_retry_goes_on() -> None:
     async def main() -> None:
         runner = SubprocessRunner(SANDBOX, {"greeting": ""}, max_processes=2)
-        environment = GuardedEnvironment(runner, INSTANCE, Limits(30.0, 1.0, attempts=2, backoff_s=0.0), time.monotonic)
+        environment = GuardedEnvironment(
+            runner, INSTANCE, Limits(300.0, 3.0, attempts=2, backoff_s=0.0), time.monotonic
+        )
         await environment.reset(0)
         (blocked,) = (psutil.Process(pid) for pid in runner.processes.ids)
         stepping = asyncio.ensure_future(environment.step(act("sleep")))
@@ -71,7 +73,7 @@ def test_a_blocking_environment_is_killed_with_all_it_started_and_the_retry_goes
             await asyncio.sleep(0.01)
         assert (await stepping).observation == "awake"
         assert (environment.tally.timeouts, environment.tally.retries) == (1, 1)
-        _, alive = psutil.wait_procs([blocked, *children], timeout=5)
+        _, alive = psutil.wait_procs([blocked, *children], timeout=300)
         assert alive == []
         await environment.close()
         await runner.close()
@@ -115,7 +117,7 @@ def test_nothing_outlives_a_killed_parent() -> None:
     finally:
         parent.kill()
         parent.wait()
-    _, alive = psutil.wait_procs([blocked, *children], timeout=5)
+    _, alive = psutil.wait_procs([blocked, *children], timeout=300)
     assert alive == []
 
 

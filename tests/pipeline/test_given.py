@@ -183,6 +183,10 @@ def test_a_run_may_begin_with_conversations(tmp_path: Path) -> None:
         ({"algorithm": {"name": "dpo", "minibatches": 2}, "rollout": PAIRS}, "dpo takes one update per step"),
         ({"source": {"task": "sort_digits"}}, "sft does not learn from samples of this source; name a table"),
         ({"evaluation": {"every": 1}}, "evaluation.source: is missing: conversations have no rewards"),
+        (
+            {"rollout": {"spare_prompts": 1, "max_new_tokens": 4}},
+            "rollout.spare_prompts: is for what the policy generates",
+        ),
         ({"plan": "auto", "clusters": {}}, "plan: is for jobs with rollouts"),
     ],
 )

@@ -47,7 +47,7 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, *, stops: bool) -> tupl
         await coordinator._see_to_the_end(None)
         return await coordinator.ended()
 
-    return asyncio.run(asyncio.wait_for(run(), 60)), ray
+    return asyncio.run(asyncio.wait_for(run(), 300)), ray
 
 
 def test_a_stop_while_it_changes_over_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_whoever_notices_first_a_death_is_its_own_and_a_stop_is_a_stop(
     monkeypatch.setattr(job_coordinator, "ray", ray)
     monkeypatch.setattr(job_coordinator, "REMEMBERED_S", 0.0)
     monkeypatch.setattr(job_coordinator, "_staying", staying)
-    ended = asyncio.run(asyncio.wait_for(final(), 60))
+    ended = asyncio.run(asyncio.wait_for(final(), 300))
     assert (ended.state, ended.by_pool) == (state, by_pool)
     assert (ended.error or "").startswith(error)
 
@@ -175,7 +175,7 @@ def test_a_start_that_came_to_nothing_is_the_pools_fault_or_the_jobs(
 
     monkeypatch.setattr(job_coordinator, "ray", MagicMock())
     monkeypatch.setattr(job_coordinator, "REMEMBERED_S", 0.0)
-    ended = asyncio.run(asyncio.wait_for(final(), 60))
+    ended = asyncio.run(asyncio.wait_for(final(), 300))
     assert (ended.state, ended.by_pool) == ("failed", by_pool)
     assert ended.error == f"it could not start: {error}"
 

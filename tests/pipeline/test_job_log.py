@@ -147,3 +147,15 @@ def test_a_worker_that_died_is_named_with_what_it_did_and_how_to_go_on(tmp_path:
     assert "build()" not in said
     own = ValueError("mine")
     assert what_ended(own, tmp_path, "rollout") == "ValueError: mine"
+
+
+def test_a_log_has_no_colours_of_ray(tmp_path: Path) -> None:
+    log = JobLog(tmp_path)
+    try:
+        failed = WorkerError("\x1b[36mray::TrainWorker.__init__()\x1b[39m (pid=1)")
+        logger.error("it \x1b[31mfailed", exc_info=failed)
+    finally:
+        log.close()
+    assert "\x1b" not in (text := (tmp_path / "job.log").read_text())
+    assert "it failed\nrlix.protocol" in text
+    assert "ray::TrainWorker.__init__() (pid=1)" in text

@@ -104,7 +104,7 @@ def test_who_hangs_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFi
         name = "Hung"
 
         def open(self, run: Run) -> None:
-            free.wait(60)
+            free.wait(300)
 
     loggers = Loggers([Hung("nowhere")], run_of(tmp_path), close_timeout_s=0.01)
     loggers.log(0, {})

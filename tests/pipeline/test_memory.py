@@ -241,7 +241,6 @@ def test_what_adapters_copy_into_float32() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)  # both cores may be busy
 @pytest.mark.parametrize(("case", "checkpointing"), [("micro-batches", False), ("micro-batches, checkpointing", True)])
 def test_the_estimate_against_a_real_update(tmp_path: Path, case: str, checkpointing: bool) -> None:
     """Of a process that trains on one device in float32: how far its memory rises above weights, gradients, moments."""
@@ -249,7 +248,7 @@ def test_the_estimate_against_a_real_update(tmp_path: Path, case: str, checkpoin
     command = [sys.executable, str(ROOT / "benchmarks/training_memory.py"), "--case", case, "--folder", str(tmp_path)]
     sizes = ["--rows", "16", "--length", "256", "--budget", "2048", "--vocabulary", "4096"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True, env=environment, timeout=800)
     measured = json.loads(done.stdout.splitlines()[-1])["step"]["mib"] * 2**20
     need = estimate.training(counted(SMALL), Training(1, 1, 4, 2048, checkpointing=checkpointing))
     rising = sum(need.parts[name] for name in ("gathered", "activations", "logits"))

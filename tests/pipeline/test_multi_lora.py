@@ -40,7 +40,7 @@ from rlix.protocol.messages import Device, DeviceKind, Registration
 from rlix.protocol.types import Phase
 from tests.pipeline.in_process import Engine, Generator, LocalEngines, built_here
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 ROLLOUT = {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 5}
 BASE: dict[str, Any] = {
     "name": "many",

@@ -218,14 +218,14 @@ def test_a_file_that_is_being_loaded_is_waited_for(tmp_path: Path, monkeypatch: 
     gate: Any = SimpleNamespace(entered=threading.Event(), go=threading.Event())
     monkeypatch.setitem(sys.modules, "gate", gate)
     file = tmp_path / "slow.py"
-    file.write_text("import gate\ngate.entered.set()\ngate.go.wait(60)\nlast = 7\n")
+    file.write_text("import gate\ngate.entered.set()\ngate.go.wait(300)\nlast = 7\n")
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(import_object, f"{file}:last")
-        assert gate.entered.wait(60.0)
+        assert gate.entered.wait(300.0)
         second = pool.submit(import_object, f"{file}:last")
         wait([second], 0.2)  # half a module would be found at once
         gate.go.set()
-        assert (first.result(60.0), second.result(60.0)) == (7, 7)
+        assert (first.result(300.0), second.result(300.0)) == (7, 7)
 
 
 def test_a_spec_made_in_python_names_modules_too() -> None:

@@ -6,33 +6,29 @@ import pytest
 
 from tests.control.test_lifecycle import LOCAL, run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NODE_LEAVES = """
-import json, pathlib, time, ray, rlix
+import json, pathlib, ray, rlix
 from ray.cluster_utils import Cluster
 from rlix.pipeline.jobs.launch import launch
 from tests.pipeline.training_jobs import small
-
-def until(true, what):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+from tests.raylets import started
+from tests.waiting import until
 
 runs = pathlib.Path(__file__).parent / "runs"
 virtual = {"rlix_virtual": 1}
 store = {"object_store_memory": 100_000_000}
 fast = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-cluster = Cluster(initialize_head=True, head_node_args={
-    "num_cpus": 8, "num_gpus": 2, "resources": virtual, "include_dashboard": False, "_system_config": fast, **store})
+head = {"num_cpus": 8, "num_gpus": 2, "resources": virtual, "include_dashboard": False, "_system_config": fast, **store}
+cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
 try:
     orchestrator = rlix.init(address=cluster.address, log_level="ERROR")
     neighbour = ray.get(orchestrator.allocate_pipeline_id.remote("ft"))
     ray.get(orchestrator.register_pipeline.remote(  # so that a job by size is placed on the other node
         pipeline_id=neighbour, ray_namespace="n", cluster_tp_configs={"critic": 1},
         cluster_device_mappings={"critic": [0, 1]}))
-    other = cluster.add_node(num_cpus=8, num_gpus=2, resources=virtual, **store)
+    other = started(lambda: cluster.add_node(num_cpus=8, num_gpus=2, resources=virtual, **store))
     until(lambda: len(ray.get(orchestrator.devices.remote())) == 4, "the other node never came")
     spec = small(
         pipeline="tests.pipeline.stepping_pipeline:SteppingPipeline", name="steps", checkpoint={"every": 1},
@@ -43,7 +39,7 @@ try:
     cluster.remove_node(other)
     until(lambda: len(ray.get(orchestrator.devices.remote())) == 2, "the other node never left")
     (runs / "go").touch()
-    status = job.wait(90)
+    status = job.wait(300)
     jobs = [json.loads(line) for line in (runs / "steps" / "events.jsonl").read_text().splitlines()]
     print(json.dumps({
         "state": status.state, "error": status.error, "resumes": status.resumes, "renamed": job.pipeline_id != first,
@@ -59,7 +55,7 @@ finally:
 
 
 def test_a_job_whose_node_leaves_goes_on_from_its_checkpoint_elsewhere(tmp_path: Path) -> None:
-    got = run(NODE_LEAVES, tmp_path, timeout_s=240.0, **LOCAL)
+    got = run(NODE_LEAVES, tmp_path, **LOCAL)
     assert got["state"] == "finished", got["error"]
     assert got["resumes"] == 1
     assert got["renamed"]

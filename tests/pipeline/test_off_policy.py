@@ -17,7 +17,6 @@ def jobs(ray_session: Any) -> Iterator[Jobs]:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_updates_in_flight_lose_and_double_no_trajectory(jobs: Jobs, tmp_path: Path) -> None:
     # Answers that take longer than a training step: of a hundred tokens, since one of many characters ends them.
     alphabet = "0123456789>=" + "".join(chr(code) for code in range(0x100, 0x1A0))

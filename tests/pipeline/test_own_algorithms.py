@@ -1,4 +1,4 @@
-"""The algorithms that the manual writes: each is what it says, by hand, and takes real steps."""
+"""The algorithms of `examples/algorithms`: each is what it says, by hand, and takes real steps."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,6 @@ from rlix.pipeline.spec.algorithm import AlgorithmSpec, GrpoOptions
 from rlix.pipeline.spec.model import TinyModel
 from rlix.protocol.errors import SpecError
 from tests.pipeline.in_process import InProcess
-from tests.pipeline.manual import manual_file
 from tests.pipeline.plain_samples import samples_of
 from tests.pipeline.test_composition import job
 
@@ -27,12 +26,9 @@ CLASSES = {"bonus": "EntropyBonus", "gdpo": "Gdpo", "turns": "TurnCredit", "teac
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with each as its own file."""
-    folder = tmp_path_factory.mktemp("manual")
-    for name in CLASSES:
-        manual_file(name, folder)
-    return folder
+def files() -> Path:
+    """The folder with each as its own file."""
+    return Path(__file__).parents[2] / "examples" / "algorithms"
 
 
 def spec_of(name: str, files: Path, **options: Any) -> AlgorithmSpec:

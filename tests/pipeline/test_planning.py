@@ -92,7 +92,12 @@ def test_on_policy_parts_take_turns_on_all_devices(tmp_path: Path) -> None:
     )
     again = JobSpec.model_validate_json(json.dumps(chosen.spec.model_dump(mode="json")))
     assert again == chosen.spec  # as the run folder keeps it
-    assert unplanned(chosen.spec) == spec
+    assert chosen.job.plan is not None
+    assert unplanned(chosen.spec, chosen.job.plan.wanted) == spec
+    made = json.loads(chosen.job.plan.to_json())
+    assert made["chosen"] == "collocated: actor_infer on 4 → actor_train on 4"
+    assert made["seconds"].keys() == {"actor_infer", "actor_train"}
+    assert chosen.source.endswith("prompts of 10 tokens, answers of 10, the longest 10")
 
 
 def test_a_cluster_can_be_kept_as_wide_as_it_is(tmp_path: Path) -> None:
@@ -117,7 +122,7 @@ def test_a_step_ahead_generation_gets_devices_of_its_own(tmp_path: Path) -> None
     assert not set(clusters.actor_infer.devices) & set(clusters.actor_train.devices)
     assert set(clusters.actor_infer.devices + clusters.actor_train.devices) <= {4, 5, 6, 7}
     assert chosen.planned.best.shape.endswith("a step ahead)")
-    section = chosen.spec.plan
+    section = chosen.job.plan
     assert section is not None
     assert section.step_s == pytest.approx(max(section.seconds.values()))
 

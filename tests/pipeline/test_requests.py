@@ -16,7 +16,7 @@ from rlix.pipeline.spec.training import OptimizerSpec, TrainingSpec
 from rlix.protocol.errors import SpecError
 from tests.pipeline.training_scenarios import built, write_model
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 ADAM = AdamStep(1e-2, 0.9, 0.95, 1e-12, 0.0, 0.0)
 LOG_PROBS = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, -9.0]])
 OLD = torch.tensor([[-1.5, -1.0, -0.5], [-0.4, -2.0, 0.0]])

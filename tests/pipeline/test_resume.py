@@ -19,7 +19,7 @@ from rlix.node.run_folder import RunFolder, aside_of, earlier_runs
 from rlix.pipeline import base
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.jobs.resume import check_resumable, resumption
-from rlix.pipeline.jobs.status import JobConfig
+from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.spec.changes import spec_changes
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import SpecError
@@ -203,3 +203,10 @@ def test_a_job_goes_on_with_the_new_spec_and_its_events_tell_it(
     started = [event.detail for event in record.job_events if event.event == "started"]
     assert started == [None, "step_6 is broken: done has 0 of 1 bytes; steps: 6 → 8", "steps: 8 → 4"]
     assert load_job(path / "spec.yaml").steps == 4
+
+
+def test_a_job_that_goes_on_says_so_before_it_has_begun(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_50").mkdir(parents=True)
+    spec = load_job("sort_digits")
+    assert JobStatus.first(JobConfig(spec, tmp_path, resume=True), "ft_1").step == 50
+    assert JobStatus.first(JobConfig(spec, tmp_path), "ft_1").step == 0

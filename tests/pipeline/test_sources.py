@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlix.pipeline.ends import Ends
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import End, Sample
-from rlix.pipeline.sources.base import Surroundings
+from rlix.pipeline.sources.base import Seat, Surroundings
 from rlix.pipeline.sources.making import chosen, has_spread
 from rlix.pipeline.sources.prompts import PromptSource
 from rlix.pipeline.sources.tasks.base import Prompt, Task
@@ -51,7 +51,8 @@ class Rollouts:
             trajectory, done = self.open.pop(id)
         trajectory.token_ids, trajectory.logprobs, trajectory.versions = [5] * length, [-1.0] * length, [0] * length
         trajectory.finish_reason = "stop"
-        done.set_result(trajectory)
+        if done.set_running_or_notify_cancel():  # its group may have been given up meanwhile
+            done.set_result(trajectory)
 
     def expect(self, demand: Demand, purpose: str = "") -> None: ...
 
@@ -75,7 +76,9 @@ class Lengths(Task):
 
 
 @contextmanager
-def source(task: Task, rollouts: Rollouts, **changes: Any) -> Iterator[PromptSource]:
+def source(
+    task: Task, rollouts: Rollouts, kind: type[PromptSource] = PromptSource, **changes: Any
+) -> Iterator[PromptSource]:
     given: dict[str, Any] = {
         "job": "job",
         "seed": 0,
@@ -90,7 +93,7 @@ def source(task: Task, rollouts: Rollouts, **changes: Any) -> Iterator[PromptSou
         "generator": lambda: rollouts,
         "steps": STEPS,
     }
-    made = PromptSource(task, Surroundings(**(given | changes)))
+    made = kind(task, Surroundings(**(given | changes)))
     try:
         yield made
     finally:
@@ -179,6 +182,106 @@ def test_a_group_is_drawn_for_each_that_is_flat_and_takes_a_place_by_its_number(
 
 def group(name: str, flat: bool) -> list[Sample]:
     return [Sample(f"{name}/{k}", (), 0.0 if flat else float(k), None, End.DONE) for k in range(SIZE)]
+
+
+LONGEST = 8
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_of_spare_groups_the_longest_are_given_up_whoever_ends_first(data: st.DataObject) -> None:
+    """What is learnt from is what would be without an early end; what is too long by then is not generated further."""
+    lengths = data.draw(st.lists(st.tuples(*[st.integers(1, LONGEST)] * SIZE), min_size=GROUPS, max_size=GROUPS))
+    spare = data.draw(st.integers(1, GROUPS - 1))
+    kept = sorted(sorted(range(GROUPS), key=lambda number: (max(lengths[number]), number))[: GROUPS - spare])
+    wanted = [f"p/0/{number}/{k}" for number in kept for k in range(SIZE)]
+    others = [f"p/0/{number}/{k}" for number in range(GROUPS) if number not in kept for k in range(SIZE)]
+    rollouts = Rollouts()
+    with source(Lengths(), rollouts, spare=spare) as made:
+        begun = made.begin(0)
+        unfinished = {id for id in others if data.draw(st.booleans(), label=f"{id} has come so far and goes on")}
+        for id in data.draw(st.permutations([*wanted, *others])):
+            number, k = (int(part) for part in id.split("/")[2:])
+            if id in unfinished:
+                rollouts.open[id][0].token_ids = [5] * lengths[number][k]
+            else:
+                rollouts.answer(id, lengths[number][k])
+        samples = made.finish(begun)
+    assert [sample.id for sample in samples.samples] == wanted
+    assert samples.curves["tokens"] == sum(sum(lengths[number]) for number in kept)
+    assert set(rollouts.open) == unfinished
+    assert all(done.cancelled() for _, done in rollouts.open.values())
+
+
+def test_a_straggler_that_may_still_be_short_is_waited_for_and_then_taken() -> None:
+    rollouts = Rollouts()
+    with source(Lengths(), rollouts, spare=1) as made:
+        begun = made.begin(0)
+        rollouts.open["p/0/1/0"][0].token_ids = [5] * 3
+        for id in ("p/0/0/0", "p/0/0/1", "p/0/2/0", "p/0/2/1"):
+            rollouts.answer(id, 4)
+        rollouts.devices_s = 1.0
+        while begun.looked_at < rollouts.devices_s:
+            assert not begun.made.done()
+        rollouts.answer("p/0/1/0", 4)
+        rollouts.answer("p/0/1/1", 1)
+        samples = made.finish(begun)
+    assert [s.id.rpartition("/")[0] for s in samples.samples[::SIZE]] == ["p/0/0", "p/0/1"], "as long, and before it"
+
+
+def test_what_is_given_up_closes_what_it_has_before_the_step_ends() -> None:
+    class Closing(PromptSource):
+        closed: ClassVar[list[str]] = []
+
+        async def episode(self, seat: Seat) -> Any:
+            try:
+                return await super().episode(seat)
+            finally:
+                for _ in range(50 * seat.number):  # turns of the loop, more than the other sample takes
+                    await asyncio.sleep(0)
+                self.closed.append(seat.id)
+
+    rollouts = Rollouts()
+    with source(Lengths(), rollouts, Closing, spare=1) as made:
+        begun = made.begin(0)
+        for k in range(SIZE):
+            rollouts.open[f"p/0/1/{k}"][0].token_ids = [5] * 5
+        for id in ("p/0/0/0", "p/0/0/1", "p/0/2/0", "p/0/2/1"):
+            rollouts.answer(id, 4)
+        made.finish(begun)
+        assert {"p/0/1/0", "p/0/1/1"} < set(Closing.closed)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+def test_nothing_is_generated_for_an_episode_that_is_ended_as_it_asks(turns: int) -> None:
+    rollouts = Rollouts()
+
+    async def main(made: PromptSource) -> None:
+        asked = asyncio.ensure_future(made.generated(0, Trajectory("late", (1,), 0, Sampling(8))))
+        for _ in range(turns):  # of the loop: before it is submitted, with that, and after it
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait({asked})
+
+    with source(Lengths(), rollouts) as made:
+        made._loop.submit(main(made)).result(WAIT_S)
+        made._loop.submit(asyncio.sleep(0)).result(WAIT_S)
+        assert rollouts.open["late"][1].cancelled()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_a_spare_group_takes_the_place_of_a_flat_one_before_another_is_drawn(order: tuple[int, ...]) -> None:
+    rollouts = Rollouts()
+    lengths = {"p/0/0": (2, 2), "p/0/1": (3, 3), "p/0/2": (4, 8), "p/10/0": (5, 6)}
+    with source(Lengths(), rollouts, spare=1, resample_rounds=2) as made:
+        begun = made.begin(0)
+        for group in [*(f"p/0/{number}" for number in order), "p/10/0"]:
+            for k, length in enumerate(lengths[group]):
+                rollouts.answer(f"{group}/{k}", length)
+        samples = made.finish(begun)
+    assert [s.id.rpartition("/")[0] for s in samples.samples[::SIZE]] == ["p/10/0", "p/0/2"]
+    assert samples.curves["resampled"] == 1
+    assert set(rollouts.open) == set(), "one was enough"
 
 
 def test_an_episode_that_raises_ends_the_step_and_the_others() -> None:

@@ -166,6 +166,8 @@ class TestGood:
 
 
 BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
+    ({"name": "two words"}, "name", "must begin with a letter or a digit and hold letters, digits and . _ -, not"),
+    ({"rollout": {"max_new_tokens": 5, "temperature": 0}}, "rollout.temperature", "evaluation.temperature may be 0"),
     ({"stepz": 5}, "stepz", "unknown key; did you mean 'steps'?"),
     ({"learning_rate": 0.1}, "learning_rate", "did you mean 'warmup.learning_rate' or 'optimizer.learning_rate'"),
     ({"rollout": {"max_new_token": 5}}, "rollout.max_new_token", "did you mean 'max_new_tokens'?"),
@@ -219,6 +221,11 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
         {"source": {"data": {"path": "x"}, "rewards": "exact_match", "chat": {"history": "keep"}}},
         "source.chat.history",
         "is not used: prompts from data have one turn",
+    ),
+    (
+        {"source": {"openai": "external"}, "rollout": {"max_new_tokens": 4, "spare_prompts": 1}},
+        "rollout.spare_prompts",
+        "is not for agents",
     ),
     ({"source": {"openai": "external"}, "warmup": {"steps": 1}}, "warmup", "of which agents have none; remove it"),
     (
@@ -279,7 +286,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str, str]] = [
         "rollout.samples_per_prompt",
         "is 1, and grpo compares the samples of a prompt",
     ),
-    ({"rollout": {"max_new_tokens": 5, "temperature": 0}}, "rollout.temperature", "greater than 0"),
     ({"rollout": {"max_new_tokens": 5, "executor": "vllm"}}, "model.heads", "vLLM needs 32 or more"),
     ({"optimizer": {"betas": [0.9, 1.5]}}, "optimizer.betas.1", "less than 1, not 1.5"),
     ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1", "is missing and has no default; add it"),

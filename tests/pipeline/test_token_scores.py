@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from rlix.pipeline.training.causal_lm import _answering
 from rlix.pipeline.training.token_scores import chosen_scores
 
 
@@ -85,3 +86,13 @@ def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward_pass() -> No
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
         chosen_scores(hidden, weight, None, tokens)
     assert kept and max(kept) < 7 * 11
+
+
+def test_what_a_head_answers_is_no_view() -> None:
+    """FSDP warns of one that is, at every job's start, in the log of what the job's code prints."""
+    head = torch.nn.Linear(5, 11)
+    with _answering(head, torch.tensor([0, 2, -1]), torch.tensor([3, 4, 5]), 1.0):
+        answers = head(torch.randn(1, 4, 5, requires_grad=True))
+    assert answers.shape == (1, 4, 2)
+    assert not answers._is_view()
+    assert (answers[0, [1, 3]] == 0).all()

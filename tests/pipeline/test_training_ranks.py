@@ -27,7 +27,7 @@ from tests.pipeline.training_scenarios import (
     write_model,
 )
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.ray]
 
 LAYOUTS: dict[str, Any] = {
     "two shards": {"shard": 2},

@@ -11,7 +11,7 @@ from rlix.pipeline.turns import Turns
 from rlix.protocol.errors import RlixError
 from rlix.protocol.types import Phase
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 class Gang:

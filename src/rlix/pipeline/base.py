@@ -13,7 +13,7 @@ from typing import Any
 from rlix.control.client import JobClient
 from rlix.control.usage import Usage
 from rlix.node import output
-from rlix.node.run_folder import RunFolder, Span
+from rlix.node.run_folder import RunFolder, Span, replace_file
 from rlix.pipeline.holdings import Holdings, Resident
 from rlix.pipeline.jobs.checkpoints import Checkpoints, Saving
 from rlix.pipeline.jobs.hosts import check_hosts
@@ -22,9 +22,10 @@ from rlix.pipeline.jobs.resume import resumption, shown
 from rlix.pipeline.jobs.status import JobConfig, JobStatus, JobSummary, as_metrics, as_numbers
 from rlix.pipeline.loggers import Loggers, Run, build_loggers
 from rlix.pipeline.places import Places
+from rlix.pipeline.planning.made import FILE as PLAN_FILE
+from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.planning.watch import PlanWatch
 from rlix.pipeline.samples import mean_or_none
-from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.named import parse_options
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Device, DeviceKind, Lease
@@ -64,7 +65,7 @@ class Pipeline(ABC):
         self._log: logging.Handler = logging.NullHandler()
         self.stop_requested = threading.Event()
         self._ended = threading.Event()
-        self._status = JobStatus(self.spec.name, pipeline_id, "starting", 0, self.spec.steps, "starting")
+        self._status = JobStatus.first(config, pipeline_id, "its workers start")
         self._done = self._saved = 0  # steps
         self._changed = False  # whether a step has begun to change what checkpoints hold
         self._rewards: list[float] = []
@@ -73,8 +74,8 @@ class Pipeline(ABC):
         self._usage = Usage(time.time())
         self.places = Places(self.spec.name, self.registration, self.spec.speed)
         self.holdings = Holdings(self.spec.training.timeout_s)
-        self._plan = PlanWatch(self.spec, time.time(), may_switch=config.switches)
-        self.goes_on: JobSpec | None = None  # by another plan: then `run` returns, and somebody starts it again
+        self._plan = PlanWatch(config.job, time.time(), may_switch=config.switches)
+        self.goes_on: PlannedJob | None = None  # by another plan: then `run` returns, and somebody starts it again
         self._started = time.time()
 
     # ---- what a subclass writes ------------------------------------------------------------------------------
@@ -254,6 +255,8 @@ class Pipeline(ABC):
         logger.info("%s begins. %s", self.spec.name, "; ".join(said))
         self._event("job", event="started", detail="; ".join(said) or None)
         self.folder.write_spec(self.spec.to_yaml())
+        if self.config.plan is not None:
+            replace_file(self.folder.path / PLAN_FILE, self.config.plan.to_json().encode())
         pool = [{"id": d.id, "node_ip": d.node_ip, "kind": str(d.kind)} for d in self.devices.values()]
         self._event("pool", devices=pool)
         self.setup()

@@ -46,6 +46,7 @@ class Evaluation:
             around,
             seed=stream_seed(around.seed, "evaluation", *filter(None, [name])),
             groups=spec.prompts,
+            spare=0,
             group_size=spec.samples_per_prompt,
             sampling=sampling,
             generator=lambda: self._generator,

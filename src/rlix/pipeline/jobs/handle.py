@@ -10,7 +10,7 @@ import ray
 from ray._private import state as ray_state
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rlix.control.rpc import in_words, root_cause
+from rlix.control.rpc import get, in_words, root_cause
 from rlix.control.watchdog import COORDINATOR
 from rlix.node.run_folder import how_to_go_on
 from rlix.pipeline.jobs.status import JobStatus
@@ -28,6 +28,7 @@ BY_QUEUE = f"{STOPPED_BY}the queue: "
 FINAL_STATES = frozenset({"finished", "failed", "stopped"})
 STATUS_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 300.0  # of its coordinator, whose process a busy machine starts slowly
 
 
 class JobHandle:
@@ -53,8 +54,13 @@ class JobHandle:
         return self._last
 
     def start(self) -> None:
-        """Start the run. Calling it again changes nothing."""
-        ray.get(self._coordinator.start.remote(), timeout=_CALL_TIMEOUT_S)
+        """Start the run. Calling it again changes nothing.
+
+        Raises:
+            WaitTimeoutError: its coordinator does not answer.
+        """
+        what = f"the start of {self.name}'s coordinator"
+        get(self._coordinator.start.remote(), what=what, timeout_s=_START_TIMEOUT_S)
         logger.info("%s started as %s", self.name, self.pipeline_id)
 
     def asked(self) -> Any:

@@ -21,8 +21,7 @@ from rlix.pipeline.jobs.handle import STOPPED_BY, with_next
 from rlix.pipeline.jobs.job_log import is_the_pools
 from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
-from rlix.pipeline.spec.job import JobSpec
-from rlix.pipeline.spec.plan import PlanSpec
+from rlix.pipeline.planning.made import PlannedJob
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
 
@@ -51,8 +50,7 @@ class JobCoordinator(PipelineCoordinator):
 
     def __init__(self, pipeline_id: str, pipeline_config: JobConfig, *, start_within_s: float = START_WITHIN_S) -> None:
         super().__init__(pipeline_id, replace(pipeline_config, switches=True))
-        spec = pipeline_config.spec
-        self._last = JobStatus(spec.name, pipeline_id, "starting", 0, spec.steps, "starting")
+        self._last = JobStatus.first(pipeline_config, pipeline_id)
         self._final: JobStatus | None = None
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -64,8 +62,8 @@ class JobCoordinator(PipelineCoordinator):
         self._stop_wanted = False
         self._stopped_by = ""  # whose command
         self._resumes = 0  # because a node had left
-        self._other: JobSpec | None = None  # by another plan: what to go on with
-        self._former: JobSpec | None = None  # what to go back to when the other plan does no step
+        self._other: PlannedJob | None = None  # by another plan: what to go on with
+        self._former: PlannedJob | None = None  # what to go back to when the other plan does no step
         self._switched_at = 0  # steps
         self._may_be_a_node = True  # that left, why it failed
         self._nodes: frozenset[str] = frozenset()  # without which the job cannot go on, as far as is known
@@ -209,7 +207,7 @@ class JobCoordinator(PipelineCoordinator):
         if self._stop_wanted:
             return ""
         if self._other is not None:
-            self._former, self._switched_at = self._config.spec, final.step
+            self._former, self._switched_at = self._config.job, final.step
             return f"goes on by another plan, {self._other.plan and self._other.plan.chosen}"
         left = await self._node_that_left(final) if final.state == "failed" else ""
         self._resumes += bool(left)
@@ -220,7 +218,8 @@ class JobCoordinator(PipelineCoordinator):
     def _go_back(self, error: str) -> str:
         """To the plan before, for good. Says why."""
         assert self._former is not None
-        self._other, self._former = _never_again(self._former), None
+        plan = self._former.plan
+        self._other, self._former = replace(self._former, plan=plan and plan.stays), None
         return f"goes back to its plan, for by the other one it could not go on: {error}"
 
     # -- when a node leaves ------------------------------------------------------------------------------------------
@@ -253,17 +252,17 @@ class JobCoordinator(PipelineCoordinator):
         Returns its pipeline actor."""
         orchestrator = await self._leave_pool(why)
         await _until_the_pool_knows(orchestrator)
-        spec, self._other = self._other or self._config.spec, None
+        job, self._other = self._other or self._config.job, None
         try:
-            self._pipeline_id = await asyncio.to_thread(register, spec, orchestrator)
+            self._pipeline_id = await asyncio.to_thread(register, job.spec, orchestrator)
         except SpecError as error:
             if self._former is None:
                 raise
             why = self._go_back(str(error))
-            spec, self._other = self._other or spec, None
-            self._pipeline_id = await asyncio.to_thread(register, spec, orchestrator)
+            job, self._other = self._other or job, None
+            self._pipeline_id = await asyncio.to_thread(register, job.spec, orchestrator)
         self._last = replace(self._last, pipeline_id=self._pipeline_id)
-        self._config = replace(self._config, spec=spec, resume=True, why=why)
+        self._config = replace(self._config, spec=job.spec, plan=job.plan, resume=True, why=why)
         self._pipeline, self._closed, self._nodes = None, asyncio.Event(), frozenset()
         return await self._create()
 
@@ -340,8 +339,3 @@ async def _until_the_pool_knows(orchestrator: Any) -> None:
         if all(device.node_id in there for device in devices):
             return
         await asyncio.sleep(_LOOK_EVERY_S)
-
-
-def _never_again(spec: JobSpec) -> JobSpec:
-    """The job by its plan, which it does not leave by itself any more."""
-    return spec.model_copy(update={"plan": (spec.plan or PlanSpec()).model_copy(update={"switch": "never"})})

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlix.control.rpc import root_cause
 from rlix.node import output
+from rlix.node.plain import PlainFormatter
 from rlix.node.run_folder import command_to_go_on
 from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import DeviceBusyError, WaitTimeoutError
@@ -66,7 +67,7 @@ class JobLog(logging.FileHandler):
 
     def __init__(self, folder: Path, thread: str | None = None) -> None:
         super().__init__(folder / "job.log", encoding="utf-8", delay=True)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(PlainFormatter())
         if thread is not None:
             self.addFilter(lambda record: record.threadName == thread)
         _library.add(self)

@@ -23,6 +23,7 @@ from rlix.pipeline.jobs.register import register
 from rlix.pipeline.jobs.resume import check_resumable
 from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.choose import choose
+from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.spec.clusters import ClusterSpec
 from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.protocol.errors import SpecError
@@ -42,7 +43,7 @@ AT_ONCE = 4
 _CALL_TIMEOUT_S = 60.0
 
 
-def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) -> list[JobHandle]:
+def launch(given: Sequence[JobSpec | PlannedJob], runs_dir: Path, *, resume: bool = False) -> list[JobHandle]:
     """Register, admit and start every job on the control plane that `rlix.init` attached to.
 
     The jobs live as long as the control plane does, whatever becomes of this process.
@@ -51,7 +52,8 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
         SpecError: the jobs do not fit the pool, or not next to each other, or a run folder is in use, or a run cannot
             go on with its spec; nothing was started.
     """
-    for spec in specs:
+    jobs = [one if isinstance(one, PlannedJob) else PlannedJob(one) for one in given]
+    for spec in (job.spec for job in jobs):
         check_free(runs_dir.absolute() / spec.name)
         if (moved := take_back(runs_dir.absolute() / spec.name)) is not None:
             logger.info("%s: a start that was killed before its first step is in %s", spec.name, moved)
@@ -61,7 +63,9 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     asked = orchestrator.status.remote()
     status: ControlStatus = get(asked, what="the orchestrator's status", timeout_s=_CALL_TIMEOUT_S)
     ids = [device.id for device in status.devices]
-    specs = [choose(spec, ids, Settings.from_env().home).spec if spec.is_unplanned else spec for spec in specs]
+    home = Settings.from_env().home
+    jobs = [planned(job, ids, home, runs_dir.absolute() / job.spec.name if resume else None) for job in jobs]
+    specs = [job.spec for job in jobs]
     nodes = tuple(Counter(device.node_id for device in status.devices).values())
     check_jobs(specs, ids, virtual=all(device.kind is DeviceKind.CPU for device in status.devices), nodes=nodes)
     for spec in specs:
@@ -70,10 +74,11 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
     with contextlib.ExitStack() as started:  # what was started ends again when another one cannot start
         handles: list[JobHandle] = []
         starting: list[Any] = []  # answers of coordinators that are still to come
-        for spec in specs:
+        for job, spec in zip(jobs, specs, strict=True):
             if len(starting) >= AT_ONCE:
                 _, starting = ray.wait(starting, num_returns=len(starting) - AT_ONCE + 1, timeout=_CALL_TIMEOUT_S)
-            handles.append(_create(JobConfig(spec, runs_dir.absolute() / spec.name, resume), orchestrator))
+            config = JobConfig(spec, runs_dir.absolute() / spec.name, resume, plan=job.plan)
+            handles.append(_create(config, orchestrator))
             starting.append(handles[-1].asked())
             started.callback(handles[-1].close)
             asked = orchestrator.registration.remote(handles[-1].pipeline_id)
@@ -83,6 +88,11 @@ def launch(specs: Sequence[JobSpec], runs_dir: Path, *, resume: bool = False) ->
             handle.start()
         started.pop_all()
     return handles
+
+
+def planned(job: PlannedJob, ids: Sequence[int], home: Path, goes_on_in: Path | None) -> PlannedJob:
+    """The job with its clusters; where it goes on in a run folder, by the times that the run measured there."""
+    return choose(job.spec, ids, home, measured=goes_on_in).job if job.spec.is_unplanned else job
 
 
 def _create(config: JobConfig, orchestrator: Any) -> JobHandle:
@@ -99,8 +109,7 @@ def _create(config: JobConfig, orchestrator: Any) -> JobHandle:
         )
         .remote(pipeline_id=pipeline_id, pipeline_config=config)
     )
-    first = JobStatus(spec.name, pipeline_id, "starting", 0, spec.steps, "starting")
-    return JobHandle(first, config.run_dir, orchestrator, coordinator)
+    return JobHandle(JobStatus.first(config, pipeline_id), config.run_dir, orchestrator, coordinator)
 
 
 def split_devices(specs: Sequence[JobSpec], pool: Sequence[int]) -> list[JobSpec]:

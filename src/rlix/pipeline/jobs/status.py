@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlix.node.run_folder import list_checkpoints
+from rlix.pipeline.planning.made import MadePlan, PlannedJob
 from rlix.pipeline.rollout.shares import Share
 from rlix.pipeline.sources.rewards import number
 
@@ -21,6 +23,11 @@ class JobConfig:
     resume: bool = False
     why: str = ""  # it is started again, for the job's log
     switches: bool = False  # somebody starts it again by the plan that its summary goes on by
+    plan: MadePlan | None = None  # that its clusters are from
+
+    @property
+    def job(self) -> PlannedJob:
+        return PlannedJob(self.spec, self.plan)
 
     @staticmethod
     def of(config: "JobConfig | JobSpec") -> "JobConfig":
@@ -52,6 +59,13 @@ class JobStatus:
     by_pool: bool = False  # why it failed: its nodes left, the control plane ended it, or it could not start there
     moved_to: str | None = None  # where its files are, of one that came to no step: its folder is an earlier run's
 
+    @staticmethod
+    def first(config: JobConfig, pipeline_id: str, phase: str = "its process starts") -> "JobStatus":
+        """Of a job that has not said anything yet."""
+        done = list_checkpoints(config.run_dir / "checkpoints") if config.resume else []
+        step = done[-1][0] if done else 0
+        return JobStatus(config.spec.name, pipeline_id, "starting", step, config.spec.steps, phase)
+
     @property
     def progress(self) -> str:
         """How far it is; of a program that attached itself only what it says."""
@@ -71,7 +85,7 @@ class JobSummary:
     first_exact: float | None
     last_exact: float | None
     run_dir: str
-    goes_on: "JobSpec | None" = None  # by another plan, from its checkpoint
+    goes_on: PlannedJob | None = None  # by another plan, from its checkpoint
 
 
 def as_metrics(found: object, whose: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from rlix.flow.planner import Mode, Plan, Planned, make_plan
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.pipeline.planning.declared import answer_lengths, declared_profile, prompt_tokens
 from rlix.pipeline.planning.graph import DEVICE, Fits, job_graph, parts_of
+from rlix.pipeline.planning.made import MadePlan, PlannedJob
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import SpecError
@@ -25,11 +26,16 @@ _TIMED = ("algorithm", "lora", "model", "rollout", "source", "training")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A job with its clusters, what it was planned from, and what else there was."""
+    """A job with its clusters, what it was planned from, and what else there was. `asked`: as it was."""
 
-    spec: JobSpec
+    asked: JobSpec
+    job: PlannedJob
     planned: Planned
     profile: Profile
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.job.spec
 
     @property
     def line(self) -> str:
@@ -43,9 +49,9 @@ class Chosen:
         """What was planned from."""
         if self.spec.declared_speed is None:
             return self.profile.describe()
-        mean, longest = fmean(answer_lengths(self.spec)), max(answer_lengths(self.spec))
+        mean, longest = fmean(answer_lengths(self.asked)), max(answer_lengths(self.asked))
         return (
-            f"{self.spec.name} by the declared speed: prompts of {prompt_tokens(self.spec):g} tokens, answers of "
+            f"{self.spec.name} by the declared speed: prompts of {prompt_tokens(self.asked):g} tokens, answers of "
             f"{mean:.3g}, the longest {longest:g}"
         )
 
@@ -76,7 +82,7 @@ def choose(
     ahead = spec.schedule.works_ahead
     profile = _drifted(tables(spec, len(ids), home, ahead=ahead), measured, spec.trajectories_per_step)
     planned = plan_job(spec, profile, len(ids), memory, ahead=ahead, same=same)
-    return Chosen(with_clusters(spec, planned.best, ids, profile), planned, profile)
+    return Chosen(spec, with_clusters(spec, planned.best, ids, profile), planned, profile)
 
 
 def tables(spec: JobSpec, devices: int, home: Path, *, ahead: bool) -> Profile:
@@ -134,29 +140,30 @@ def measured_in(folder: Path) -> dict[str, Any]:
     return {"times": {}, "left": []} | (json.loads(path.read_text()) if path.exists() else {})
 
 
-def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int], profile: Profile) -> JobSpec:
+def with_clusters(spec: JobSpec, plan: Plan, ids: Sequence[int], profile: Profile) -> PlannedJob:
     """The job with the plan's widths; with its devices only where it matters which."""
     clusters, anywhere = {}, all(part.first == 0 for part in plan.parts)
     for part in plan.parts:
         devices = tuple(ids[part.first : part.first + part.devices])
         own = spec.clusters_in_use[part.name]
         clusters[part.name] = own.on(gpus=part.devices) if anywhere else own.on(devices=devices)
-    made = {
-        "chosen": f"{plan.mode}: {plan.shape}",
-        "step_s": plan.seconds,
-        "load_s": profile.parts[ClusterName.ACTOR_INFER].load_s if plan.switch_s else 0.0,
-        "seconds": {part.name: part.seconds for part in plan.parts},
-    }
-    section = (spec.plan or PlanSpec()).model_copy(update=made)
-    return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=clusters), "plan": section})
+    made = MadePlan(
+        wanted=spec.plan or PlanSpec(),
+        chosen=f"{plan.mode}: {plan.shape}",
+        step_s=plan.seconds,
+        load_s=profile.parts[ClusterName.ACTOR_INFER].load_s if plan.switch_s else 0.0,
+        seconds={part.name: part.seconds for part in plan.parts},
+    )
+    placed = {"clusters": spec.clusters.model_copy(update=clusters), "plan": None}
+    return PlannedJob(spec.model_copy(update=placed), made)
 
 
-def unplanned(spec: JobSpec) -> JobSpec:
-    """The job as if its clusters had been left to a plan."""
+def unplanned(spec: JobSpec, wanted: PlanSpec | None = None) -> JobSpec:
+    """The job as if its clusters had been left to a plan, such as is `wanted`."""
     if spec.is_unplanned:
         return spec
     narrow = {name: c.on() for name, c in spec.clusters.items()}
-    section = (spec.plan or PlanSpec()).model_copy(update={"chosen": "", "step_s": 0.0, "load_s": 0.0, "seconds": {}})
+    section = wanted or PlanSpec()
     return spec.model_copy(update={"clusters": spec.clusters.model_copy(update=narrow), "plan": section})
 
 

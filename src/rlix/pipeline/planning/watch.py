@@ -12,6 +12,7 @@ from rlix.flow.programs.drift import LIMIT, Drift
 from rlix.node.devices import smallest_memory
 from rlix.node.run_folder import command_to_go_on, replace_file
 from rlix.pipeline.planning.choose import FILE, Chosen, choose, measured_in, unplanned
+from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.spec.job import JobSpec
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, LeaseRecord
@@ -33,13 +34,13 @@ OWN = 0.9
 class PlanWatch:
     """Of a job that was planned; of another it sees nothing. One thread.
 
-    `started`: when the job was. `may_switch`: whether somebody is there to start it again by another plan.
+    `started`: when that was. `may_switch`: whether somebody is there to start it again by another plan.
     """
 
-    def __init__(self, spec: JobSpec, started: float = 0.0, *, may_switch: bool = False) -> None:
-        self._spec, self._started, self._may_switch = spec, started, may_switch
+    def __init__(self, job: PlannedJob, started: float = 0.0, *, may_switch: bool = False) -> None:
+        self._spec, self._plan, self._started, self._may_switch = job.spec, job.plan, started, may_switch
         self._start_s = -1.0  # until the first step
-        plan = None if spec.is_unplanned else spec.plan
+        plan = self._plan
         self._planned = {} if plan is None else {STEP: plan.step_s, **plan.seconds}
         if plan is not None and ClusterName.ACTOR_INFER in self._planned:
             self._planned[ClusterName.ACTOR_INFER] += plan.load_s
@@ -83,7 +84,9 @@ class PlanWatch:
         self._planned, self._drift = now, _drift(now)
         return said
 
-    def anew(self, folder: Path, devices: Mapping[int, Device], left: int, home: Path | None = None) -> JobSpec | None:
+    def anew(
+        self, folder: Path, devices: Mapping[int, Device], left: int, home: Path | None = None
+    ) -> PlannedJob | None:
         """Once times have drifted: keeps them for plans to come, plans by them, and says in the log what came of it.
 
         Args:
@@ -91,8 +94,9 @@ class PlanWatch:
 
         Returns the job by another plan, if it is to go on by that: it may, and that by far repays starting it again.
         """
-        plan, clusters = self._spec.plan, self._spec.clusters_in_use
+        plan, clusters = self._plan, self._spec.clusters_in_use
         assert plan is not None
+        wanted = plan.wanted
         kept = measured_in(folder)
         kept["times"] = {
             name: [(clusters[name].count or 0) // clusters[name].unit, seconds * self._ratios.get(name, 1.0)]
@@ -104,20 +108,20 @@ class PlanWatch:
         trained = {name: width for name, width in widths.items() if name != ClusterName.ACTOR_INFER}
         try:
             now = find(plan.chosen.partition(":")[0], widths).planned.best.seconds
-            best = find(plan.mode, {})
-            mine = find(plan.mode, trained) if plan.switch == "exact" else best
+            best = find(wanted.mode, {})
+            mine = find(wanted.mode, trained) if wanted.switch == "exact" else best
         except SpecError as error:
             logger.info("%s: is not planned anew: %s", self._spec.name, error)
             return None
         present_s = min(self._planned[STEP], now)  # without what waiting for other jobs takes
         others = [found for found in (mine, best) if self._is_better(found, present_s, kept["left"])]
-        may = plan.switch == "any" or (plan.switch == "exact" and _goes_on_exactly(self._spec))
+        may = wanted.switch == "any" or (wanted.switch == "exact" and _goes_on_exactly(self._spec))
         gain_s = (present_s - mine.planned.best.seconds) * left
         if mine in others and may and self._may_switch and gain_s > PAYS * self._start_s:
             logger.info("%s: goes on by another plan, %s", self._spec.name, _named(mine))
             kept["left"].append(plan.chosen)
             replace_file(folder / FILE, json.dumps(kept).encode())
-            return mine.spec
+            return mine.job
         if best in others:
             how = f"stop the job and go on with {command_to_go_on(folder)} to have it"
             logger.info("%s: by these times another plan would be %s; %s", self._spec.name, _named(best), how)
@@ -129,7 +133,7 @@ class PlanWatch:
         A step ahead, what somebody had to wait for took the whole time since the step before. With fewer devices than
         planned, because others had them, it would be slower by any plan.
         """
-        step_s, plan = metrics["step_s"], self._spec.plan
+        step_s, plan = metrics["step_s"], self._plan
         seconds = 0.0 if self._spec.schedule.works_ahead else metrics.get("rollout_s", 0.0)
         if plan is not None and AHEAD in plan.chosen and metrics.get("rollout_wait_s", 0.0) > WAITED * step_s:
             seconds = step_s
@@ -140,7 +144,7 @@ class PlanWatch:
     def _is_better(self, found: Chosen, present_s: float, left: Collection[str]) -> bool:
         """Whether a plan is worth a word. One that was left is not: what was measured at one width may say too much of
         another, to and fro for ever."""
-        plan, other = self._spec.plan, found.spec.plan
+        plan, other = self._plan, found.job.plan
         assert plan is not None
         assert other is not None
         return other.step_s <= present_s * (1 - WORTH) and other.chosen not in (plan.chosen, *left)
@@ -149,9 +153,8 @@ class PlanWatch:
         self, folder: Path, devices: Mapping[int, Device], home: Path, mode: str, same: Mapping[str, int]
     ) -> Chosen:
         """The fastest plan of a mode by the times as they are, with some clusters as wide as `same` says."""
-        job = unplanned(self._spec)
-        assert job.plan is not None
-        job = job.model_copy(update={"plan": job.plan.model_copy(update={"mode": mode})})
+        assert self._plan is not None
+        job = unplanned(self._spec, self._plan.wanted.model_copy(update={"mode": mode}))
         return choose(job, sorted(devices), home, smallest_memory(devices.values()), folder, same=same)
 
 

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from rlix.pipeline.batch import Row
 from rlix.pipeline.rollout.router import Sampling, Trajectory
 from rlix.pipeline.samples import Answer, End, Sample, Samples, measured, per_s
 from rlix.pipeline.sources.loop import LoopThread
-from rlix.pipeline.sources.making import Making, chosen, has_spread
+from rlix.pipeline.sources.making import Making, chosen
 from rlix.pipeline.sources.place import TRAIN, Place
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import Demand
@@ -32,6 +33,7 @@ _GRACE_S = 60.0
 
 S = TypeVar("S", bound=Sample)
 T = TypeVar("T")
+_asked_by_me: "ContextVar[list[Trajectory] | None]" = ContextVar("what this sample had generated", default=None)
 
 
 class SourceFailedError(RlixError):
@@ -56,7 +58,8 @@ class Surroundings:
     """What a source knows of its job.
 
     Args:
-        groups: how many a step has, and `group_size` how many samples each.
+        groups: how many a step begins, and `group_size` how many samples each.
+        spare: so many of them are not learnt from: those whose longest sample is longest.
         context: tokens that the model can see at once.
         ends: where answers end.
         timeout_s: longest that a step's samples may take, in seconds in which there are devices (`devices_s`).
@@ -79,6 +82,7 @@ class Surroundings:
     timeout_s: float
     stop: threading.Event
     generator: Callable[[], Generator]
+    spare: int = 0
     split: str = TRAIN
     steps: int = 0
     resample_rounds: int = 0
@@ -184,7 +188,8 @@ class Source(ABC):
 
         What can be generated at once is submitted when this returns.
         """
-        making = Making(step, self.around.resample_rounds, time.time(), self.around.generator().devices_s)
+        spare = self.around.spare if groups is None else 0
+        making = Making(step, self.around.resample_rounds, time.time(), self.around.generator().devices_s, spare)
         making.made = self._answer(self._loop.submit(self._begin(making, groups or self.around.groups)), making)
         return making
 
@@ -217,11 +222,18 @@ class Source(ABC):
         """What the policy answers, on whatever devices the scheduler grants. What episodes ask for in one turn of the
         loop is submitted together."""
         loop = asyncio.get_running_loop()
+        if (mine := _asked_by_me.get()) is not None:
+            mine.append(trajectory)
         if not self._asked:
             loop.call_soon(self._submit)
         submitted: asyncio.Future[Future[Trajectory]] = loop.create_future()
         self._asked.append((step, trajectory, submitted))
-        return await asyncio.wrap_future(await submitted)
+        try:
+            answer = await asyncio.shield(submitted)
+        except asyncio.CancelledError:  # its episode was ended: nothing is to be generated for it
+            submitted.add_done_callback(lambda done: done.result().cancel())
+            raise
+        return await asyncio.wrap_future(answer)
 
     def _submit(self) -> None:
         asked, self._asked = self._asked, []
@@ -229,8 +241,7 @@ class Source(ABC):
             mine = [(trajectory, submitted) for at, trajectory, submitted in asked if at == step]
             answers = self.around.generator().submit(step, [trajectory for trajectory, _ in mine])
             for (_, submitted), answer in zip(mine, answers, strict=True):
-                if not submitted.done():  # its episode may have been ended
-                    submitted.set_result(answer)
+                submitted.set_result(answer)
 
     # ---- below: on the loop, but for `_answer` ---------------------------------------------------------------
 
@@ -261,11 +272,18 @@ class Source(ABC):
         step = making.step + further * self.around.steps
         group = self.group(step, number)
         seats = [Seat(step, group, k) for k in range(self.around.group_size)]
-        making.open[further, number] = {seat.id: asyncio.ensure_future(self._episode(seat)) for seat in seats}
+        asked: list[list[Trajectory]] = [[] for _ in seats]
+        begun = [self._episode(seat, of_one) for seat, of_one in zip(seats, asked, strict=True)]
+        making.open[further, number] = {
+            seat.id: asyncio.ensure_future(one) for seat, one in zip(seats, begun, strict=True)
+        }
+        if further == 0:
+            making.asked[number] = asked
         making.rounds[further].append([])
         return number
 
-    async def _episode(self, seat: Seat) -> Sample:
+    async def _episode(self, seat: Seat, asked: list[Trajectory]) -> Sample:
+        _asked_by_me.set(asked)
         self._under_way += 1
         try:
             return judged(await self.episode(seat), self._failure_reward)
@@ -280,7 +298,9 @@ class Source(ABC):
                 done, pending = await asyncio.wait(pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
                 for group in done:
                     group.result()  # an episode does not raise for its player: what does is ours
+                making.give_up_stragglers()
                 self._look(making, deadline)
+            making.leave_out_spare()
             making.ended = time.time()
         except BaseException as error:  # raised again
             reason = error if isinstance(error, Exception) else RlixError("the job is ending")
@@ -293,9 +313,14 @@ class Source(ABC):
 
     async def _group(self, making: Making, further: int, number: int) -> None:
         """Until its samples are there, and those of a group in its place when their rewards do not differ."""
-        samples = await asyncio.gather(*making.open[further, number].values())
+        try:
+            samples = await asyncio.gather(*making.open[further, number].values())
+        except asyncio.CancelledError:
+            if further or number not in making.given_up:
+                raise
+            return
         making.rounds[further][number] = samples
-        if further < self.around.resample_rounds and not has_spread(samples):
+        if making.needs_another(further, samples):
             await self._group(making, further + 1, self._open(making, further + 1))
 
     def _look(self, making: Making, deadline: float) -> None:

@@ -22,7 +22,8 @@ def surroundings(
     return Surroundings(
         job=name,
         seed=spec.seed,
-        groups=rollout.prompts_per_step,
+        groups=rollout.prompts_per_step + rollout.spare_prompts,
+        spare=rollout.spare_prompts,
         group_size=rollout.samples_per_prompt,
         sampling=Sampling(
             max_new_tokens=rollout.max_new_tokens,

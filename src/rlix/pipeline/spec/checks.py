@@ -142,6 +142,8 @@ def _source(spec: Sections) -> Iterator[Problem]:
         yield Problem("source.options", f"are for a source of your own; write them under 'source.{owner or 'task'}'")
     yield from _options(source)
     yield from _conversations(spec)
+    if source.openai and spec.rollout.spare_prompts:
+        yield Problem("rollout.spare_prompts", "is not for agents, whose episodes end by themselves only; remove it")
     if source.openai and spec.warmup and spec.warmup.conversations is None:
         yield Problem("warmup", "learns from right answers, of which agents have none; remove it")
     yield from _rewards(source, given)
@@ -161,6 +163,8 @@ def _source(spec: Sections) -> Iterator[Problem]:
 
 def _conversations(spec: Sections) -> Iterator[Problem]:
     """What learns from given samples, and what from the policy's own; a pair is a group."""
+    if spec.source.conversations is not None and spec.rollout.spare_prompts:
+        yield Problem("rollout.spare_prompts", "is for what the policy generates; remove it")
     given, name = spec.source.conversations is not None, spec.algorithm.name
     offline = {"sft": 1, "dpo": 2}
     if (name in offline) != given and name in ALGORITHMS:

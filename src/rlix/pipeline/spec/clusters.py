@@ -280,7 +280,8 @@ def pool_problems(clusters: ClustersSpec, pool: Collection[int]) -> Iterator[Pro
         absent = [device for device in cluster.devices or () if device not in pool]
         least = max(cluster.count or 0, cluster.unit)
         if not pool:
-            yield Problem(where, "the pool has no devices; on a machine without GPUs set RLIX_VIRTUAL_GPUS")
+            how = "on a machine without GPUs set RLIX_VIRTUAL_GPUS; of a Ray cluster, `rlix doctor` says how"
+            yield Problem(where, f"the pool has no devices: {how}")
         elif absent:
             yield Problem(
                 where,

@@ -2,14 +2,12 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from rlix.pipeline.spec.section import Count, NonNegative, Positive, Section
 
 
 class PlanSpec(Section):
     """Widths and devices of the clusters come from a plan, made when the job starts (docs/planned-jobs.md). A mode
-    alone may stand for the section: `plan: auto`."""
+    alone may stand for the section: `plan: auto`. A job that runs has its clusters in place of this section."""
 
     bare = "mode"
 
@@ -30,16 +28,3 @@ class PlanSpec(Section):
     plan would by far repay starting it again. exact: plans by which it learns the same to the bit; those are the ones
     that leave training clusters as wide as they are, of a job with `schedule: on_policy`, `executor: transformers` and
     no source of its own, and none of any other. any: any plan. never: none. What it may not, the log only names."""
-    chosen: str = ""
-    """Written by RLix into the run's own spec, with the clusters: what was chosen."""
-    step_s: float = 0.0
-    """Likewise: seconds of a step, as planned."""
-    load_s: float = 0.0
-    """Likewise: seconds of it until rollouts are back on devices that others had."""
-    seconds: dict[str, float] = Field(default_factory=dict)
-    """Likewise: of each cluster's work in a step."""
-
-    @property
-    def open(self) -> bool:
-        """Whether the plan is still to be made."""
-        return not self.chosen

@@ -29,6 +29,9 @@ class RolloutSpec(Section):
     samples_per_prompt: Count = 8
     """Completions compared with each other (the group); at least 2, but with ppo, reinforce_pp or an algorithm of your
     own, and without `algorithm.resample_rounds`."""
+    spare_prompts: Index = 0
+    """So many more prompts are begun with each step. Those with the longest answers are given up as soon as it is sure
+    which they are, and not learnt from; which they are never depends on time. It prefers prompts with short answers."""
     max_new_tokens: Count
     """Longest completion in tokens, its end token included; with an environment, of one turn."""
     temperature: Positive = 1.0
@@ -49,6 +52,15 @@ class RolloutSpec(Section):
     timeout_s: Seconds = 3600.0
     """Longest that the samples of a step, or an evaluation, may take, in seconds in which there are devices for them;
     then the job fails, or goes on without the evaluation, and says what was not finished."""
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _draws(cls, value: Any) -> Any:
+        if value == 0 and not isinstance(value, bool):
+            raise ValueError(
+                "must be above 0: without chance all samples of a prompt are one; evaluation.temperature may be 0"
+            )
+        return value
 
     @property
     def not_as_the_policy_says(self) -> str | None:
@@ -122,7 +134,7 @@ class Sections(Section):
     @property
     def is_unplanned(self) -> bool:
         """Whether its clusters are left to a plan that is still to be made."""
-        return self.plan is not None and self.plan.open
+        return self.plan is not None
 
     @property
     def trajectories_per_step(self) -> int:

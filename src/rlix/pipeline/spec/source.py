@@ -21,6 +21,7 @@ REWARDS = {
 ENVIRONMENTS = {
     "digit_lookup": "rlix.pipeline.sources.environments.lookup:DigitLookup",
     "gym": "rlix.pipeline.sources.environments.gym:GymnasiumEnvironment",
+    "reasoning_gym": "rlix.pipeline.sources.environments.reasoning:ReasoningEnvironment",
 }
 EXTERNAL, VERIFIERS = "external", "verifiers"
 AGENTS = {
@@ -119,8 +120,8 @@ class EnvironmentSpec(Named):
     """What an agent acts in, turn by turn, and what its failures cost."""
 
     name: str
-    """`digit_lookup`, `gym` (any Gymnasium environment), or your own: `file.py:Class`, called with an `Instance` and
-    the options."""
+    """`digit_lookup`, `gym` (any Gymnasium environment), `reasoning_gym` (a data set of that package), or your own:
+    `file.py:Class`, called with an `Instance` and the options."""
     runner: Literal["in_process", "subprocess"] = "in_process"
     """In the pipeline's event loop, or each in a process that is killed when it hangs."""
     max_processes: Count = 8

@@ -102,7 +102,8 @@ def _answering(head: Any, predictions: Tensor, tokens: Tensor, temperature: floa
         chosen = hidden.flatten(0, 1)[places]
         found = torch.stack(chosen_scores(chosen, head.weight, head.bias, tokens[here], temperature=temperature), 1)
         answers = found.new_zeros(hidden.shape[0] * hidden.shape[1], 2)
-        return answers.index_copy(0, places, found).view(*hidden.shape[:2], 2)
+        # Not a view, of which FSDP warns at every job's start.
+        return answers.index_copy(0, places, found).view(*hidden.shape[:2], 2).clone()
 
     head.forward = forward
     try:
