@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlix.engine.inference.turns import Turn, TurnError
     from rlix.engine.parallel import NeedParallel
     from rlix.engine.train.engine import TrainEngine
-    from rlix.engine.weights.channel import TransferError
+    from rlix.engine.weights.publication import TransferError
     from rlix.integrations.rllib.algorithm import rllib
     from rlix.pipeline.jobs.launch import launch
     from rlix.pipeline.spec.job import JobSpec, load_job
@@ -66,7 +66,7 @@ _LAZY = {
     "Phase": "rlix.protocol.types",
     "Turn": "rlix.engine.inference.turns",
     "TurnError": "rlix.engine.inference.turns",
-    "TransferError": "rlix.engine.weights.channel",
+    "TransferError": "rlix.engine.weights.publication",
 } | dict.fromkeys(_ERRORS, "rlix.protocol.errors")
 _MODULES = ("nn", "pipeline", "protocol")
 _OLDER_NAMES = {

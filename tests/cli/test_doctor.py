@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlix.cli.doctor import problems
+from rlix.cli.doctor import of_the_pool, problems
 from rlix.cli.main import app
 from rlix.node.host import Host, Software
+from rlix.protocol.messages import Device, DeviceKind
 
 SOFTWARE = Software({"RLix": "1 (aa)", "Python": "3.11.2", "the interpreter": "/usr/bin/python3"})
 FIRST = Host("a", "10.0.0.1", "node1", ("127.0.1.1",), SOFTWARE, "/tmp/rlix-devices", (64 * 2**30, 60 * 2**30))
@@ -34,6 +35,14 @@ def test_what_is_wrong_with_a_host(changes: dict[str, object], said: list[str]) 
     for line, part in zip(found, said, strict=True):
         assert part in line
     assert problems(FIRST, (FIRST, second), {}) == []
+
+
+def test_a_pool_without_gpus_is_told_how_its_nodes_are_started() -> None:
+    (said,) = of_the_pool(())
+    assert said.startswith(
+        "the pool has no GPUs: start its nodes with GPUs, or with virtual ones: ray start --num-gpus"
+    )
+    assert of_the_pool((Device(0, "a", "10.0.0.1", 0, DeviceKind.CPU),)) == []
 
 
 def test_without_a_control_plane_it_is_about_this_host(tmp_path: Path, rlix_home: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rlix.pipeline.spec.job import load_job
 from tests.cli.commands import JOB, Command, write_jobs
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(360)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_two_jobs_run_to_their_report(tmp_path: Path, commands: list[Command]) -> None:
@@ -39,7 +39,6 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path, command
     command.interrupt()
     assert command.wait() == 130, command.output()
     assert "Traceback" not in command.stderr.read_text()
-    assert "left: stopped" not in command.stdout.read_text()  # nobody waited for that
     assert command.marked() == []
 
 
@@ -59,6 +58,7 @@ def test_a_job_is_profiled_planned_and_run(tmp_path: Path, commands: list[Comman
     assert re.search(r"planned: plan: \w+: .*actor_infer on [12].* s a step, by its profile", said)
     assert "planned: finished, step 2/2" in said
     ran = load_job(tmp_path / "runs" / "planned" / "spec.yaml")
-    assert ran.plan is not None
-    assert ran.plan.seconds.keys() == {"actor_infer", "actor_train"}
+    assert ran.plan is None
+    made = json.loads((tmp_path / "runs" / "planned" / "plan.json").read_text())
+    assert made["seconds"].keys() == {"actor_infer", "actor_train"}
     assert ran.clusters.actor_train.count in (1, 2)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from tests.hosts import OWN, SHARED, Hosts, why_not
+from tests.waiting import HANG_S, until
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.timeout(360),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 CUT_S = 20.0
@@ -47,13 +47,6 @@ def spec(hosts: Hosts, name: str, devices: list[int], **changes: Any) -> str:
     }
     (hosts.shared / f"{name}.yaml").write_text(yaml.safe_dump(values))
     return str(SHARED / f"{name}.yaml")
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def test_a_run_folder_that_a_host_does_not_see_is_refused_before_the_job_begins(hosts: Hosts) -> None:
@@ -96,15 +89,22 @@ def test_jobs_outlive_that_hosts_cannot_reach_each_other_for_a_while(hosts: Host
     running = hosts.start(
         1, "rlix", "run", *jobs, "--runs-dir", str(SHARED / "runs"), "--no-live", output=tmp_path / "said"
     )
-    until(lambda: all((runs / f"began_{name}_1").exists() for name in devices), "the second steps never began")
-    assert [(runs / f"began_{name}_1").read_text() for name in devices] == ["node1", "node2", "node3"]
-    for number in (1, 2):
-        hosts.cut(number)
-    time.sleep(CUT_S)  # what is tested is time: connections are reset after some
-    for number in (1, 2):
-        hosts.heal(number)
-    (runs / "go").touch()
-    assert running.wait(300) == 0, (tmp_path / "said").read_text()
+    try:
+        until(lambda: all((runs / f"began_{name}_1").exists() for name in devices), "the second steps never began")
+        assert [(runs / f"began_{name}_1").read_text() for name in devices] == ["node1", "node2", "node3"]
+        for number in (1, 2):
+            hosts.cut(number)
+        time.sleep(CUT_S)  # what is tested is time: connections are reset after some
+        for number in (1, 2):
+            hosts.heal(number)
+        (runs / "go").touch()
+        assert running.wait(HANG_S) == 0, (tmp_path / "said").read_text()
+    finally:
+        if running.poll() is None:  # the pool is the other tests', too
+            for number in (1, 2):
+                hosts.heal(number)
+            hosts.attempt(1, "rlix", "stop", *devices)
+            running.kill()
     for name in devices:
         events = [json.loads(line) for line in (runs / name / "events.jsonl").read_text().splitlines()]
         said = [event["event"] for event in events if event["type"] == "job"]
@@ -122,7 +122,7 @@ def test_what_a_host_that_ray_drains_has_free_leaves_the_pool(hosts: Hosts) -> N
         said = hosts.run(1, "rlix", "status")
         return "host node3 (10.77.0.3) is cordoned" in said and "10.77.0.3   free" not in said
 
-    until(gone, said)
+    until(gone, lambda: said)
     assert "4 devices" in said
 
 

@@ -40,7 +40,7 @@ def test_ctrl_c_while_the_commands_are_imported_is_silent(tmp_path: Path) -> Non
     start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rlix.cli.__main__ as it; "
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", start + "it.main()"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")  # which a shell calls 130
 
 
@@ -59,6 +59,14 @@ def test_misspelled_key_names_file_and_key(tmp_path: Path) -> None:
     message = mistake("run", str(path), "--runs-dir", str(tmp_path / "runs"))
     assert "job.yaml" in message
     assert "stepz" in message
+
+
+def test_a_check_ends_with_what_it_found() -> None:
+    def said(*options: str) -> str:
+        return runner.invoke(app, ["check", GOOD_SPEC, *options]).stdout.splitlines()[-1]
+
+    assert said("--memory", "40") == "no mistake in sort_digits; by this estimate it fits"
+    assert said().startswith("no mistake in sort_digits; ")
 
 
 def test_too_few_devices_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

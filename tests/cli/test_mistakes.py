@@ -1,5 +1,9 @@
 """How commands end that cannot do what they should: one sentence, an exit code, no page of Ray's."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import typer
 from ray.exceptions import (
@@ -76,3 +80,40 @@ def test_a_defect_of_ours_keeps_its_traceback() -> None:
 def test_a_death_without_a_process_is_said_too() -> None:
     assert in_words(ActorDiedError()).startswith("a process died")
     assert in_words(RayError()) == "Ray: RayError"
+
+
+SLOW = ("torch", "transformers", "ray", "numpy")
+BAD_JOB = "name: job\nstepz: 3\n"
+MISTAKES = [
+    ("run", "nosuch.yaml"),
+    ("run", "bad.yaml"),
+    ("run", "--trl", "nosuch.py"),
+    ("check", "bad.yaml"),
+    ("submit", "bad.yaml"),
+    ("export", "nosuch", "out"),
+    ("report", "nosuch"),
+    ("serve", "--tinker", "nosuch.yaml"),
+    ("serve", "--tinker", "bad.yaml"),
+    ("explain", "nosuch"),
+    ("nosuch",),
+    ("--help",),
+]
+
+
+def test_a_mistake_waits_for_no_library_that_takes_seconds_to_load(tmp_path: Path) -> None:
+    """One process tells all of them, so that what one loads is seen at the first that does."""
+    (tmp_path / "bad.yaml").write_text(BAD_JOB)
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from rlix.cli.main import app
+for arguments in {MISTAKES!r}:
+    ended = CliRunner().invoke(app, list(arguments))
+    loaded = sorted(set({SLOW!r}) & set(sys.modules))
+    wrong = ended.exit_code != (0 if arguments == ("--help",) else 2) or loaded
+    if wrong:
+        sys.exit(f"{{arguments}}: {{ended.exit_code}}, loaded {{loaded}}: {{ended.output}}{{ended.exception!r}}")
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,12 +1,13 @@
 """What is said of runs when they have ended."""
 
+import json
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rlix.cli.outcome import print_report
+from rlix.cli.outcome import print_json, print_report
 from tests.cli.fakes import job_status
 
 
@@ -30,3 +31,13 @@ def test_the_end_says_where_a_stopped_run_goes_on(fields: dict[str, str], said: 
     folder = Path(status.moved_to or tmp_path / "sort")
     print_report(None, [status], [folder], tmp_path, Console(file=out, width=200))
     assert out.getvalue() == f"sort: {status.state}, {said.format(runs=tmp_path)}\n"
+
+
+def test_two_jobs_of_one_name_are_two_in_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+    statuses = [job_status(pipeline_id="ft_1", state="finished"), job_status(pipeline_id="ft_2", state="failed")]
+    print_json(None, statuses, Path())
+    states = json.loads(capsys.readouterr().out)["states"]
+    assert [(each["name"], each["pipeline_id"], each["state"]) for each in states] == [
+        ("sort", "ft_1", "finished"),
+        ("sort", "ft_2", "failed"),
+    ]

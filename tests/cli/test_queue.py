@@ -5,7 +5,6 @@ import io
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -22,7 +21,8 @@ from rlix.cli.run_queued import served as runs_here
 from rlix.cli.watch import Interrupts
 from rlix.serve.api.client import UnreachableError, connect
 from rlix.serve.api.models import JobView, TimelineView
-from tests.cli.commands import END_TIMEOUT_S, JOB, Command
+from tests.cli.commands import JOB, Command
+from tests.waiting import until
 
 OWN = """
 def length(prompt, completion, **rest):
@@ -212,7 +212,6 @@ def test_files_that_cannot_go_with_a_job_are_named(shell: Shell) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(360)
 def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
     """Killed while one job runs and another waits, by a pool on which one of them has room."""
     for name in ("one", "two"):
@@ -231,11 +230,10 @@ def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
         service.process.wait()
         service = Command(tmp_path, "serve", "--port", "0", mark=service.mark)
         await_address(home, service)
-        client, ended, deadline = connect(home), [], time.monotonic() + END_TIMEOUT_S
-        while len(ended) < 2:
-            assert service.process.poll() is None and time.monotonic() < deadline, service.output()
-            ended = sorted(client.jobs(ended=True), key=lambda job: job.id)
-            time.sleep(0.5)
+        client = connect(home)
+        until(lambda: service.process.poll() is not None or len(client.jobs(ended=True)) == 2, service.output)
+        assert service.process.poll() is None, service.output()
+        ended = sorted(client.jobs(ended=True), key=lambda job: job.id)
         assert [(job.outcome, job.reason, job.requeues) for job in ended] == [("finished", "", 0)] * 2
         timeline = client.get("/v1/timeline", TimelineView, seconds=3600)
         assert len(timeline.lanes) == 2 and {"rollout", "actor_training"} <= set(timeline.phases), "the page has it"
@@ -249,10 +247,8 @@ def test_jobs_run_once_although_the_service_is_killed(tmp_path: Path) -> None:
 
 
 def await_address(home: Path, service: Command) -> None:
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while not (home / "serve.json").exists():
-        assert service.process.poll() is None and time.monotonic() < deadline, service.output()
-        time.sleep(0.05)
+    until(lambda: service.process.poll() is not None or (home / "serve.json").exists(), service.output)
+    assert service.process.poll() is None, service.output()
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_its_own_rollout_may_be_in_the_way_but_not_the_lease_it_is_about_to_get(
     own = LeaseStatus(replace(lease(1, "ft_1", (0, 1)).lease, cluster="actor_train"), LeaseState.PENDING)
     status = pool(pipeline("ft_1", "actor_train"), leases=(own, lease(2, "ft_1", (1,), LeaseState.DRAINING)))
     (wait,) = waits(status, CALLED)
-    assert wait.reasons == ("sort holds 1 for rollout, giving way",)
+    assert wait.reasons == ("sort itself holds 1 for rollout, giving way",)
 
 
 def test_a_rollout_without_any_device_waits() -> None:

@@ -154,5 +154,11 @@ def demo_runs(folder: Path, *, steps: int = 120, devices: int = 4) -> list[Path]
     for job in jobs:
         job.end()
     return [
-        write_run(folder / job.name, events=job.events, metrics=job.metrics, spec=f"name: {job.name}\n") for job in jobs
+        write_run(
+            folder / job.name,
+            events=job.events,
+            metrics=job.metrics,
+            spec=f"name: {job.name}\ndeclared_speed: {{token_ms: 10}}\n",
+        )
+        for job in jobs
     ]

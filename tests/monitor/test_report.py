@@ -33,6 +33,18 @@ def test_page_is_self_contained_and_holds_everything(tmp_path: Path) -> None:
     assert [len(values) for values in rewards] == [10, 10]
 
 
+def test_virtual_gpus_of_no_declared_speed_are_compared_with_nothing(tmp_path: Path) -> None:
+    """They compete for the machine's cores, so no time on them is one of devices."""
+    folders = demo_runs(tmp_path, steps=10)
+    for folder in folders:
+        (folder / "spec.yaml").write_text(f"name: {folder.name}\n")
+    report = build_report(folders)
+    page = render_html(report)
+    assert "split" not in page.split("<script", 1)[0]
+    assert "say nothing of GPUs" in page
+    assert summary(report)["split_estimate"] is None
+
+
 def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     spec = "name: '</script><script>alert(1)</script>'\n"
     folder = write_run(tmp_path / "run", spec=spec, events=[pool(1), job_event("started", 0), span(0, 0, 1)])

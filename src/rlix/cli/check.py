@@ -32,23 +32,47 @@ def check_specs(
     as_json: bool = False,
 ) -> None:
     """Print the memory that each phase of the jobs takes; raises SpecError for what is wrong with them."""
-    from rlix.cli.plans import planned, pool_size
-    from rlix.pipeline.memory.job import job_memory, memory_problems
-    from rlix.pipeline.memory.shape import shape_of
-
     pool = None if devices is None else range(devices)
     specs = load_jobs(names, pool, given)
     memory = machine_memory() if memory_gib is None else int(memory_gib * _GIB)
     virtual = memory is None if memory_gib is None else None  # else they are those of another machine
     check_jobs(specs, pool, virtual=virtual)
     check_rows(specs, None)
-    console, problems = make_console(stderr=as_json), []
-    answers: list[MemoryAnswer] = []
-    known = memory if model_config is None else None
-    for spec in [planned([s], range(devices or pool_size(s)), known, console)[0] for s in specs]:
-        if spec.pipeline is not None and not spec.multi_lora:
+    console = make_console(stderr=as_json)
+    if any(spec.is_unplanned for spec in specs):
+        from rlix.cli.plans import planned, pool_size
+
+        known = memory if model_config is None else None
+        specs = [planned([spec], range(devices or pool_size(spec)), known, console)[0].spec for spec in specs]
+    with make_console(stderr=True).status("loading PyTorch, to count the models' parameters ..."):
+        found, problems = _memory_of(specs, memory, model_config)
+    for spec, needed in () if as_json else found:
+        if needed is None:
             console.print(f"{spec.name}: has a pipeline of its own, whose memory is not known", highlight=False)
-            answers.append(MemoryAnswer(name=spec.name, phases=()))
+        else:
+            print_memory(spec, needed, memory, console)
+    if problems:
+        raise SpecError("\n".join(problems))
+    if as_json:
+        print_answer(CheckAnswer(memory=memory, jobs=tuple(_answer(spec.name, needed) for spec, needed in found)))
+        return
+    unknown = "whether that fits is not known without a GPU: --memory GIB says how much one has"
+    fits = "by this estimate it fits" if memory else unknown
+    console.print(f"no mistake in {', '.join(spec.name for spec in specs)}; {fits}", highlight=False, soft_wrap=True)
+
+
+def _memory_of(
+    specs: Sequence[JobSpec], memory: int | None, model_config: Path | None
+) -> tuple[list[tuple[JobSpec, "JobMemory | None"]], list[str]]:
+    """What each job takes, None where that is not known; and what is wrong with jobs as their models are."""
+    from rlix.pipeline.memory.job import job_memory, memory_problems
+    from rlix.pipeline.memory.shape import shape_of
+
+    found: list[tuple[JobSpec, JobMemory | None]] = []
+    problems: list[str] = []
+    for spec in specs:
+        if spec.pipeline is not None and not spec.multi_lora:
+            found.append((spec, None))
             continue
         try:
             shape = shape_of(spec.model, model_config)
@@ -56,24 +80,20 @@ def check_specs(
             problems.append(f"{spec.name}: {error}")
             continue
         problems += [spec.described(problem) for problem in target_problems(spec, shape.linear)]
-        if spec.pipeline is None or spec.multi_lora:
-            problems += _looked_at(spec)
-        found = job_memory(spec, shape, memory)
-        answers.append(_answer(spec.name, found))
-        if not as_json:
-            print_memory(spec, found, memory, console)
+        problems += _looked_at(spec)
+        needed = job_memory(spec, shape, memory)
+        found.append((spec, needed))
         if memory is not None:
-            problems += [spec.described(problem) for problem in memory_problems(spec, found, memory)]
-    if problems:
-        raise SpecError("\n".join(problems))
-    if as_json:
-        print_answer(CheckAnswer(memory=memory, jobs=tuple(answers)))
+            problems += [spec.described(problem) for problem in memory_problems(spec, needed, memory)]
+    return found, problems
 
 
-def _answer(name: str, found: "JobMemory") -> MemoryAnswer:
-    needs = found.needs
+def _answer(name: str, found: "JobMemory | None") -> MemoryAnswer:
+    if found is None:
+        return MemoryAnswer(name=name, phases=())
     phases = (
-        PhaseAnswer(phase=n.phase, cluster=n.cluster, devices=n.devices, parts=n.parts, total=n.total) for n in needs
+        PhaseAnswer(phase=n.phase, cluster=n.cluster, devices=n.devices, parts=n.parts, total=n.total)
+        for n in found.needs
     )
     return MemoryAnswer(name=name, phases=tuple(phases), fitting=found.fitting)
 

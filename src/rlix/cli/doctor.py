@@ -13,6 +13,7 @@ from rlix.cli.answers import DoctorAnswer, DoctorHostAnswer, print_answer
 from rlix.cli.pool import running_pool
 from rlix.cli.text import count
 from rlix.cli.view import make_console
+from rlix.control.hosts import START_WITH_GPUS
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
 from rlix.node.addresses import host_name
@@ -20,7 +21,7 @@ from rlix.node.devices import device_keys
 from rlix.node.host import Host, host
 from rlix.node.shared_folder import Token
 from rlix.protocol.errors import RlixError
-from rlix.protocol.messages import NodeState, NodeStatus
+from rlix.protocol.messages import Device, NodeState, NodeStatus
 
 EXIT_FAILED = 1
 _TIMEOUT_S = 90.0
@@ -36,6 +37,7 @@ def examine(runs_dir: Path, paths: Sequence[Path], *, as_json: bool = False) -> 
         with running_pool(Settings.from_env()) as pool:
             if pool is None:
                 nodes: tuple[NodeStatus, ...] = ()
+                devices: tuple[Device, ...] | None = None
                 hosts: tuple[Host, ...] = (host("", "this host", (), asked, token.text),)
                 console.print("no control plane runs here: this is about this host alone", highlight=False)
             else:
@@ -43,11 +45,13 @@ def examine(runs_dir: Path, paths: Sequence[Path], *, as_json: bool = False) -> 
                 nodes, hosts = get(requests, what="the hosts of the pool of themselves", timeout_s=_TIMEOUT_S)
                 here = ray.get_runtime_context().get_node_id()
                 hosts = tuple(sorted(hosts, key=lambda each: each.node_id != here))
+                devices = get(pool.orchestrator.devices.remote(), what="the pool of its devices", timeout_s=_TIMEOUT_S)
     finally:
         token.remove()
     named = {str(token.path): f"{runs_dir.absolute()}, which {host_name()} sees: runs of several hosts need it shared"}
     wrong = [str(node) for node in nodes if node.state is NodeState.MISCONFIGURED]
     wrong += [line for each in hosts for line in problems(each, hosts, named)]
+    wrong += [] if devices is None else of_the_pool(devices)
     if as_json:
         print_answer(DoctorAnswer(hosts=tuple(map(_answer, hosts)), problems=tuple(wrong)))
         return EXIT_FAILED if wrong else 0
@@ -59,6 +63,11 @@ def examine(runs_dir: Path, paths: Sequence[Path], *, as_json: bool = False) -> 
         console.print(f"[bold red]![/] {line}", highlight=False, soft_wrap=True)
     _verdict(console, wrong, len(hosts))
     return EXIT_FAILED if wrong else 0
+
+
+def of_the_pool(devices: Sequence[Device]) -> list[str]:
+    """What is wrong with all hosts together."""
+    return [] if devices else [f"the pool has no GPUs: {START_WITH_GPUS}"]
 
 
 def problems(one: Host, hosts: Sequence[Host], named: dict[str, str]) -> list[str]:

@@ -38,7 +38,7 @@ from rlix.control.init import shutdown
 from rlix.control.ray_processes import RayProcesses
 from rlix.control.rpc import in_words
 from rlix.control.settings import Settings
-from rlix.monitor.waits import waits
+from rlix.monitor.waits import waits, words
 from rlix.pipeline.jobs.handle import STOPPED_BY, JobHandle, find_jobs
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import NodeStatus
@@ -85,7 +85,8 @@ def show_status(*, as_json: bool = False) -> int:
         console.print(render(Snapshot(statuses, control, elapsed_s, None, stalls=sentences)))
         for job, status in zip(jobs, statuses, strict=True):
             again = f", started again {status.resumes} times after a node left" if status.resumes else ""
-            unknown = "" if status.state == "starting" else ", no run folder"  # it has not said yet
+            # It has not said yet in which folder; and why it waits may be longer than the table has room for.
+            unknown = f", {words(status.phase)}" if status.state == "starting" else ", no run folder"
             where = f", {job.run_dir}" if job.run_dir else unknown
             _say(console, f"{status.name} ({job.pipeline_id}): {status.state}{again}{where}")
         for program in programs:

@@ -80,14 +80,19 @@ def run(
     --resume or --split is given. Otherwise they join the control plane that runs here, or one is started that others
     may join. Without its terminal, the run goes on.
     """
-    from rlix.cli.run import RunOptions, run_jobs, run_script
-    from rlix.cli.run_queued import run_queued, served
-
     with one_message_per_mistake():
         if trl:
+            from rlix.cli.script import run_script
+
             run_script(specs, runs_dir, gpus)
+        from rlix.pipeline.spec.job import load_jobs
+
+        jobs = load_jobs(specs, None if gpus is None else range(gpus), given or ())  # before what takes long to import
+        from rlix.cli.run import RunOptions, run_jobs
+        from rlix.cli.run_queued import run_queued, served
+
         options = RunOptions(
-            specs=tuple(specs),
+            jobs=tuple(jobs),
             runs_dir=runs_dir,
             devices=gpus,
             resume=resume,
@@ -96,13 +101,10 @@ def run(
             live=live,
             private=private,
             memory_check=memory_check,
-            given=tuple(given or ()),
         )
         # What the queue decides, or knows nothing of, is asked of no queue.
         alone = private or resume or split or gpus is not None or runs_dir != Path("runs")
-        code = (
-            run_queued(options.specs, options.given, as_json=as_json) if not alone and served() else run_jobs(options)
-        )
+        code = run_queued(specs, tuple(given or ()), as_json=as_json) if not alone and served() else run_jobs(options)
     raise typer.Exit(code)
 
 
@@ -174,10 +176,11 @@ def export(
         if dtype not in (None, "float32", "bfloat16"):
             raise SpecError(f"--dtype {dtype}: must be float32 or bfloat16")
         checkpoints_of(run_dir)  # before what takes long to import
-        from rlix.pipeline.jobs.export import export as write
-
         wanted: int | Literal["best"] | None = "best" if step == "best" else None if step is None else int(step)
-        _, source = write(run_dir, out, step=wanted, dtype=dtype)
+        with make_console(stderr=True).status("loading PyTorch, and writing the model ..."):
+            from rlix.pipeline.jobs.export import export as write
+
+            _, source = write(run_dir, out, step=wanted, dtype=dtype)
     if as_json:
         print_answer(ExportAnswer(run_dir=str(run_dir), checkpoint=source.name, folder=str(out)))
         return

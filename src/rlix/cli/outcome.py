@@ -91,7 +91,9 @@ def print_failures(statuses: Sequence["JobStatus"]) -> None:
 def print_json(report: Report | None, statuses: Sequence["JobStatus"], runs_dir: Path) -> None:
     result = {
         "report": None if report is None else str(runs_dir / REPORT_FILE),
-        "states": {status.name: {"state": status.state, "error": status.error} for status in statuses},
+        "states": [  # as `jobs` a list: two jobs may have one name
+            {"name": s.name, "pipeline_id": s.pipeline_id, "state": s.state, "error": s.error} for s in statuses
+        ],
         **({} if report is None else summary(report)),
     }
     sys.stdout.write(json.dumps(result, indent=2) + "\n")

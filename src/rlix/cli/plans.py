@@ -17,6 +17,7 @@ from rlix.monitor.records import RunRecord, load_run
 from rlix.node.devices import machine_memory
 from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.planning.choose import choose, explain, profile_path, tables, unplanned
+from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.planning.profiling import Trial, measured, trials
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
@@ -28,7 +29,7 @@ TRIAL_S = 3600.0
 
 def planned(
     specs: Sequence[JobSpec], ids: Sequence[int], memory: int | None, console: Console, resumed: Path | None = None
-) -> list[JobSpec]:
+) -> list[PlannedJob]:
     """The jobs with their clusters, and a line about each that was planned. Each is planned as if it were alone.
 
     `resumed`: where the run folders of jobs are that go on.
@@ -39,9 +40,9 @@ def planned(
         if spec.is_unplanned:
             chosen = choose(spec, ids, home, memory, None if resumed is None else resumed / spec.name)
             console.print(chosen.line, markup=False, highlight=False, soft_wrap=True)
-            found.append(chosen.spec)
+            found.append(chosen.job)
         else:
-            found.append(spec)
+            found.append(PlannedJob(spec))
     return found
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from rlix.control.announcement import (
 from rlix.control.init import check_size, detach, init, shutdown
 from rlix.control.rpc import comes_back, get, in_words
 from rlix.control.settings import Settings
+from rlix.node.plain import plain
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.messages import ControlStatus, DeviceKind
 from rlix.protocol.types import ORCHESTRATOR_ACTOR_NAME
@@ -34,7 +34,6 @@ _FIRST_TIMEOUT_S = 20.0  # the control plane's actors may just be starting again
 _AGAIN_S = 0.2
 _LOG_LEVEL = "WARNING"
 _PRINT = ray_worker.print_worker_logs
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ControlPlaneDiedError(RlixError):
@@ -162,7 +161,7 @@ def _let_ray_print(*, workers: bool) -> None:
             lines = io.StringIO()
             _PRINT(data, lines, *rest)
             text = lines.getvalue()
-            print_file.write(text if print_file.isatty() else _COLOURS.sub("", text))
+            print_file.write(text if print_file.isatty() else plain(text))
 
     ray_worker.print_worker_logs = print_logs
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from rlix.cli.mistakes import one_message_per_mistake
+from rlix.cli.view import make_console
 from rlix.protocol.errors import SpecError
 from rlix.serve.addresses import PORT
 
@@ -59,20 +60,23 @@ def serve(
     """
     with one_message_per_mistake():
         if tinker is not None:
+            if certificate or key:
+                raise SpecError("--tinker: there is no https here; put a proxy with TLS in front")
+            from rlix.serve.tinker.settings import load_settings
+
+            offered = load_settings(tinker)  # before what takes long to import
+            make_console().print(f"loading PyTorch and {', '.join(offered.models)} ...", highlight=False)
             from rlix.cli.serve import PORT as TINKER_PORT
             from rlix.cli.serve import serve_tinker
 
-            if certificate or key:
-                raise SpecError("--tinker: there is no https here; put a proxy with TLS in front")
             at = TINKER_PORT if port is None else port
-            serve_tinker(tinker, host=host, port=at, devices=gpus, private=private)
+            serve_tinker(offered, host=host, port=at, devices=gpus, private=private)
             return
         try:
             from rlix.serve.service import ServeOptions
             from rlix.serve.service import serve as keep
         except ModuleNotFoundError as error:
             raise SpecError(f"{error.name} is not installed: pip install 'rlix[serve]'") from error
-        from rlix.cli.view import make_console
         from rlix.control.settings import Settings
         from rlix.serve.queue.pool_runner import PoolRunner
 

@@ -1,13 +1,12 @@
 """`rlix run`: from job files to run folders and a report."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,6 +15,7 @@ from rlix.cli.outcome import exit_code, print_failures, print_json, print_report
 from rlix.cli.plans import check_tables, planned
 from rlix.cli.pool import ControlPlaneDiedError, Pool, StatusSource, private_pool, shared_pool
 from rlix.cli.resume import say_moves, say_resumptions, take_back_folders
+from rlix.cli.script import check_output
 from rlix.cli.text import still
 from rlix.cli.view import make_console
 from rlix.cli.watch import FINAL_STATES, Interrupts, KilledError, screen_on, watch
@@ -25,7 +25,7 @@ from rlix.monitor.report import Report
 from rlix.node.devices import smallest_memory
 from rlix.pipeline.jobs.handle import JobHandle, find_jobs
 from rlix.pipeline.jobs.launch import launch, split_devices
-from rlix.pipeline.spec.job import JobSpec, check_jobs, load_jobs
+from rlix.pipeline.spec.job import JobSpec, check_jobs
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import DeviceKind
 
@@ -39,7 +39,7 @@ _QUICKLY_READ = 64 * 2**20  # bytes of a file; larger ones are read at the start
 class RunOptions:
     """What the user asked for; see `rlix run --help`."""
 
-    specs: tuple[str, ...]
+    jobs: tuple[JobSpec, ...]
     runs_dir: Path
     devices: int | None = None
     resume: bool = False
@@ -48,7 +48,6 @@ class RunOptions:
     live: bool = True
     private: bool = False
     memory_check: bool = True
-    given: tuple[str, ...] = ()
 
 
 def run_jobs(options: RunOptions) -> int:
@@ -56,12 +55,11 @@ def run_jobs(options: RunOptions) -> int:
 
     Raises SpecError for a user's mistake (nothing has been started then) and RlixError when the control plane fails.
     """
-    pool = None if options.devices is None else range(options.devices)
-    specs = load_jobs(options.specs, pool, options.given)
+    specs = list(options.jobs)
     if Settings.from_env().ray_address == "local":
         options = replace(options, private=True)
-    _check_output(options.runs_dir)
-    check_jobs(specs, pool)
+    check_output(options.runs_dir)
+    check_jobs(specs, None if options.devices is None else range(options.devices))
     check_tables(specs)
     check_rows(specs, _QUICKLY_READ)
     console = make_console(stderr=options.as_json)
@@ -91,22 +89,6 @@ def run_jobs(options: RunOptions) -> int:
     return exit_code(statuses, interrupts.signal_number)
 
 
-def run_script(command: Sequence[str], runs_dir: Path, devices: int | None) -> NoReturn:
-    """Become the TRL script `command[0]`, as a job of the shared pool, with the rest as its arguments.
-
-    Raises:
-        SpecError: there is no such script, or its run folder could not be written.
-    """
-    if not Path(command[0]).is_file():
-        raise SpecError(f"--trl: no such script: {command[0]}")
-    _check_output(runs_dir)
-    environment = os.environ | {"RLIX_RUNS_DIR": str(runs_dir)}
-    if devices is not None:
-        environment["RLIX_VIRTUAL_GPUS"] = str(devices)
-    sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "rlix.trl", *command], environment)
-
-
 def _reported(run_dirs: Sequence[Path], runs_dir: Path, console: Console) -> Report | None:
     """The report, unless it cannot be written: on a full disk there is more to say than that."""
     try:
@@ -114,19 +96,6 @@ def _reported(run_dirs: Sequence[Path], runs_dir: Path, console: Console) -> Rep
     except OSError as error:
         console.print(f"no report: {error}", markup=False, highlight=False, soft_wrap=True)
         return None
-
-
-def _check_output(runs_dir: Path) -> None:
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise SpecError(f"--runs-dir {runs_dir}: is a file; choose a folder") from None
-    except OSError as error:
-        raise SpecError(
-            f"--runs-dir {runs_dir}: cannot be created ({error.strerror}); choose another folder"
-        ) from error
-    if not os.access(runs_dir, os.W_OK):
-        raise SpecError(f"--runs-dir {runs_dir}: not writable; choose another folder")
 
 
 def _run_to_end(
@@ -145,7 +114,8 @@ def _run_to_end(
                 console.print(f"{len(devices)} virtual GPUs (another number: --gpus N)", highlight=False)
             ids = [device.id for device in devices]
             resumed = options.runs_dir if options.resume else None
-            specs = planned(specs, ids, smallest_memory(devices), console, resumed)
+            jobs = planned(specs, ids, smallest_memory(devices), console, resumed)
+            specs = [job.spec for job in jobs]
             check_jobs(specs, ids)
             if options.memory_check and (memory := smallest_memory(devices)) is not None:
                 from rlix.pipeline.memory.job import (
@@ -159,7 +129,7 @@ def _run_to_end(
                 interrupts.kill()
             if not options.resume:
                 say_moves(placed, options.runs_dir, console)
-            handles = launch(placed, options.runs_dir, resume=options.resume)
+            handles = launch(placed if options.split else jobs, options.runs_dir, resume=options.resume)
             with screen_on(console, live=options.live and not options.as_json) as screen:
                 statuses = watch(handles, status, screen, interrupts, time.monotonic)
         except (KilledError, SystemError):  # the latter is what Ray's extension makes of the former

@@ -4,34 +4,33 @@ import signal
 import threading
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from rlix.cli.pool import private_pool, shared_pool
 from rlix.cli.view import make_console
 from rlix.control.init import new_pool_size
 from rlix.control.settings import Settings
 from rlix.protocol.errors import SpecError
+from rlix.serve.tinker.settings import ServerSettings
 
 PORT = 8642
 _LOOK_S = 1.0
 
 
-def serve_tinker(path: Path, *, host: str, port: int, devices: int | None, private: bool) -> None:
+def serve_tinker(offered: ServerSettings, *, host: str, port: int, devices: int | None, private: bool) -> None:
     """Until Ctrl-C or SIGTERM; what was acknowledged by then is done by the next server.
 
     Raises:
-        SpecError: the settings are wrong, a model is not there, or a package is missing.
+        SpecError: a model is not there, or a package is missing.
     """
     try:
         from rlix.serve.tinker.server import serving
-        from rlix.serve.tinker.settings import load_settings
     except ModuleNotFoundError as error:
         raise SpecError(f"rlix serve --tinker needs {error.name}: pip install 'rlix[tinker]'") from None
     from rlix.flow import prefork
     from rlix.flow.workers.worker import WORKER_ENVIRONMENT
     from rlix.pipeline.requests.served import start_served
 
-    offered, settings, console = load_settings(path), Settings.from_env(), make_console()
+    settings, console = Settings.from_env(), make_console()
     wanted = devices or new_pool_size(settings)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

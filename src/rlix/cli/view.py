@@ -146,12 +146,12 @@ def _job_table(snapshot: Snapshot) -> Table:
     shown += (*(("evaluation",) if evaluated else ()), "tokens/s", *(of_many if many else ()), "devices")
     for column in shown:
         numeric = column in {"step", "reward", "exact", "evaluation", "tokens/s", *of_many}
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=column != "phase")
     held, called = holdings(snapshot.control), names_of(snapshot)
     for index, job in enumerate(snapshot.jobs):
-        phase = Text(job.state if job.state in STATE_STYLES else words(job.phase), STATE_STYLES.get(job.state, ""))
+        phase = _line(job.state if job.state in STATE_STYLES else words(job.phase), STATE_STYLES.get(job.state, ""))
         rows = [(job, called[job.pipeline_id], phase, device_list(held.get(job.pipeline_id, ())))]
-        rows += [(r, f"  {r.name}", Text(words(r.phase), RUN_STYLES.get(r.phase, "")), "") for r in job.runs]
+        rows += [(r, f"  {r.name}", _line(words(r.phase), RUN_STYLES.get(r.phase, "")), "") for r in job.runs]
         for one, name, doing, devices in rows:
             share = (one.share.to_come, one.share.in_flight) if one.share else (None, None)
             table.add_row(
@@ -169,12 +169,17 @@ def _job_table(snapshot: Snapshot) -> Table:
     return table
 
 
+def _line(text: str, style: str = "") -> Text:
+    """Of a column that may wrap, and so the first to be cut where there is not room for all: names are needed."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
 def _device_table(snapshot: Snapshot) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
     several_nodes = len({device.node_id for device in snapshot.control.devices}) > 1
     nodes = ("node",) if several_nodes else ()
     for column in ("device", *nodes, "held by", "phase", "since", "process", "next"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=column not in ("phase", "next"))
     styles = {job.pipeline_id: _style(index) for index, job in enumerate(snapshot.jobs)}
     names = {pipeline_id: (name, styles.get(pipeline_id, "")) for pipeline_id, name in names_of(snapshot).items()}
     by_device: dict[int, list[LeaseStatus]] = defaultdict(list)
@@ -192,7 +197,9 @@ def _device_table(snapshot: Snapshot) -> Table:
             _phase(holder),
             _since(snapshot.control, holder),
             process_list(snapshot.control, holder, limit=1) if holder else "",
-            Text.assemble(_job_name(successor, names), " ", _phase(successor)) if successor else "",
+            Text.assemble(_job_name(successor, names), " ", _phase(successor), no_wrap=True, overflow="ellipsis")
+            if successor
+            else "",
         )
     rest = len(snapshot.control.devices) - MAX_DEVICE_ROWS
     if rest > 0:
@@ -212,8 +219,8 @@ def _phase(status: LeaseStatus | None) -> Text:
         return Text("")
     text = words(status.lease.phase.name.lower())
     if status.state is LeaseState.QUARANTINED:
-        return Text(f"{text}, quarantined", style="bold red")
-    return Text(f"{text}, giving way" if status.state is LeaseState.DRAINING else text)
+        return _line(f"{text}, quarantined", "bold red")
+    return _line(f"{text}, giving way" if status.state is LeaseState.DRAINING else text)
 
 
 def _since(control: ControlStatus, status: LeaseStatus | None) -> str:

@@ -50,11 +50,18 @@ class Report:
         return tuple(found[device] for device in sorted(found))
 
     @property
+    def is_timed(self) -> bool:
+        """Whether phases last as long as on GPUs: on some, or at a declared speed."""
+        return all(device.kind != "cpu" for device in self.pool) or all(
+            record.spec.get("declared_speed") for record in self.records
+        )
+
+    @property
     def tables(self) -> tuple[TableData, ...]:
-        tables = [job_table(self.accounting), device_table(self.accounting, self.pool)]
+        tables = [job_table(self.accounting), device_table(self.accounting, self.pool, timed=self.is_timed)]
         if self.runs:
             tables[1:1] = adapter_tables([adapter_use(run) for run in self.runs])
-        if self.estimate is not None:
+        if self.estimate is not None and self.is_timed:
             tables.append(split_table(self.accounting, self.contended, self.estimate))
         return tuple(tables)
 
@@ -92,7 +99,7 @@ def summary(report: Report) -> dict[str, Any]:
         ],
         "adapters": [asdict(adapter_use(run)) for run in report.runs],
         "devices": [asdict(use) | {"idle_s": use.idle_s} for use in accounting.devices],
-        "split_estimate": None if report.estimate is None else asdict(report.estimate),
+        "split_estimate": asdict(report.estimate) if report.estimate and report.is_timed else None,
     }
 
 
@@ -236,7 +243,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if report.contended.window_s > 0:
         idle = report.contended.share(report.contended.total.idle_s)
         tiles.insert(2, ("Idle under load", percent(idle), "while every job was stepping"))
-    if report.estimate is not None:
+    if report.estimate is not None and report.is_timed:
         parts = " + ".join(str(job.devices) for job in report.estimate.jobs)
         tiles.append((f"Idle if split {parts}", percent(report.estimate.idle_share), "estimate, see below"))
     return tiles

@@ -24,6 +24,12 @@ class TableData:
     note: str = ""
 
 
+_UNTIMED = (
+    "\nVirtual GPUs compute on this machine's own cores, so these times say nothing of GPUs, nor whether sharing pays: "
+    "that takes a declared_speed."
+)
+
+
 def duration(seconds: float) -> str:
     """ "8.3 s", "4 min 40 s", "3 h 05 min"."""
     if seconds < 60:
@@ -67,7 +73,8 @@ def job_table(accounting: Accounting) -> TableData:
     )
 
 
-def device_table(accounting: Accounting, pool: Sequence[PoolDevice]) -> TableData:
+def device_table(accounting: Accounting, pool: Sequence[PoolDevice], *, timed: bool = True) -> TableData:
+    """`timed`: phases last as long as on GPUs."""
     kinds = {device.id: f"{device.id} ({device.kind})" for device in pool}
     window_s = accounting.window_s
     rows = tuple(_use_row(kinds.get(use.device, str(use.device)), use, window_s) for use in accounting.devices)
@@ -77,7 +84,8 @@ def device_table(accounting: Accounting, pool: Sequence[PoolDevice]) -> TableDat
         ("device", "busy", "switching", "idle under a lease", "idle, free", "busy", "switching", "idle"),
         rows,
         footer,
-        note="Within the time in which any job ran. Switching: loading, offloading and weight updates, beside no work.",
+        note="Within the time in which any job ran. Switching: loading, offloading and weight updates, beside no work."
+        + ("" if timed else _UNTIMED),
     )
 
 

@@ -120,6 +120,7 @@ def _holders(
         common = wanted.intersection(lease.devices)
         if common and (lease.pipeline_id, lease.cluster) != (pipeline.pipeline_id, cluster.name):
             name = names.get(lease.pipeline_id, lease.pipeline_id)
+            name = f"{name} itself" if lease.pipeline_id == pipeline.pipeline_id else name
             yield f"{name} {_holds(status)} {_numbers(common)}{_for(status)}{_processes(control, status)}"
 
 
