@@ -73,7 +73,7 @@ format: $(VENV)/.stamp-test
 
 # Two files of tests at a time, each with a Ray of its own; one where there are real GPUs, which they would share.
 test: lint
-	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2 --dist loadfile --no-loadscope-reorder) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(if $(NVIDIA),,-n 2) $(PYTEST_ARGS)
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-demo
 	$(PIP) -e '.[docs]'

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from tests.waiting import HANG_S, PROGRAM_S
+
 OWN, SHARED = Path("/run/own"), Path("/run/shared")
-BOOT_S, COMMAND_S = 30.0, 180.0
+BOOT_S, COMMAND_S = HANG_S, PROGRAM_S
 START_TRIES = 3
 _REPOSITORY = Path(__file__).parents[1]
 _NAMESPACES = "--net --mount --pid --uts --ipc"
@@ -128,7 +130,7 @@ class Hosts:
             AssertionError: it failed; says what it wrote.
         """
         done = self._done(number, *arguments, timeout_s=timeout_s, **env)
-        said = f"{shlex.join(arguments)} on node{number}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        said = f"{shlex.join(arguments)} on node{number}: {done.stdout}{done.stderr}"
         assert done.returncode == 0, said
         return done.stdout
 

@@ -39,7 +39,7 @@ def test_a_skip_for_anything_else_fails_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *settings, "-p", "tests.skips", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [*command, "--continue-on-collection-errors", str(tmp_path)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "1 failed, 2 skipped, 1 xfailed, 2 errors" in run.stdout, run.stdout
     assert "only ['browser', 'gpu', 'root'] may be missing" in run.stdout
