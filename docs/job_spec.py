@@ -5,6 +5,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -13,8 +14,18 @@ from rlix.pipeline.spec.executor import EXECUTORS
 from rlix.pipeline.spec.job import JobSpec
 from rlix.pipeline.spec.model import PretrainedModel, TinyModel
 from rlix.pipeline.spec.schedule import SCHEDULES
+from rlix.serve.queue.config import QueueSpec
+from rlix.serve.tinker.settings import ServerSettings
 
 TARGET = Path(__file__).with_name("job-spec.md")
+_HUGE = 1e9
+SETTINGS = """# Settings of servers
+
+`server.yaml` is what `rlix serve --tinker server.yaml` reads ([Tinker's API](tinker.md)), `RLIX_HOME/queue.yaml` what
+`rlix serve` reads ([the queue](queue.md#who-is-next)), when they start. Unknown keys are errors.
+
+This page is written from the code by `python docs/reference.py`; a test keeps it current.
+"""
 INTRODUCTION = """# Job spec reference
 
 A job is one YAML file, checked before anything starts. Unknown keys are errors. Paths are relative to the file. The
@@ -47,6 +58,18 @@ def reference() -> str:
     return "\n".join(parts)
 
 
+def settings() -> str:
+    """Of the files that servers read."""
+    parts = [SETTINGS]
+    for heading, name, model in (
+        ("## `server.yaml`", "models.NAME", ServerSettings),
+        ("## `queue.yaml`", "teams.NAME", QueueSpec),
+    ):
+        (inner,) = [child for _, child in nested(model)]
+        parts += [section("", model).replace("## Top level", heading), section(name, inner)]
+    return "\n".join(parts)
+
+
 def options(path: str, name: str, model: type[BaseModel]) -> str:
     """The options of what is called `name`, and those of its own sections."""
     inner = [section(f"{path}.options.{child}", of_child) for child, of_child in nested(model)]
@@ -59,7 +82,7 @@ def section(path: str, model: type[BaseModel], more: str = "") -> str:
         title += " (built in)" if model is TinyModel else " (Hugging Face)"
     rows = [row(name, field) for name, field in model.model_fields.items()]
     doc = model.__doc__ if model.__doc__ and not model.__doc__.startswith("!!!") else ""
-    intro = [" ".join(doc.split()), ""] if doc and model is not JobSpec else []
+    intro = [" ".join(doc.split()), ""] if doc and path else []
     return "\n".join([title, "", *intro, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
@@ -72,7 +95,25 @@ def row(name: str, field: FieldInfo) -> str:
         value = field.get_default(call_default_factory=True)
         default = "–" if value in (None, "") else f"`{list(value) if isinstance(value, tuple) else value}`"
     meaning = " ".join((field.description or "").split())
-    return f"| `{name}` | {type_name(field.annotation)} | {default} | {meaning} |"
+    return f"| `{name}` | {type_name(field.annotation)}{bounds(field)} | {default} | {meaning} |"
+
+
+def bounds(field: FieldInfo) -> str:
+    """ ", above 0, at most 1": what a number may be. Limits that nobody meets are left out."""
+    words = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
+    given = [*field.metadata, *_constraints(field.annotation)]
+    limits = [(words[type(one)], getattr(one, type(one).__name__.lower())) for one in given if type(one) in words]
+    return "".join(f", {word} {limit:,}" for word, limit in limits if limit < _HUGE)
+
+
+def _constraints(annotation: Any) -> list[Any]:
+    """Of a number that may be left out."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        given = typing.get_args(annotation)[1:]
+        return [each for one in given for each in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [each for one in typing.get_args(annotation) for each in _constraints(one)]
+    return []
 
 
 def nested(model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:

@@ -235,15 +235,16 @@ def errors() -> str:
     return "\n".join([ERRORS, "| error | is a | |", "|---|---|---|", *rows, ""])
 
 
-def job_spec() -> str:
-    return str(runpy.run_path(str(DOCS / "job_spec.py"))["reference"]())
+def of_specs(page: str) -> Callable[[], str]:
+    return lambda: str(runpy.run_path(str(DOCS / "job_spec.py"))[page]())
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": command_line,
     "errors.md": errors,
     "http-api.md": http_api,
-    "job-spec.md": job_spec,
+    "job-spec.md": of_specs("reference"),
+    "settings.md": of_specs("settings"),
 }
 
 if __name__ == "__main__":
