@@ -1,9 +1,13 @@
 """Fixtures that several test folders share."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Before Ray is imported: a test that calls it without a Ray fails, instead of starting one without GPUs for all others.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import hypothesis
 import psutil

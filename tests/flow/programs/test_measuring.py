@@ -45,6 +45,8 @@ def test_a_part_that_says_no_memory_is_named(said: object) -> None:
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,), repeats=1))
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
 def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
 
