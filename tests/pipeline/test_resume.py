@@ -1,5 +1,6 @@
 """Going on with a run: what has changed in its spec, and what of that can be."""
 
+import json
 import shutil
 import subprocess
 from io import StringIO
@@ -110,6 +111,16 @@ def test_a_refusal_names_fields_and_values_before_anything_starts(tmp_path: Path
         launch([wanted], tmp_path, resume=True)
     assert "steps" not in str(caught.value)
     assert resumption(wanted, tmp_path / "other").step is None
+
+
+def test_a_spec_that_an_older_release_wrote_its_plan_into_is_read(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "sort_digits", with_keys(), 5)
+    plan = {"mode": "auto", "switch": "exact", "chosen": "collocated: all on 2", "step_s": 2.5, "seconds": {"step": 2}}
+    kept = folder.path / "spec.yaml"
+    kept.write_text(kept.read_text() + f"plan: {json.dumps(plan)}\n")
+    assert [change.field for change in resumption(with_keys(steps=300), folder.path).changes] == ["steps"]
+    with pytest.raises(SpecError, match=r"plan\.chosen.*remove 'plan' to run on these clusters"):
+        load_job(kept)
 
 
 def test_the_command_shows_what_has_changed_and_what_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,9 @@ def _spec_of(run_dir: Path) -> JobSpec | None:
     path = run_dir / SPEC_FILE
     try:
         values, _ = read_yaml(path)
+        plan = values.get("plan")
+        if isinstance(plan, dict) and "chosen" in plan:  # a release before plan.json kept what was planned here
+            del values["plan"]
         return JobSpec.model_validate_json(json.dumps(values, default=str))
     except (SpecError, ValidationError) as error:
         logger.warning("%s: cannot be read, so what has changed since is not known: %s", path, error)

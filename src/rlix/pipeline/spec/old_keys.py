@@ -25,6 +25,7 @@ _MOVED = {
     "algorithm.normalize_by_std": "is an option now; write it under 'algorithm.options', or use 'name: dr_grpo'",
     "schedule.options.importance_cap": "belongs to any schedule now; write 'algorithm: {importance_cap: 2.0}'",
 }
+_PLANNED = ("plan.chosen", "plan.step_s", "plan.load_s", "plan.seconds")
 _PIPELINES = ("full_finetune", "agentic", "actor_critic", "asynchronous", "asynchronous_agentic")
 
 
@@ -32,6 +33,8 @@ def moved(dotted: str) -> str | None:
     """What to write instead of an unknown key, when it is one that there was."""
     if dotted in _MOVED:
         return _MOVED[dotted]
+    if dotted in _PLANNED:
+        return "was written by RLix, beside the clusters that it planned; remove 'plan' to run on these clusters"
     section, _, key = dotted.rpartition(".")
     if section == "algorithm" and key in _OPTIONS:
         return "is an option of the algorithm now; write it under 'algorithm.options'"
