@@ -17,6 +17,7 @@ import httpx
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment
 
+ANSWER_S = 120.0  # longest that the endpoint may take; it says within a minute that there is no episode
 numbers = itertools.count()
 
 
@@ -26,7 +27,7 @@ async def play(endpoint: dict[str, str], taskset: str, at_once: int, held_out: i
     env = load_environment(vf.SingleAgentEnvConfig(taskset={"id": taskset}, agent=agent))
     tasks = list(env.taskset)
     rows = {"train": tasks[held_out:], "evaluation": tasks[:held_out]}
-    job = httpx.AsyncClient(base_url=endpoint["base_url"], headers=with_key(endpoint["api_key"]), timeout=None)
+    job = httpx.AsyncClient(base_url=endpoint["base_url"], headers=with_key(endpoint["api_key"]), timeout=ANSWER_S)
     async with job, env.serving():
         model = (await job.get("models")).raise_for_status().json()["data"][0]["id"]
         asked = {"rows": {split: len(of_split) for split, of_split in rows.items() if of_split}}
