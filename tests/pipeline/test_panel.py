@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlix.pipeline.sources.base import SourceFailedError
-from rlix.pipeline.sources.judge import Failures, Verdict
+from rlix.pipeline.sources.judge import Failures, Verdict, Waiting
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.processes import ProcessError, Processes
 from rlix.pipeline.sources.rewards import Reward
@@ -265,3 +265,21 @@ def test_a_job_learns_from_what_is_left(tmp_path: Path) -> None:
     assert row["reward_failed"] == 4
     assert (row["reward_moody"], row["trajectories"]) == (1.0, 8)
     assert row["grad_norm"] > 0
+
+
+def test_a_plain_judge_that_waits_while_others_stand_in_line_is_said_once() -> None:
+    idle, busy, quick = (Waiting("judge.py:ask", 4) for _ in range(3))
+    said = [idle.note(2.0, 0.01) for _ in range(40)]
+    assert [number for number, one in enumerate(said) if one] == [15]
+    assert "take 2 s, of which 0.01 s are work, and 4 run at a time: 1,000 take 500 s" in said[15]
+    assert not any(busy.note(2.0, 1.9) or quick.note(0.01, 0.0) for _ in range(40))
+
+
+@pytest.mark.parametrize(("concurrency", "warned"), [(None, 1), (4, 0)])
+def test_a_panel_measures_its_plain_functions(
+    concurrency: int | None, warned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlix.pipeline.sources.judge._LONG_S", 0.0)
+    monkeypatch.setattr("rlix.pipeline.sources.judge._IDLE", 1e9)
+    judged([reward("length", concurrency=concurrency)], *(asked("12") for _ in range(24)))
+    assert sum("run at a time" in record.message for record in caplog.records) == warned

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -72,20 +73,28 @@ async def load(functions: list[str]) -> dict[str, Any]:
 async def reward(
     function: str, given: list[Any], columns: Mapping[str, Any], options: Mapping[str, Any], timeout_s: float
 ) -> dict[str, Any]:
-    """A completion's reward, or, of a list of completions, that of each. Only a coroutine's time can be kept here."""
+    """A completion's reward, or, of a list of completions, that of each; and the seconds of a plain function's call,
+    and of it those in which a processor worked. Only a coroutine's time can be kept here."""
     called, takes = _function(function)
+    began, worked = time.perf_counter(), _worked_s()
     value = called(*given, **{**{k: v for k, v in columns.items() if takes(k)}, **options})
     if inspect.isawaitable(value):
         try:
             value = await asyncio.wait_for(value, timeout_s)
         except TimeoutError:
             return {"late": True}
+    spent = {"spent": (time.perf_counter() - began, _worked_s() - worked)}
     if isinstance(given[1], str):
-        return {"rewards": [_plain(value)]}
+        return {"rewards": [_plain(value)], **spent}
     values = list(value)
     if len(values) != len(given[1]):
         raise TypeError(f"it returned {len(values)} rewards of {len(given[1])} completions")
-    return {"rewards": [_plain(one) for one in values]}
+    return {"rewards": [_plain(one) for one in values], **spent}
+
+
+def _worked_s() -> float:
+    """Seconds of processors, of this process and of those it started that have ended."""
+    return sum(os.times()[:4])
 
 
 def _plain(value: Any) -> tuple[float, bool | None, str | None]:

@@ -9,6 +9,9 @@ from rlix.pipeline.spec.named import own_traceback, where_raised
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_AT = 16  # calls
+_LONG_S = 0.1
+_IDLE = 0.2
 _SHOWN = 3
 _WARNED = 8
 _LONGEST = 2000  # characters of a text in the log
@@ -40,6 +43,31 @@ class Failures:
 
 
 FAILURES = Failures()
+
+
+class Waiting:
+    """Whether calls of a plain function, `at_once` of which run at a time, wait for something, such as a judge that is
+    asked over a network: more at a time would be sooner done."""
+
+    def __init__(self, reward: str, at_once: int) -> None:
+        self._reward, self._at_once = reward, at_once
+        self._calls, self._seconds, self._worked_s = 0, 0.0, 0.0
+
+    def note(self, seconds: float, worked_s: float) -> str:
+        """A call that others wait for. Returns what to say once, "" otherwise."""
+        if self._calls == _LOOKED_AT:
+            return ""
+        self._calls += 1
+        self._seconds += seconds
+        self._worked_s += worked_s
+        mean_s = self._seconds / self._calls
+        if self._calls < _LOOKED_AT or mean_s < _LONG_S or self._worked_s > _IDLE * self._seconds:
+            return ""
+        return (
+            f"reward {self._reward}: its calls take {mean_s:.2g} s, of which {self._worked_s / self._calls:.2g} s are "
+            f"work, and {self._at_once} run at a time: 1,000 take {1000 * mean_s / self._at_once:.0f} s. Make it an "
+            "`async def` (64 at a time, in one process), or raise the reward's `concurrency` (a process each)"
+        )
 
 
 def shortened(text: str) -> str:

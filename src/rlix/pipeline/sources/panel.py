@@ -1,17 +1,20 @@
 """Several rewards at once: weighted, side by side, each call of a user's own in a process and within its time."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlix.pipeline.sources.judge import FAILURES, Verdict, attempted
+from rlix.pipeline.sources.judge import FAILURES, Verdict, Waiting, attempted
 from rlix.pipeline.sources.processes import Child, ProcessError, Processes
 from rlix.pipeline.sources.rewards import TEXT_REWARDS, Reward, as_reward, token_match
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.section import apart
 from rlix.pipeline.spec.source import RewardSpec
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = ("token_match", *TEXT_REWARDS)  # quick and safe: in this process
 _PROCESSES = 4
@@ -100,6 +103,8 @@ class _Own:
         self._shared: Child | None = None
         self._turns: asyncio.Semaphore | None = None  # known when it is known what the function is
         self._most = 1
+        self._under_way = 0  # calls, with those that wait for their turn
+        self._waiting: Waiting | None = None  # of a plain function whose user says no concurrency
         self._asked = 0  # calls so far
         self._hung = 0  # in a row
         self._given_up = 0  # calls up to this number are not made any more
@@ -130,8 +135,11 @@ class _Own:
             "columns": dict(prompt.columns),
             "options": self.spec.options,
         }
-        self._asked += 1
-        problem = await self._call(request, self._asked)
+        self._asked, self._under_way = self._asked + 1, self._under_way + 1
+        try:
+            problem = await self._call(request, self._asked)
+        finally:
+            self._under_way -= 1
         if isinstance(problem, list):
             return [self._checked(found, source, one) for found, one in zip(problem, asked, strict=True)]
         if isinstance(problem, str):
@@ -187,6 +195,8 @@ class _Own:
                 if not shares:
                     await self._processes.give_back(child)
                 self._most = self.spec.concurrency or (_COROUTINES if shares else _PROCESSES)
+                if not shares and self.spec.concurrency is None:
+                    self._waiting = Waiting(self.spec.name, self._most)
                 self._turns = asyncio.Semaphore(self._most)
             return self._turns
 
@@ -213,6 +223,8 @@ class _Own:
                 child.kill()
             )  # one that is shared blocks its loop: whoever else waits for it is told that it has ended
             return None
+        if self._waiting is not None and self._under_way > self._most and (slow := self._waiting.note(*found["spent"])):
+            logger.warning("%s", slow)
         return None if "late" in found else list(found["rewards"])
 
 

@@ -106,7 +106,8 @@ class RewardSpec(Named):
     """Longest one call of your own may take."""
     concurrency: Count | None = None
     """How many calls of your own run at a time, beside the generation of what is not judged yet; left out: 64 of an
-    `async def`, all in one process, and 4 of another function, each in a process of its own."""
+    `async def`, all in one process, and 4 of another function, each in a process of its own. One that waits for a
+    server is slow as such: 1,000 answers of 2 s take 500 s, which the log says."""
     per: Literal["sample", "group"] = "sample"
     """`group`: one call for all completions of a prompt, when the last is there; `completion` is then a list of texts,
     and a list of numbers comes back."""
