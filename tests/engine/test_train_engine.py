@@ -245,9 +245,9 @@ def test_a_move_that_failed_on_one_rank_does_not_block_the_next(
     engine = engines["sharded"]
     group, run = engine._workers(), engine._run
 
-    def partly(method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def partly(method: str, *args: Any, timeout_s: float, **more: Any) -> list[Any]:
         if method != "to_host":
-            return run(method, *args, timeout_s=timeout_s)
+            return run(method, *args, timeout_s=timeout_s, **more)
         engine._calls += 1
         refs = [group.call("do", engine._calls, what, ranks=[rank])[0] for rank, what in enumerate((method, "ping"))]
         group.results(method, refs, timeout_s=timeout_s)

@@ -129,7 +129,12 @@ def test_what_weights_are_said_to_answer_is_read_with_them(
     monkeypatch.setattr(trainer, "_asked", (None, 0))
     methods: list[str] = []
     send = trainer._send
-    monkeypatch.setattr(trainer, "_send", lambda method, *args: methods.append(method) or send(method, *args))
+
+    def noted(method: str, *args: Any, **more: Any) -> Any:
+        methods.append(method)
+        return send(method, *args, **more)
+
+    monkeypatch.setattr(trainer, "_send", noted)
     published = trainer.publish()
     assert published.known is not None
     assert methods == ["held_weights", "publish"]
