@@ -15,7 +15,14 @@ from rlix.control.settings import Settings
 from rlix.control.status import status_of
 from rlix.control.usage import Usage
 from rlix.protocol.errors import DeadlockError, PipelineGoneError, SpecError, StaleEpochError, WaitTimeoutError
-from rlix.protocol.events import Event, LeaseReleased, PipelineEnding, PipelineRegistered, PipelineUnregistered
+from rlix.protocol.events import (
+    Event,
+    LeaseReleased,
+    PipelineAllocated,
+    PipelineEnding,
+    PipelineRegistered,
+    PipelineUnregistered,
+)
 from rlix.protocol.messages import Cluster, Demand, Lease, LeaseState, Registration, ReleaseReason
 from rlix.protocol.types import Phase
 from rlix.scheduler.image import image
@@ -405,7 +412,7 @@ def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(
 
         def refuse(events: object) -> None:
             if full["disk"]:
-                raise JournalError("cannot write to the journal: disk full")
+                refused(events)
             append(events)  # type: ignore[arg-type]
 
         journal.append = refuse  # type: ignore[method-assign, assignment]
@@ -426,6 +433,32 @@ def test_a_full_disk_stops_granting_and_nothing_else_and_leaves_no_hole(
         world.restart(list(journal.replay()))
         assert world.core.state.leases == before.leases
         assert world.core.state.next_epoch == before.next_epoch
+
+
+def test_a_compaction_that_is_due_while_the_disk_is_full_writes_nothing_twice(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db") as journal:
+        world = World(journal=journal)
+        lease = world.gang("ft_1")
+        world.core.known.writer._compact_at = len(journal) + 1
+        world.core.record(PipelineAllocated("earlier", "ft"))
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(journal, "append", refused)
+            world.core.record(PipelineAllocated("meanwhile", "ft"))
+            world.run(0.5)
+        world.run(1.5)
+        assert lease in world.held("ft_1")
+        for number in range(2):  # and compacted, too
+            before = world.core.state
+            world.restart(list(journal.replay()))
+            assert world.core.state.leases == before.leases
+            assert world.core.state.allocated == before.allocated
+            world.core.known.writer._compact_at = 1
+            world.core.record(PipelineAllocated(f"later_{number}", "ft"))
+            world.run(3.0)
+
+
+def refused(events: object) -> None:
+    raise JournalError("cannot write to the journal: disk full")
 
 
 def test_a_lease_that_is_not_in_the_journal_is_nobodys_yet(tmp_path: Path) -> None:

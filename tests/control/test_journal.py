@@ -25,8 +25,8 @@ from rlix.control.journal import (
     encode,
     open_journal,
 )
-from rlix.protocol.events import Event, LeaseGranted, PipelineAllocated
-from rlix.protocol.messages import Lease
+from rlix.protocol.events import Event, LeaseGranted, PipelineAllocated, PipelineRegistered
+from rlix.protocol.messages import Cluster, Lease, Registration
 from rlix.protocol.types import Phase
 
 EVENTS: list[Event] = [
@@ -59,6 +59,21 @@ def test_phases_and_tuples_keep_their_types() -> None:
     assert isinstance(again, LeaseGranted)
     assert again.lease.phase is Phase.ACTOR_TRAINING
     assert isinstance(again.lease.devices, tuple)
+
+
+def test_hundreds_of_jobs_on_the_whole_pool_are_written_as_runs_and_read_as_one_tuple() -> None:
+    pool = [*range(5_000), *range(5_002, 10_000), 5_000]
+    read = []
+    for job in range(2):
+        infer = Cluster("actor_infer", 1, tuple(pool), elastic=True)
+        name, body = encode(PipelineRegistered(Registration(f"ft_{job}", "NS", (infer,))))
+        assert "[[0,5000],[5002,4998],[5000,1]]" in body
+        assert len(body) < 400
+        event = decode(name, body)
+        assert isinstance(event, PipelineRegistered)
+        read.append(event.registration.clusters[0].devices)
+    assert read[0] == tuple(pool)
+    assert read[0] is read[1]
 
 
 def test_events_come_back_in_order_with_their_times(tmp_path: Path) -> None:

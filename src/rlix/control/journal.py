@@ -5,11 +5,13 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import Any, Self, get_args
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -17,13 +19,14 @@ from pydantic import TypeAdapter
 from rlix.node.database import transaction
 from rlix.node.file_lock import FileBusyError, lock_file
 from rlix.protocol.errors import RlixError
-from rlix.protocol.events import Event
+from rlix.protocol.events import Event, PipelineRegistered
+from rlix.protocol.messages import Registration
 
 logger = logging.getLogger(__name__)
 
 KEPT_SESSIONS = 5
 LOCK_WAIT_S = 5.0  # a process that was just killed holds its files until the kernel has cleaned up after it
-VERSION = 2  # of the tables and of the events' fields: a journal of another version is not read
+VERSION = 3  # of the tables and of the events' fields: a journal of another version is not read
 _BUSY_TIMEOUT_S = 1.0
 _WAL_BYTES = 4 << 20
 _TABLES = (
@@ -33,6 +36,7 @@ _TABLES = (
 )
 _INSERT = "INSERT INTO events (time, type, body) VALUES (?, ?, ?)"
 _TYPES: dict[str, type] = {event_type.__name__: event_type for event_type in get_args(Event)}
+_Runs = tuple[tuple[int, int], ...]  # (first, how many): consecutive devices
 
 
 class JournalError(RlixError):
@@ -50,8 +54,9 @@ def encode(event: Event) -> tuple[str, str]:
         JournalError: a text of it cannot be written, such as half of a surrogate pair.
     """
     name = type(event).__name__
+    stored = _packed(event) if isinstance(event, PipelineRegistered) else event
     try:
-        return name, _adapter(name).dump_json(event).decode()
+        return name, _adapter(name).dump_json(stored).decode()
     except ValueError as error:
         raise JournalError(f"event {name} cannot be written as JSON: {error}") from error
 
@@ -65,14 +70,48 @@ def decode(name: str, body: str) -> Event:
     if name not in _TYPES:
         raise JournalError(f"unknown event type {name!r}; was the journal written by a newer version?")
     try:
-        return _adapter(name).validate_json(body)
+        stored = _adapter(name).validate_json(body)
     except ValueError as error:
         raise JournalError(f"event {name} does not have the expected fields: {error}") from error
+    event: Event = _unpacked(stored) if isinstance(stored, _Registered) else stored
+    return event
 
 
 @cache
-def _adapter(name: str) -> TypeAdapter[Event]:
-    return TypeAdapter(_TYPES[name])
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_Registered if name == PipelineRegistered.__name__ else _TYPES[name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """How a registration is written: clusters without their devices, which may be the whole pool for each of hundreds
+    of jobs, and those as runs."""
+
+    registration: Registration
+    devices: tuple[_Runs, ...]
+
+
+def _packed(event: PipelineRegistered) -> _Registered:
+    clusters = event.registration.clusters
+    bare = replace(event.registration, clusters=tuple(replace(cluster, devices=()) for cluster in clusters))
+    return _Registered(bare, tuple(_runs(cluster.devices) for cluster in clusters))
+
+
+def _unpacked(stored: _Registered) -> PipelineRegistered:
+    bare = zip(stored.registration.clusters, stored.devices, strict=True)
+    clusters = tuple(replace(cluster, devices=_devices(runs)) for cluster, runs in bare)
+    return PipelineRegistered(replace(stored.registration, clusters=clusters))
+
+
+@lru_cache(maxsize=64)
+def _runs(devices: tuple[int, ...]) -> _Runs:
+    starts = [at for at, device in enumerate(devices) if at == 0 or device != devices[at - 1] + 1]
+    return tuple((devices[at], end - at) for at, end in pairwise([*starts, len(devices)]))
+
+
+@lru_cache(maxsize=64)  # also so that equal ones are one tuple
+def _devices(runs: _Runs) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(range(first, first + count) for first, count in runs))
 
 
 class Journal:

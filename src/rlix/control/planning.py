@@ -70,23 +70,23 @@ class Planning:
         if known.closed or known.writer.trouble:
             return  # what is not in the journal must not be promised to anybody
         start = self._stopwatch()
-        events = self._decided(self.snapshot())
-        known.apply(events)  # a plan is complete: what it changes itself is nothing to plan anew for
-        for event in events:
-            if isinstance(event, DrainStarted):
-                known.ask_back(known.state.leases[event.epoch].lease)
+        with uncollected():
+            events = self._decided(self.snapshot())
+            known.apply(events)  # a plan is complete: what it changes itself is nothing to plan anew for
+            for event in events:
+                if isinstance(event, DrainStarted):
+                    known.ask_back(known.state.leases[event.epoch].lease)
         self._took_s = self._stopwatch() - start
         self.turns, self.turns_s = self.turns + 1, self.turns_s + self._took_s
 
     def _decided(self, snapshot: Snapshot) -> tuple[Event, ...]:
         state = self._known.state
-        with uncollected():
-            try:
-                return self._decide(snapshot, state, self._policy)
-            except Exception as error:  # whatever one pipeline makes it raise must not stop the others
-                if self._strict:
-                    raise
-                self._refuse(snapshot, error)
+        try:
+            return self._decide(snapshot, state, self._policy)
+        except Exception as error:  # whatever one pipeline makes it raise must not stop the others
+            if self._strict:
+                raise
+            self._refuse(snapshot, error)
         return ()
 
     def _refuse(self, snapshot: Snapshot, error: Exception) -> None:

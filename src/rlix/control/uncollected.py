@@ -1,4 +1,4 @@
-"""Planning without the garbage collector."""
+"""Long turns without the garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Collects no garbage meanwhile.
 
-    What a plan allocates lives until it is done and is then freed by its reference counts. On a large pool a collection
-    in between takes as long as the plan, to find everything alive.
+    What such a turn allocates lives until it is done, and is then kept, or freed by its reference counts. On a large
+    pool a collection in between takes as long as the turn, to find everything alive.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rlix.control.journal import JournalError
-from rlix.control.ports import Clock
+from rlix.control.ports import Clock, Timer
+from rlix.control.uncollected import uncollected
 from rlix.protocol.events import (
     DemandReported,
     Event,
@@ -71,6 +72,7 @@ class Writer:
         self._written = written
         self._waiting: list[Event] = []
         self._compact_at = _COMPACT_AT
+        self._compaction: Timer | None = None
 
     def append(self, events: Sequence[Event]) -> None:
         kept = [event for event in events if not isinstance(event, DemandReported)]
@@ -95,6 +97,8 @@ class Writer:
         return len(self._journal)
 
     def close(self) -> None:
+        if self._compaction is not None:
+            self._compaction.cancel()
         self._journal.close()
 
     def _write(self) -> None:
@@ -111,13 +115,17 @@ class Writer:
             logger.warning("the journal can be written again")
             self.trouble = ""
             self._written()
-        if len(self._journal) >= self._compact_at:
-            self._compact()
+        if len(self._journal) >= self._compact_at and self._compaction is None:
+            self._compaction = self._clock.call_later(0.0, self._compact)  # a turn of its own: it may be a long one
 
     def _compact(self) -> None:
-        image = self._image()
-        try:
-            self._journal.compact(image)
-        except JournalError as error:
-            logger.warning("the journal was not compacted: %s", error)
+        self._compaction = None
+        if self._waiting:
+            return  # which the image holds already: when they are written it is tried again
+        with uncollected():
+            image = self._image()
+            try:
+                self._journal.compact(image)
+            except JournalError as error:
+                logger.warning("the journal was not compacted: %s", error)
         self._compact_at = max(_COMPACT_AT, 4 * len(image))
