@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 import rlix
 from rlix.pipeline.jobs import launch as launching
 from rlix.pipeline.jobs.job_coordinator import JobCoordinator
-from rlix.pipeline.jobs.launch import split_devices, wait_all
+from rlix.pipeline.jobs.launch import split_devices
 from rlix.pipeline.jobs.status import JobConfig
 from rlix.pipeline.models import write_tiny_model
 from rlix.pipeline.spec.clusters import ReplicasSpec
@@ -42,7 +42,8 @@ def test_a_failing_job_reports_why_and_the_example_of_a_custom_pipeline_runs_bes
     broken = small("sort_digits", name="broken", pipeline={"name": "tests.pipeline.broken_pipeline:BrokenPipeline"})
     custom = small(str(EXAMPLE.with_suffix(".yaml")))
     stillborn = small(name="stillborn", pipeline={"name": "tests.pipeline.stillborn_pipeline:Pipeline"})
-    failed, fine, dead = wait_all(jobs.start(broken, custom, stillborn, runs=tmp_path), timeout_s=300)
+    started = jobs.start(broken, custom, stillborn, runs=tmp_path)
+    failed, fine, dead = (handle.wait(300) for handle in started)
     assert (failed.state, dead.state) == ("failed", "failed")
     assert re.fullmatch(r"RuntimeError: no luck today \(.*broken_pipeline\.py:13\)", failed.error or "")
     assert (tmp_path / "broken" / "output.log").read_text() == "imported\n"

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from rlix.pipeline.jobs.handle import JobHandle
-from rlix.pipeline.jobs.launch import launch, wait_all
+from rlix.pipeline.jobs.launch import launch
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import LeaseStatus
@@ -111,7 +111,7 @@ class Jobs:
         return self.handles[-len(specs) :]
 
     def finish(self, *handles: JobHandle) -> None:
-        statuses = wait_all(handles, timeout_s=PROGRAM_S)
+        statuses = [handle.wait(PROGRAM_S) for handle in handles]
         assert [s.state for s in statuses] == ["finished"] * len(handles), statuses
 
     def close(self, handle: JobHandle) -> None:

@@ -17,6 +17,8 @@ from rlix.pipeline.seeds import stream_seed
 from rlix.protocol.types import ClusterName
 
 CLUSTER = ClusterName.ACTOR_INFER.value
+_SLOTS = 64  # sequences that one replica generates at a time
+_TIMEOUT_S = 3600.0  # of one `generate`
 
 
 class Rollouts:
@@ -25,37 +27,24 @@ class Rollouts:
     Args:
         program: attached with `rollouts={"actor_infer": ...}`.
         model: a Hugging Face causal LM: a folder, or a name on the hub.
-        max_num_seqs: most sequences that one replica generates at a time.
-        timeout_s: longest that `generate` may take.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        model: str,
-        folder: RunFolder,
-        *,
-        executor: str = "transformers",
-        dtype: str = "float32",
-        max_num_seqs: int = 64,
-        timeout_s: float = 3600.0,
-    ) -> None:
+    def __init__(self, program: Program, model: str, folder: RunFolder, *, dtype: str) -> None:
         cluster = program.registration.cluster(CLUSTER)
         devices = program.client.devices()
-        self._timeout_s = timeout_s
         self._version, self._calls = 0, 0  # of which weights, and of `generate` with them
         self.stop = threading.Event()
-        self._engine = InferenceEngine(model, executor=executor)
+        self._engine = InferenceEngine(model, executor="transformers")
         self._engine.build(
             tensor_parallel_size=cluster.tensor_parallel_size,
             devices=tuple(devices[id] for id in cluster.devices),
             namespace=program.registration.ray_namespace,
             dtype=dtype,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=_SLOTS,
             load=False,  # nothing may be on a device before there is a lease for it
         )
         self._feed = BundleFeed(program.client, CLUSTER)
-        router = Router(len(cluster.bundles), max_num_seqs, prefix_cache=executor == "vllm")
+        router = Router(len(cluster.bundles), _SLOTS)
         self._manager = RolloutManager(
             cluster, replicas=self._engine.replicas, router=router, client=self._feed, folder=folder
         )
@@ -85,7 +74,7 @@ class Rollouts:
             Trajectory(id, tuple(prompt), stream_seed(seed, id), sampling)
             for id, prompt in zip(ids, prompts, strict=True)
         ]
-        return self._manager.generate(self._version, trajectories, self._timeout_s, self.stop)
+        return self._manager.generate(self._version, trajectories, _TIMEOUT_S, self.stop)
 
     def close(self) -> None:
         self.stop.set()

@@ -26,7 +26,7 @@ class Sft(Algorithm):
         mask = batch["mask"]
         terms = -batch["advantages"].unsqueeze(1) * torch.where(mask.bool(), log_probs, torch.zeros_like(log_probs))
         nothing = torch.zeros((), device=log_probs.device)
-        return PolicyLoss(aggregate(terms, mask, self.aggregation, denominator), nothing, nothing, nothing + 1)
+        return PolicyLoss(aggregate(terms, mask, self.aggregation, denominator), nothing, nothing)
 
 
 class Dpo(Sft):

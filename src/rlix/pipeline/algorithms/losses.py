@@ -16,7 +16,6 @@ class PolicyLoss:
     loss: Tensor
     clip_fraction: Tensor  # share of tokens whose update the clip stopped
     approx_kl: Tensor  # k3 estimate of KL(old || new)
-    mean_ratio: Tensor
 
 
 def clipped_policy_loss(
@@ -61,7 +60,6 @@ def clipped_policy_loss(
             loss=loss,
             clip_fraction=masked_mean(stopped.to(ratio.dtype), mask),
             approx_kl=masked_mean(difference.expm1() - difference, mask),
-            mean_ratio=masked_mean(ratio, mask),
         )
 
 
@@ -103,7 +101,6 @@ def capped_ratio_loss(
             loss=loss,
             clip_fraction=masked_mean(((ratio > cap) | (ratio < floor)).to(ratio.dtype), mask),
             approx_kl=masked_mean(difference.expm1() - difference, mask),
-            mean_ratio=masked_mean(ratio, mask),
         )
 
 
@@ -115,7 +112,6 @@ def quadratic_policy_loss(
     *,
     beta: float,
     denominator: float | Tensor | None = None,
-    weights: Tensor | None = None,
 ) -> PolicyLoss:
     """-(A * log_prob - beta / 2 * (log_prob - old_log_prob)²), a mean over tokens; shapes as in `clipped_policy_loss`.
 
@@ -124,13 +120,12 @@ def quadratic_policy_loss(
     """
     difference = torch.where(mask.bool(), log_probs - old_log_probs, torch.zeros_like(log_probs))
     terms = 0.5 * beta * difference.square() - advantages * torch.where(mask.bool(), log_probs, difference)
-    loss = aggregate(terms if weights is None else terms * weights, mask, "token", denominator)
+    loss = aggregate(terms, mask, "token", denominator)
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
             clip_fraction=torch.zeros_like(loss),
             approx_kl=masked_mean(difference.expm1() - difference, mask),
-            mean_ratio=masked_mean(difference.exp(), mask),
         )
 
 

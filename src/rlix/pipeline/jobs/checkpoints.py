@@ -57,7 +57,6 @@ class Checkpoints:
         keep: how many of the newest stay.
         evaluation: which metric makes a checkpoint the best one.
         saved: called with the number of steps and the path of each complete checkpoint.
-        clock: seconds.
     """
 
     def __init__(
@@ -66,14 +65,11 @@ class Checkpoints:
         keep: int,
         evaluation: EvaluationSpec | None,
         saved: Callable[[int, Path], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder.checkpoints
         self._keep = keep
         self._evaluation = evaluation
         self._saved = saved
-        self._clock = clock
         self._best = self._known_best()
         self._begun: _Begun | None = None
         self._unknown_metric = False
@@ -120,10 +116,10 @@ class Checkpoints:
         """
         if (begun := self._begun) is None:
             return
-        deadline = self._clock() + timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             for saving in begun.savings:
-                saving.wait(max(0.0, deadline - self._clock()))
+                saving.wait(max(0.0, deadline - time.monotonic()))
         except BaseException:  # raised again
             self._begun = None
             raise

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,9 +139,3 @@ def _on_part(spec: JobSpec, part: tuple[int, ...]) -> JobSpec:
 
 def _least_field(cluster: ClusterSpec) -> str:
     return cluster.unit_field if cluster.least == cluster.unit else "the range's min"
-
-
-def wait_all(handles: Sequence[JobHandle], timeout_s: float) -> list[JobStatus]:
-    """Wait for every job, together at most `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    return [handle.wait(max(0.0, deadline - time.monotonic())) for handle in handles]

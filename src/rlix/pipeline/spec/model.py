@@ -2,14 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from rlix.pipeline.spec.section import Count, Section
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TinyModel(Section):
@@ -26,12 +23,6 @@ class TinyModel(Section):
     """Longest prompt and completion together, in tokens."""
     alphabet: Annotated[str, Field(min_length=1)] = "0123456789>="
 
-    @property
-    def torch_dtype(self) -> "torch.dtype":
-        import torch
-
-        return torch.float32
-
 
 class PretrainedModel(Section):
     """A Hugging Face causal LM: a local folder (relative to the job's file) or a name on the hub."""
@@ -40,12 +31,6 @@ class PretrainedModel(Section):
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which training computes and rollouts hold the weights. The optimizer's own weights are always float32."""
-
-    @property
-    def torch_dtype(self) -> "torch.dtype":
-        import torch
-
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
 
 def quantized(folder: Path) -> str | None:
