@@ -26,6 +26,46 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _HOW = "give a template of your own with source.chat.template"
 
 
+class Template:
+    """How one model is shown messages: by the job's chat template, or its tokenizer's. Raises SpecError without any."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", spec: ChatSpec) -> None:
+        self._tokenizer, self._options = tokenizer, spec.options
+        own: Any = tokenizer.chat_template
+        if spec.template is not None:
+            try:
+                own = Path(spec.template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise SpecError(f"source.chat.template: {spec.template} cannot be read: {error}") from error
+        if own is None:
+            raise SpecError(f"source.chat: messages need a chat template, and the model's tokenizer has none; {_HOW}")
+        self._text = str(own["default"] if isinstance(own, dict) else own)
+
+    def render(self, messages: Sequence[Message], where: str, *, asked: bool = True, tools: Sequence[Any] = ()) -> str:
+        """As text; `asked`: up to where the model answers. Raises SpecError, which begins with `where`."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) or None,
+                    chat_template=self._text,
+                    add_generation_prompt=asked,
+                    tokenize=False,
+                    **self._options,
+                )
+            )
+        except (TemplateError, TypeError, AttributeError, ValueError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages if isinstance(message, Mapping))
+            raise SpecError(
+                f"{where}: the model's chat template does not render messages of {roles or 'no role'}: {error}; {_HOW}"
+            ) from error
+
+
+def template_of(tokenizer: "PreTrainedTokenizerBase", spec: ChatSpec) -> Template | None:
+    """None where neither the job nor the tokenizer has one."""
+    return None if tokenizer.chat_template is None and spec.template is None else Template(tokenizer, spec)
+
+
 class Chat:
     """One model's conversations.
 
@@ -45,7 +85,7 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._tokenizer, self._spec, self._ends, self._tools = tokenizer, spec, ends, [dict(tool) for tool in tools]
-        self._template = chat_template(tokenizer, spec)
+        self._template = Template(tokenizer, spec)
         self._checked: set[str] = set()
         if self._tools:
             self._check("tool")
@@ -112,38 +152,10 @@ class Chat:
         return rendered.partition(_SAID)[2]
 
     def _render(self, messages: Sequence[Message]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=self._tools or None,
-                    chat_template=self._template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **self._spec.options,
-                )
-            )
-        except (TemplateError, TypeError, AttributeError) as error:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise SpecError(
-                f"source.chat: the model's chat template does not render messages of {roles}: {error}; {_HOW}"
-            ) from error
+        return self._template.render(messages, "source.chat", tools=self._tools)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return read(self._tokenizer, text, special=False)  # the template has put them in
-
-
-def chat_template(tokenizer: "PreTrainedTokenizerBase", spec: ChatSpec) -> str:
-    """The job's, or the tokenizer's. Raises SpecError when there is none."""
-    if spec.template is not None:
-        try:
-            return Path(spec.template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"source.chat.template: {spec.template} cannot be read: {error}") from error
-    own: Any = tokenizer.chat_template
-    if own is None:
-        raise SpecError(f"source.chat: messages need a chat template, and the model's tokenizer has none; {_HOW}")
-    return str(own["default"] if isinstance(own, dict) else own)
 
 
 def _call(text: str) -> ToolCall:

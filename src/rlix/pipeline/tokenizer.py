@@ -91,6 +91,21 @@ def knows(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
     return unknown is None or unknown not in ids
 
 
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, special: bool) -> tuple[int, ...]:
+    """The tokens of a text that is there before a job starts, all of which must be known; `special` as of `read`.
+
+    Raises SpecError, which begins with `where`.
+    """
+    ids = tuple(tokenizer.encode(text, add_special_tokens=special))
+    check_embedded(tokenizer, ids, where)
+    if not knows(tokenizer, ids):
+        raise SpecError(
+            f"{where}: the model's tokenizer does not know every character of {text[:_TEXT]!r}; add them to "
+            "model.alphabet, or use another model"
+        )
+    return ids
+
+
 def read(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> tuple[int, ...]:
     """What the policy reads of a text that is made while a job runs: what its tokenizer does not know is left as the
     token for that, and the first such characters are named in the log.

@@ -4,17 +4,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from rlix.pipeline.batch import Row
-from rlix.pipeline.chat import chat_template
+from rlix.pipeline.chat import template_of
 from rlix.pipeline.samples import Answer, End, Sample, Turn
 from rlix.pipeline.sources.base import Group, Seat, Source, Surroundings
 from rlix.pipeline.sources.place import Place
 from rlix.pipeline.sources.tables import Shuffled, read_table
 from rlix.pipeline.spec.rows import SHOWN, others, place
 from rlix.pipeline.spec.source import ChatSpec, ConversationsSpec, TableSpec
-from rlix.pipeline.tokenizer import knows
+from rlix.pipeline.tokenizer import encoded
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Demand
 from rlix.protocol.spec_file import nearest
@@ -40,8 +38,7 @@ class ConversationSource(Source):
     def __init__(self, spec: ConversationsSpec, around: Surroundings, chat: ChatSpec) -> None:
         super().__init__(spec, around)
         self._spec, self._chat = spec, chat
-        has_template = around.tokenizer.chat_template is not None or chat.template is not None
-        self._template = chat_template(around.tokenizer, chat) if has_template else None
+        self._template = template_of(around.tokenizer, chat)
         self._columns = (spec.chosen, spec.rejected) if around.group_size == 2 else (spec.answer or spec.messages,)
         rows = read_table(_WHERE, TableSpec(path=spec.path, config=spec.config, split=spec.split))
         self._check_columns(rows.column_names)
@@ -147,24 +144,10 @@ class ConversationSource(Source):
     def _render(self, messages: Messages, asked: bool, where: str) -> str:
         if self._template is None:
             raise SpecError(f"{where}: messages need a chat template, and the model's tokenizer has none")
-        try:
-            return str(
-                self.around.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    chat_template=self._template,
-                    add_generation_prompt=asked,
-                    tokenize=False,
-                    **self._chat.options,
-                )
-            )
-        except (TemplateError, TypeError, AttributeError) as error:
-            raise SpecError(f"{where}: the model's chat template does not render this: {error}") from error
+        return self._template.render(messages, where, asked=asked)
 
     def _encode(self, text: str, where: str, *, special: bool = False) -> tuple[int, ...]:
-        ids = tuple(self.around.tokenizer.encode(text, add_special_tokens=special))
-        if not knows(self.around.tokenizer, ids):
-            raise SpecError(f"{where}: the model's tokenizer does not know every character of {text[:80]!r}")
-        return ids
+        return encoded(self.around.tokenizer, text, where, special=special)
 
 
 def _answer(ids: Sequence[int], version: int) -> Answer:

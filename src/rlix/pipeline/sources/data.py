@@ -9,9 +9,7 @@ from datetime import datetime, time
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateError
-
-from rlix.pipeline.chat import chat_template
+from rlix.pipeline.chat import template_of
 from rlix.pipeline.sources.judge import Verdict
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
@@ -19,7 +17,7 @@ from rlix.pipeline.sources.tables import Mixture, Row, Rows, Shuffled, Streamed,
 from rlix.pipeline.sources.tasks.base import Prompt, Task
 from rlix.pipeline.spec.rows import SHOWN, others, place
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec, TableSpec
-from rlix.pipeline.tokenizer import check_embedded, knows
+from rlix.pipeline.tokenizer import encoded
 from rlix.protocol.errors import SpecError
 
 if TYPE_CHECKING:
@@ -60,8 +58,8 @@ class DataTask(Task):
     ) -> None:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest_prompt
         self._chat, self._skipped = chat or ChatSpec(), 0
-        self._has_template = tokenizer.chat_template is not None or self._chat.template is not None
-        if not self._has_template and (self._chat.system is not None or self._chat.options):
+        self._template = template_of(tokenizer, self._chat)
+        if self._template is None and (self._chat.system is not None or self._chat.options):
             given = "options" if self._chat.system is None else "system"
             raise SpecError(
                 f"source.chat.{given}: is not used, for the model's tokenizer has no chat template: the prompts are "
@@ -174,44 +172,26 @@ class DataTask(Task):
         if answer is None:
             raise SpecError(f"{where}: column {spec.answer!r} is empty")
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        answer_ids: list[int] = []
+        answer_ids: tuple[int, ...] = ()
         if spec.answer is not None:
-            answer_ids = [*self._encode(_text(answer), where, special=False), self._tokenizer.eos_token_id]
+            ids = encoded(self._tokenizer, _text(answer), where, special=False)
+            answer_ids = (*ids, int(self._tokenizer.eos_token_id))
         others = {k: v for k, v in values.items() if k not in (spec.prompt, spec.answer)}
         prompt_ids = self._encode_prompt(given, where, spec.prompt)
-        return Prompt(id, text, tuple(prompt_ids), _text(answer), tuple(answer_ids), others)
+        return Prompt(id, text, prompt_ids, _text(answer), answer_ids, others)
 
-    def _encode_prompt(self, given: Any, where: str, column: str) -> list[int]:
-        if not self._has_template:
+    def _encode_prompt(self, given: Any, where: str, column: str) -> tuple[int, ...]:
+        if self._template is None:
             if not isinstance(given, str):
                 raise SpecError(
                     f"{where}: column {column!r} holds a {type(given).__name__}, and "
                     "the model's tokenizer has no chat template; give the prompt as text"
                 )
-            return self._encode(given, where, special=True)
+            return encoded(self._tokenizer, given, where, special=True)
         system = [] if self._chat.system is None else [{"role": "system", "content": self._chat.system}]
         messages = [*system, {"role": "user", "content": given}] if isinstance(given, str) else given
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=chat_template(self._tokenizer, self._chat),
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._chat.options,
-            )
-        except (TemplateError, TypeError) as error:
-            raise SpecError(f"{where}: the chat template does not take column {column!r}: {error}") from error
-        return self._encode(str(text), where, special=False)  # the template has put the special tokens in
-
-    def _encode(self, text: str, where: str, special: bool) -> list[int]:
-        ids = list(self._tokenizer.encode(text, add_special_tokens=special))
-        check_embedded(self._tokenizer, ids, where)
-        if not knows(self._tokenizer, ids):
-            raise SpecError(
-                f"{where}: the model's tokenizer does not know every character of {text!r}; "
-                "add them to model.alphabet, or use another model"
-            )
-        return ids
+        text = self._template.render(messages, f"{where}: column {column!r}")
+        return encoded(self._tokenizer, text, where, special=False)  # the template has put the special tokens in
 
 
 def _text(answer: Any) -> str:
