@@ -95,12 +95,20 @@ def test_rows_are_seen_in_epochs_and_those_that_are_too_long_are_left_out(tmp_pa
         ([{"messages": TALK[:1]}], {}, "nobody has the role 'assistant'"),
         ([{"chosen": "a", "rejected": "b"}], {"size": 2}, "column 'prompt' is empty"),
         ([{"prompt": "a", "chosen": "a"}], {"size": 2}, "has no column 'rejected'"),
-        ([{"messages": TALK}], {"context": 5}, "every row has more than the 5 tokens"),
+        ([{"messages": TALK}], {"context": 5}, "every row has more than 5 tokens; use a model"),
     ],
 )
 def test_what_cannot_be_learnt_is_said(rows: Any, more: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=said):
         source(tmp_path, rows, **more)
+
+
+def test_where_a_row_is_in_its_file_is_looked_up_only_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look reads the file up to the row."""
+    monkeypatch.setattr("rlix.pipeline.sources.tables.place", lambda *_: pytest.fail("the file was read again"))
+    assert source(tmp_path, [{"messages": TALK}] * 3).different == 3
 
 
 def job(folder: Path, **changes: Any) -> JobSpec:

@@ -9,8 +9,7 @@ from rlix.pipeline.chat import template_of
 from rlix.pipeline.samples import Answer, End, Sample, Turn
 from rlix.pipeline.sources.base import Group, Seat, Source, Surroundings
 from rlix.pipeline.sources.place import Place
-from rlix.pipeline.sources.tables import Shuffled, read_table
-from rlix.pipeline.spec.rows import SHOWN, others, place
+from rlix.pipeline.sources.tables import Shuffled, read_table, usable
 from rlix.pipeline.spec.source import ChatSpec, ConversationsSpec, TableSpec
 from rlix.pipeline.tokenizer import encoded
 from rlix.protocol.errors import SpecError
@@ -84,24 +83,11 @@ class ConversationSource(Source):
                 raise SpecError(f"{_WHERE}: {self._spec.path} has no column {column!r}{there}")
 
     def _usable(self, rows: Any) -> list[int]:
-        """Numbers of the rows that fit in the context; every row is looked at before anything starts."""
-        used, problems = [], []
-        for number in range(len(rows)):
-            try:
-                found = [self._turns(rows[number], c, place(self._spec.path, number)) for c in self._columns]
-            except SpecError as error:
-                problems.append(str(error))
-                continue
-            if max(sum(map(_length, turns)) for turns in found) <= self.around.context:
-                used.append(number)
-        if problems:
-            raise SpecError("\n".join([*problems[:SHOWN], *others(len(problems) - len(problems[:SHOWN]))]))
-        if not used:
-            raise SpecError(f"{self._spec.path}: every row has more than the {self.around.context} tokens of the model")
-        if left_out := len(rows) - len(used):
-            said = "%s: %d rows of %d are left out: they have more than the %d tokens of the model's context"
-            logger.warning(said, self._spec.path, left_out, len(rows), self.around.context)
-        return used
+        def length(number: int, where: str) -> int:
+            return max(sum(map(_length, self._turns(rows[number], column, where))) for column in self._columns)
+
+        fix = "use a model with a longer context"
+        return usable(self._spec.path, len(rows), self.around.context, length, what="row", fix=fix)
 
     def _turns(self, row: Mapping[str, Any], column: str, where: str, version: int = 0) -> tuple[Turn, ...]:
         given, asked = row.get(column), row.get(self._spec.prompt)

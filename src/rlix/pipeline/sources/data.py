@@ -13,9 +13,9 @@ from rlix.pipeline.chat import template_of
 from rlix.pipeline.sources.judge import Verdict
 from rlix.pipeline.sources.panel import Asked, Panel
 from rlix.pipeline.sources.rewards import Reward
-from rlix.pipeline.sources.tables import Mixture, Row, Rows, Shuffled, Streamed, Table
+from rlix.pipeline.sources.tables import Mixture, Row, Rows, Shuffled, Streamed, Table, usable
 from rlix.pipeline.sources.tasks.base import Prompt, Task
-from rlix.pipeline.spec.rows import SHOWN, others, place
+from rlix.pipeline.spec.rows import SHOWN, place
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec, TableSpec
 from rlix.pipeline.tokenizer import encoded
 from rlix.protocol.errors import SpecError
@@ -99,41 +99,23 @@ class DataTask(Task):
         return Shuffled(rows, self._usable(spec, rows), number)
 
     def _usable(self, spec: TableSpec, rows: Rows) -> list[int]:
-        """Numbers of the rows that are not too long; every row is looked at before anything starts."""
-        used, unusable, too_long = [], [], list[int]()
-        for row in range(len(rows)):
-            try:
-                prompt = self._prompt("", spec, "", rows[row])
-            except SpecError:
-                unusable.append(row)
-                continue
-            if self._longest is None or len(prompt.prompt_ids) <= self._longest:
-                used.append(row)
-                if self._longest_answer is not None and len(prompt.answer_ids) - 1 > self._longest_answer:
-                    too_long.append(row)
-        if unusable:
-            named = [self._problem(spec, place(spec.path, row), rows[row]) or "" for row in unusable[:SHOWN]]
-            raise SpecError("\n".join([*named, *others(len(unusable) - len(named))]))
-        if not used:
-            raise SpecError(
-                f"{spec.path}: every prompt has more than {self._longest} tokens; raise "
-                "source.data.max_prompt_tokens, lower rollout.max_new_tokens, or use another model"
-            )
-        if too_long:
+        too_long = set[int]()
+
+        def length(number: int, where: str) -> int:
+            prompt = self._prompt("", spec, where, rows[number])
+            if self._longest_answer is not None and len(prompt.answer_ids) - 1 > self._longest_answer:
+                too_long.add(number)
+            return len(prompt.prompt_ids)
+
+        fix = "raise source.data.max_prompt_tokens, lower rollout.max_new_tokens, or use another model"
+        used = usable(spec.path, len(rows), self._longest, length, what="prompt", fix=fix)
+        if late := [number for number in used if number in too_long]:
             logger.warning(
                 "%s: %s of %s can hardly be exact: the answer has more than the %s tokens of max_new_tokens; raise it",
-                place(spec.path, too_long[0]),
-                f"this row and {len(too_long) - 1} others" if len(too_long) > 1 else "this row",
+                place(spec.path, late[0]),
+                f"this row and {len(late) - 1} others" if len(late) > 1 else "this row",
                 len(rows),
                 self._longest_answer,
-            )
-        if left_out := len(rows) - len(used):
-            logger.warning(
-                "%s: %d rows of %d are left out: their prompts have more than %s tokens",
-                spec.path,
-                left_out,
-                len(rows),
-                self._longest,
             )
         return used
 

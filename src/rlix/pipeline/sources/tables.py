@@ -1,5 +1,6 @@
 """Tables of rows in an order that depends on the job's seed alone: read whole, or as a stream, alone or mixed."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,9 +10,11 @@ from typing import Any, Protocol
 from rlix.pipeline.hub import check_reachable
 from rlix.pipeline.sources.tasks.base import random_stream
 from rlix.pipeline.spec.columns import FORMATS, data_fields, is_saved, kinds, missing_columns
-from rlix.pipeline.spec.rows import broken_lines
+from rlix.pipeline.spec.rows import SHOWN, broken_lines, others, place
 from rlix.pipeline.spec.source import DataSpec, TableSpec
 from rlix.protocol.errors import SpecError
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -35,6 +38,48 @@ class Table(Protocol):
     def row(self, stream: str, seed: int, position: int) -> tuple[str, Row]:
         """The row at `position` of the order of (`stream`, `seed`), and what to call it."""
         ...
+
+
+def usable(
+    path: str, count: int, longest: int | None, length: Callable[[int, str], int], *, what: str, fix: str
+) -> list[int]:
+    """Numbers of a table's rows that are not too long; every row is looked at before anything starts.
+
+    Args:
+        length: tokens of the row of a number; raises SpecError, which begins with the text that it is given, for one
+            that cannot be used.
+        what: has so many tokens; `fix`: what to do when all have more.
+
+    Raises:
+        SpecError: rows cannot be used, of which the first few are named, or all are too long.
+    """
+    fitting, problems, unusable = list[int](), list[str](), 0
+    for number in range(count):
+        try:
+            tokens = length(number, "")
+        except SpecError:
+            unusable += 1
+            if unusable <= SHOWN:  # where it is takes reading the file
+                problems.append(_problem(number, place(path, number), length))
+        else:
+            if longest is None or tokens <= longest:
+                fitting.append(number)
+    if unusable:
+        raise SpecError("\n".join([*problems, *others(unusable - len(problems))]))
+    if not fitting:
+        raise SpecError(f"{path}: every {what} has more than {longest} tokens; {fix}")
+    if left_out := count - len(fitting):
+        said = "%s: %d rows of %d are left out: the %s has more than %s tokens"
+        logger.warning(said, path, left_out, count, what, longest)
+    return fitting
+
+
+def _problem(number: int, where: str, length: Callable[[int, str], int]) -> str:
+    try:
+        length(number, where)
+    except SpecError as error:
+        return str(error)
+    return ""
 
 
 class Shuffled:
