@@ -30,6 +30,10 @@ except rlix.protocol.errors.RlixError as error:
     print(json.dumps(str(error)))
 """
 NODES = '[n["NodeManagerAddress"] for n in ray.nodes()]'
+REFUSED = """[
+    __import__("pytest").raises(rlix.protocol.errors.RlixError, rlix.init).match("the Ray cluster has no GPUs; start "),
+    ray.util.list_named_actors(all_namespaces=True),
+]"""
 
 
 @pytest.fixture
@@ -86,7 +90,7 @@ def test_an_address_that_is_none(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def guarded_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A Ray on loopback that wants a token: its address, and the home with the token in it."""
+    """A Ray on loopback that wants a token and has no GPUs: its address, and the home with the token in it."""
     home = tmp_path_factory.mktemp("guarded") / "home"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray" / "auth_token").write_text("a" * 32)
@@ -99,7 +103,7 @@ def guarded_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
     }  # fmt: skip
     try:
         subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-gpus=1",
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-gpus=0",
              "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--object-store-memory=100000000"],
             env=environment, check=True, capture_output=True, timeout=300,
         )  # fmt: skip
@@ -144,6 +148,12 @@ def test_a_cluster_that_wants_a_token_is_joined_with_it_and_only_with_it(
     assert of_home.result() == named.result() == ["127.0.0.1"]
     assert none.result().startswith(f"{where}there is none here")
     assert wrong.result().startswith(f"{where}does not take that of RAY_AUTH_TOKEN;")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_without_gpus_is_refused_before_anything_is_started_there(guarded_ray: tuple[str, Path]) -> None:
+    assert attached(*guarded_ray, REFUSED) == [True, []]
 
 
 @pytest.mark.ray

@@ -22,6 +22,7 @@ START_WITH_GPUS = (
     "start its nodes with GPUs, or with virtual ones: "
     f"ray start --num-gpus=8 --resources='{{\"{VIRTUAL_DEVICE_RESOURCE}\": 1}}'"
 )
+NO_GPUS = f"the Ray cluster has no GPUs; {START_WITH_GPUS}; or set RAY_ADDRESS=local to start a separate one"
 _PENDING = "it has not answered yet"
 
 

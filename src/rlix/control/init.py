@@ -21,7 +21,7 @@ from rlix.control.announcement import Announcement, DeathNotice, read_announceme
 from rlix.control.connect import authentication, connect_to_cluster, connect_to_daemon, loopback_kept, sigterm_kept
 from rlix.control.home import check_folders
 from rlix.control.ray_processes import RayProcesses
-from rlix.control.rpc import get
+from rlix.control.rpc import comes_back, get
 from rlix.control.settings import Settings
 from rlix.node.device_lock import remove_unheld
 from rlix.node.devices import VIRTUAL_KEYS, virtual_key
@@ -262,6 +262,7 @@ def _bare() -> Iterator[None]:
 
 
 def _start_control_plane(settings: Settings, log_level: int) -> Any:
+    from rlix.control.hosts import NO_GPUS
     from rlix.control.orchestrator import Orchestrator  # what only joins need not load them
     from rlix.control.resource_manager import ResourceManager
     from rlix.control.scheduler_service import Scheduler
@@ -278,6 +279,9 @@ def _start_control_plane(settings: Settings, log_level: int) -> Any:
         }
         return ray.remote(num_cpus=0)(actor_class).options(**options).remote(*args)
 
+    gpus = any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
+    if not gpus and not comes_back(ORCHESTRATOR_ACTOR_NAME):
+        raise RlixError(NO_GPUS)  # before anything is started that would be left behind
     start(Scheduler, SCHEDULER_ACTOR_NAME, _SCHEDULER_CALLS, settings, _pool_id(), log_level)
     start(ResourceManager, RESOURCE_MANAGER_ACTOR_NAME, _THREADS, log_level)
     orchestrator = start(Orchestrator, ORCHESTRATOR_ACTOR_NAME, _THREADS, log_level, settings.stopped_s)

@@ -11,7 +11,7 @@ from rlix.control.called import called, ended, parts_seen
 from rlix.control.core import Core
 from rlix.control.gang_queue import Asked
 from rlix.control.home import log_to
-from rlix.control.hosts import START_WITH_GPUS
+from rlix.control.hosts import NO_GPUS
 from rlix.control.journal import open_journal
 from rlix.control.live_nodes import LiveNodes
 from rlix.control.registration import (
@@ -119,9 +119,7 @@ class Scheduler:
         """
         core = await self._core()
         if not devices and not core.state.discovered:
-            raise RlixError(
-                f"the Ray cluster has no GPUs; {START_WITH_GPUS}; or set RAY_ADDRESS=local to start a separate one"
-            )
+            raise RlixError(NO_GPUS)
         assert self._nodes is not None
         await self._nodes.count_dead()
         core.found(numbered(core.state.discovered, devices, core.state.next_device_id), frozenset(draining))
