@@ -1,21 +1,25 @@
 """`rlix plan` on tables that are there already; measuring them is what examples/flow.py does."""
 
+import io
+import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rlix.cli.flows import load_flow
 from rlix.cli.main import app
+from rlix.cli.plan_picture import Drawn, print_picture
 from rlix.control.connect import _job_config
-from rlix.flow.planner import Point
+from rlix.flow.planner import PartPlan, Plan, Planned, Point, SegmentPlan, StagePlan
 from rlix.flow.profiler.profile import PartProfile, Profile, path_of
 from rlix.protocol.errors import SpecError
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "flow.py")
 
 
-def test_a_flow_is_planned_from_its_tables(rlix_home: Path) -> None:
+def test_a_flow_is_planned_from_its_tables(rlix_home: Path, tmp_path: Path) -> None:
     run = CliRunner().invoke
     missing = run(app, ["plan", f"{EXAMPLE}:flow"])
     assert missing.exit_code == 2
@@ -26,11 +30,40 @@ def test_a_flow_is_planned_from_its_tables(rlix_home: Path) -> None:
     assert planned.exit_code == 0, planned.output
     assert "collocated: guess on 4 → judge on 4 → learn on 4" in planned.output
     assert "runner-up" in planned.output
+    assert "\x1b" not in planned.output  # of no use but to a terminal
+    drawn = run(app, ["plan", EXAMPLE, "--html", f"{tmp_path}/plan.html"])
+    assert drawn.exit_code == 0, drawn.output
+    page = (tmp_path / "plan.html").read_text()
+    assert (page.count("src="), page.count("href="), page.count("http")) == (0, 0, 0)  # it loads nothing
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["phases"] == ["guess", "judge", "learn"]
+    assert [device["label"] for device in data["devices"]] == ["0–3"]
+    assert data["spans"][-1][5] == pytest.approx(data["end"])
+    assert run(app, ["plan", EXAMPLE, "--html", f"{tmp_path}/plan.html/there"]).exit_code == 2
     assert "disaggregated: " in run(app, ["plan", EXAMPLE, "--mode", "disaggregated"]).output
     assert run(app, ["plan", EXAMPLE, "--mode", "fast"]).exit_code == 2
     for gib in ("0", "-1", "nan"):
         refused = run(app, ["plan", EXAMPLE, "--memory", gib])
         assert (refused.exit_code, "must be above 0" in refused.output) == (2, True)
+
+
+def test_a_terminal_shows_the_plan_as_a_picture() -> None:
+    first = StagePlan((PartPlan("make", 1, 0, 1, 1.0, 3 * 2**30),), 0, 1, 1.0)
+    second = StagePlan((PartPlan("train", 3, 1, 3, 1.0),), 1, 3, 1.0)
+    segment = SegmentPlan((first, second), 8, 3.0)
+    plan = Plan((segment,), 16, 4, 3.0, 0.0, resident=True)
+    drawn = Drawn("mine", Planned(plan, ()), {"train": ("make",)}, {"make": 3 * 2**30})
+    console = Console(force_terminal=True, no_color=False, width=72, file=io.StringIO(), record=True)
+    print_picture(drawn, console)
+    rows = console.export_text().splitlines()
+    assert rows[:2] == [
+        f"  device 0 {' make':20}{'▏make':20}{'·' * 20}",
+        f"device 1–3 {'·' * 20}{' train':20}{'▏train':20}",
+    ]
+    assert any(row.split()[:1] == ["make"] and "3.00 GiB" in row for row in rows)
+    plain = Console(file=io.StringIO(), record=True)
+    print_picture(drawn, plain)
+    assert plain.export_text() == ""
 
 
 def test_workers_can_import_the_file_from_wherever_the_command_was_typed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlix.cli.plan_picture import Drawn
 from rlix.cli.said_plans import say_plan, say_profile
 from rlix.control.connect import IMPORT_FROM
 from rlix.control.program import attach
@@ -72,8 +73,10 @@ def profile_flow(
     say_profile(found, path_of(Settings.from_env().home, flow.name), as_json=as_json)
 
 
-def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str, *, as_json: bool = False) -> None:
-    """Explain the fastest plan and its runner-up, from the tables of this kind of machine."""
+def plan_flow(
+    name: str, gpus: int, memory_gib: float | None, mode: str, html_file: Path | None, *, as_json: bool = False
+) -> None:
+    """Show the fastest plan and its runner-up, from the tables of this kind of machine."""
     logging.getLogger("rlix.flow").setLevel(logging.WARNING)
     flow = load_flow(name)
     known = Profile.read(path_of(Settings.from_env().home, flow.name), f"rlix profile {name} --gpus {gpus}")
@@ -81,4 +84,6 @@ def plan_flow(name: str, gpus: int, memory_gib: float | None, mode: str, *, as_j
         raise SpecError(f"--mode {mode}: must be auto, {', '.join(Mode)}")
     only = None if mode == "auto" else Mode(mode)
     planned = flow.plan(known, gpus, device_bytes=memory_gib * 2**30 if memory_gib else None, mode=only)
-    say_plan(planned, known.describe(), planned.explain(), as_json=as_json)
+    after = {part.name: flow.before(part.name) for part in flow.parts}
+    drawn = Drawn(flow.name, planned, after, {part.name: part.peak_bytes for part in planned.best.parts})
+    say_plan(drawn, known.describe(), planned.explain(), html_file, as_json=as_json)

@@ -379,17 +379,18 @@ def plan(
     mode: Annotated[
         str | None, typer.Option(help="auto, collocated, disaggregated or hybrid (default: as a job says, or auto).")
     ] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the plan as a page here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how a flow or a job runs fastest, and what the runner-up would take."""
+    """Show how a flow or a job runs fastest, and say what the runner-up would take."""
     from rlix.cli.flows import is_flow, plan_flow
 
     with one_message_per_mistake():
         if memory is not None and not 0 < memory < float("inf"):
             raise SpecError(f"--memory {memory:g}: must be above 0")
         if is_flow(name):
-            plan_flow(name, gpus or 4, memory, mode or "auto", as_json=as_json)
+            plan_flow(name, gpus or 4, memory, mode or "auto", html_file, as_json=as_json)
         else:
             from rlix.cli.plans import plan_job_file
 
-            plan_job_file(name, gpus, memory, mode, as_json=as_json)
+            plan_job_file(name, gpus, memory, mode, html_file, as_json=as_json)

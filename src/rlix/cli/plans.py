@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import typer
 from rich.console import Console
 
+from rlix.cli.plan_picture import Drawn
 from rlix.cli.pool import shared_pool
 from rlix.cli.said_plans import say_plan, say_profile
 from rlix.control.init import new_pool_size
@@ -16,12 +17,14 @@ from rlix.flow.profiler.profile import halves, machine
 from rlix.monitor.records import RunRecord, load_run
 from rlix.node.devices import machine_memory
 from rlix.pipeline.jobs.launch import launch
-from rlix.pipeline.planning.choose import choose, explain, profile_path, tables, unplanned
+from rlix.pipeline.planning.choose import bytes_of, choose, explain, profile_path, tables, unplanned
+from rlix.pipeline.planning.graph import parts_of
 from rlix.pipeline.planning.made import PlannedJob
 from rlix.pipeline.planning.profiling import Trial, measured, trials
 from rlix.pipeline.spec.job import JobSpec, load_job
 from rlix.pipeline.spec.plan import PlanSpec
 from rlix.protocol.errors import RlixError, SpecError
+from rlix.protocol.types import ClusterName
 
 TRIAL_S = 3600.0
 """Longest that the few steps of one width may take, where nobody says."""
@@ -100,9 +103,15 @@ def _run(trial: Trial, folder: Path, timeout_s: float) -> RunRecord:
 
 
 def plan_job_file(
-    name: str, gpus: int | None, memory_gib: float | None, mode: str | None, *, as_json: bool = False
+    name: str,
+    gpus: int | None,
+    memory_gib: float | None,
+    mode: str | None,
+    html_file: Path | None,
+    *,
+    as_json: bool = False,
 ) -> None:
-    """Explain the fastest plan of a job and its runner-up; what the job says of its clusters' widths does not count."""
+    """Show the fastest plan of a job and its runner-up; what the job says of its clusters' widths does not count."""
     spec, settings = unplanned(load_job(name)), Settings.from_env()
     wanted = spec.plan or PlanSpec()
     if mode not in (None, "auto", *Mode):
@@ -112,4 +121,10 @@ def plan_job_file(
     spec = spec.model_copy(update={"plan": wanted.model_copy(update={"gpus": devices, "mode": mode or wanted.mode})})
     chosen = choose(spec, range(devices), settings.home, memory)
     explanation = explain(spec, chosen.planned, devices, settings.home, memory)
-    say_plan(chosen.planned, chosen.source, explanation, as_json=as_json)
+    names = [part for part in parts_of(spec) if not (spec.schedule.works_ahead and part == ClusterName.ACTOR_INFER)]
+    after = {part: names[:i] for i, part in enumerate(names)}
+    try:
+        need = bytes_of(chosen.spec, memory)
+    except SpecError:  # the model's configuration cannot be had here, of which no plan needs to know
+        need = {}
+    say_plan(Drawn(spec.name, chosen.planned, after, need), chosen.source, explanation, html_file, as_json=as_json)

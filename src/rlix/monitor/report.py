@@ -122,7 +122,7 @@ def render_html(report: Report) -> str:
         uses=[*report.accounting.devices, total],
         style=Markup((assets / "report.css").read_text()),
         script=Markup("\n".join((assets / name).read_text() for name in SCRIPTS)),
-        data=Markup(_embed(page_data(report))),
+        data=Markup(embed(page_data(report))),
     )
 
 
@@ -216,7 +216,7 @@ def _job_data(record: RunRecord, origin: float) -> dict[str, Any]:
     }
 
 
-def _embed(data: dict[str, Any]) -> str:
+def embed(data: dict[str, Any]) -> str:
     """JSON that cannot end the script element it stands in, whatever a job is called."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 

@@ -105,12 +105,14 @@ class Costs:
         ranks[: part.unit] = 0
         index = np.maximum(ranks, 1) - 1
         of_n = np.where(ranks > 0, least[index], np.inf)
+        fullest = np.maximum(peak, resident)[index]
 
         def at(devices: int, first: int) -> tuple[tuple[PartPlan, ...], None]:
             count = int(ranks[devices])
-            return (PartPlan(part.name, count, first, count * part.unit, float(of_n[devices])),), None
+            seconds, most_bytes = float(of_n[devices]), float(fullest[devices])
+            return (PartPlan(part.name, count, first, count * part.unit, seconds, most_bytes),), None
 
-        return Cost(of_n, resident[index], np.maximum(peak, resident)[index], part.switch_s, at)
+        return Cost(of_n, resident[index], fullest, part.switch_s, at)
 
     def _loop(self, node: Node, items: int) -> Cost:
         """A circle: its parts in turn on the same devices, or beside each other on different slices of the batch."""

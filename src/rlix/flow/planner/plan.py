@@ -19,13 +19,15 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """One part: its ranks, on `devices` devices from number `first` of the flow's; `seconds` of one call."""
+    """One part: its ranks, on `devices` devices from number `first` of the flow's; `seconds` of one call, and bytes at
+    most of the fullest device."""
 
     name: str
     ranks: int
     first: int
     devices: int
     seconds: float
+    peak_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

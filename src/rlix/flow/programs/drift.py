@@ -1,14 +1,13 @@
 """Whether parts take the time that the plan says, and what the plan takes if not: pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Self
 
 from rlix.flow.planner import Plan, SegmentPlan, StagePlan
-from rlix.flow.planner.plan import LoopPlan, PartPlan
-from rlix.flow.planner.rounds import rounds_s
+from rlix.flow.planner.timeline import times, work_s
 
 WINDOW = 3  # steps
 LIMIT = 0.15
@@ -72,35 +71,13 @@ def _segment(
     segment: SegmentPlan, chunks: int, factors: Mapping[str, float], after: Mapping[str, Collection[str]]
 ) -> SegmentPlan:
     stages = tuple(_stage(stage, factors) for stage in segment.stages)
-    return replace(segment, stages=stages, seconds=_seconds(stages, chunks, after))
+    return replace(segment, stages=stages, seconds=max(end for *_, end in times(stages, chunks, after)))
 
 
 def _stage(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
     parts = tuple(replace(part, seconds=part.seconds * factors.get(part.name, 1.0)) for part in stage.parts)
-    more = _work(stage.loops, parts) - _work(stage.loops, stage.parts)
+    more = work_s(stage.loops, parts) - work_s(stage.loops, stage.parts)
     return replace(stage, parts=parts, seconds=stage.seconds + more)
-
-
-def _work(loops: Sequence[LoopPlan], parts: Sequence[PartPlan]) -> float:
-    """Seconds of a stage for one chunk; a circle whose parts take turns has one slice."""
-    seconds = {part.name: part.seconds for part in parts}
-    rounds = 0.0
-    for loop in loops:
-        inside = [seconds.pop(name) for name in loop.parts]
-        rounds += float(rounds_s(loop.rounds, loop.slices, sum(inside), max(inside)))
-    return rounds + sum(seconds.values())
-
-
-def _seconds(stages: tuple[StagePlan, ...], chunks: int, after: Mapping[str, Collection[str]]) -> float:
-    """Until the last chunk is through: a stage begins one when it has, and all that it comes after have, ended it."""
-    names = [{part.name for part in stage.parts} for stage in stages]
-    needs = [{before for name in mine for before in after.get(name, ())} for mine in names]
-    ended = [0.0] * len(stages)
-    for _ in range(chunks):
-        for n, stage in enumerate(stages):
-            ready = [ended[i] for i in range(n) if names[i] & needs[n]]
-            ended[n] = max(ended[n], *ready, 0.0) + stage.seconds
-    return max(ended)
 
 
 def _slices(stage: StagePlan) -> dict[str, int]:

@@ -132,7 +132,7 @@ function label(context, span, left, y, wide, alpha) {
   context.clip();
   context.globalAlpha = 1;
   context.fillStyle = alpha > 0.6 || colourBy.value === "phase" ? css("--card") : css("--text");
-  context.fillText(wide > 130 ? `${text} · ${span.step}` : text, left + 6, y + LANE / 2);
+  context.fillText(wide > 130 && span.step !== null ? `${text} · ${span.step}` : text, left + 6, y + LANE / 2);
   context.restore();
 }
 
@@ -244,7 +244,7 @@ function hover(event) {
   }
   const span = hits.find((s) => s.from <= time && time <= s.to) ?? hits[0];
   const kind = span.kind === "busy" ? "" : ` (${span.kind})`;
-  showTip(event, `${name}\n${data.jobs[span.job].name}, step ${span.step}\n${words(span.phase)}${kind}, ${((span.to - span.from) * 1000).toFixed(0)} ms`);
+  showTip(event, `${name}\n${data.jobs[span.job].name}${span.step === null ? "" : `, ${data.counted ?? "step"} ${span.step}`}\n${words(span.phase)}${kind}, ${((span.to - span.from) * 1000).toFixed(0)} ms`);
 }
 
 let brush = null;
@@ -280,6 +280,6 @@ function legend() {
     const shades = data.phases.filter(Boolean).sort((a, b) => strength(a) - strength(b));
     for (const phase of shades) add(css("--text"), 0.75 * strength(phase), words(phase));
   }
-  if (!data.live) add("var(--switch)", 1, "load, offload, sync");
+  if (!data.live && data.spans.some((span) => SWITCHING.has(span[3]))) add("var(--switch)", 1, "load, offload, sync");
 }
 colourBy.onchange = () => { legend(); draw(); };

@@ -185,6 +185,17 @@ def memory_of(spec: JobSpec, memory: int | None) -> Fits:
     return fits
 
 
+def bytes_of(spec: JobSpec, memory: int | None = None) -> dict[str, float]:
+    """What each cluster takes of each of its devices at most, by the estimate of `rlix check`."""
+    from rlix.pipeline.memory.job import job_memory
+    from rlix.pipeline.memory.shape import shape_of
+
+    found: dict[str, float] = {}
+    for need in job_memory(spec, shape_of(spec.model), memory).needs:
+        found[need.cluster] = max(found.get(need.cluster, 0.0), float(need.total))
+    return found
+
+
 def profile_path(home: Path, spec: JobSpec) -> Path:
     """Tables are kept by machine and by all of a job that decides how long its parts take, which its name does not."""
     values = spec.model_dump(mode="json", include=set(_TIMED))
