@@ -14,7 +14,7 @@ from rlix.cli.view import Snapshot, alarms, holdings, job_line, render, utilisat
 from rlix.cli.watch import LogScreen
 from rlix.monitor.waits import device_list
 from rlix.pipeline.rollout.shares import Share
-from rlix.protocol.messages import ControlStatus, Demand, LeaseState, PipelineStatus, Process
+from rlix.protocol.messages import Cluster, ControlStatus, Demand, LeaseState, PipelineStatus, Process
 from rlix.protocol.types import Phase
 from tests.cli.fakes import control, job_status, lease
 
@@ -53,6 +53,23 @@ def test_live_view_shows_every_job_and_device() -> None:
     assert "free" in line_of(lines, "3 (cpu)")
     assert "copy waits" in lines[-2]
     assert "stopping" in lines[-1]
+
+
+def test_a_gang_that_moved_says_from_where() -> None:
+    """As one that came to two devices of its three at home, and a rollout's bundle, do not."""
+    gang = Cluster("cluster", 1, (0, 1), ((2, 3),))
+    narrow = Cluster("cluster", 1, (0, 1, 2), ((0, 1),))
+    bundle = Cluster("cluster", 1, (0, 1, 2, 3), elastic=True)
+    for cluster, devices, phase in (
+        (gang, (2, 3), "actor training, moved from 0–1"),
+        (gang, (0, 1), "actor training"),
+        (narrow, (0, 1), "actor training"),
+        (bundle, (3,), "rollout"),
+    ):
+        status = control(lease(1, "ft_1", devices, phase=Phase.ROLLOUT if cluster.elastic else Phase.ACTOR_TRAINING))
+        status = replace(status, pipelines=(PipelineStatus("ft_1", True, (cluster,), (), Demand(0)),))
+        line = line_of(drawn(Snapshot((job_status("sort", "ft_1"),), status, 1.0, None)), f"{devices[0]} (cpu)")
+        assert line.split("sort")[1].strip() == phase
 
 
 def test_what_jobs_do_is_cut_before_what_they_are_called() -> None:

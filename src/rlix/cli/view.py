@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -182,6 +183,7 @@ def _device_table(snapshot: Snapshot) -> Table:
         table.add_column(column, no_wrap=column not in ("phase", "next"))
     styles = {job.pipeline_id: _style(index) for index, job in enumerate(snapshot.jobs)}
     names = {pipeline_id: (name, styles.get(pipeline_id, "")) for pipeline_id, name in names_of(snapshot).items()}
+    homes = {(p.pipeline_id, c.name): c.devices for p in snapshot.control.pipelines for c in p.clusters}
     by_device: dict[int, list[LeaseStatus]] = defaultdict(list)
     for status in snapshot.control.leases:
         for held in status.lease.devices:
@@ -194,10 +196,10 @@ def _device_table(snapshot: Snapshot) -> Table:
             f"{device.id} ({device.kind})",
             *((device.node_ip,) if several_nodes else ()),
             _job_name(holder, names),
-            _phase(holder),
+            _phase(holder, homes),
             _since(snapshot.control, holder),
             process_list(snapshot.control, holder, limit=1) if holder else "",
-            Text.assemble(_job_name(successor, names), " ", _phase(successor), no_wrap=True, overflow="ellipsis")
+            Text.assemble(_job_name(successor, names), " ", _phase(successor, homes), no_wrap=True, overflow="ellipsis")
             if successor
             else "",
         )
@@ -214,10 +216,14 @@ def _job_name(status: LeaseStatus | None, names: dict[str, tuple[str, str]]) -> 
     return Text(name, style=style)
 
 
-def _phase(status: LeaseStatus | None) -> Text:
+def _phase(status: LeaseStatus | None, homes: Mapping[tuple[str, str], tuple[int, ...]]) -> Text:
+    """`homes`: where each cluster was placed."""
     if status is None:
         return Text("")
-    text = words(status.lease.phase.name.lower())
+    lease = status.lease
+    text, home = words(lease.phase.name.lower()), homes.get((lease.pipeline_id, lease.cluster), lease.devices)
+    if not set(lease.devices) <= set(home):  # a gang only: bundles are parts of their cluster
+        text += f", moved from {device_list(home)}"
     if status.state is LeaseState.QUARANTINED:
         return _line(f"{text}, quarantined", "bold red")
     return _line(f"{text}, giving way" if status.state is LeaseState.DRAINING else text)
