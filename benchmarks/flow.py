@@ -14,13 +14,13 @@ from typing import Any
 
 import rlix
 from rlix.control.settings import Settings
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid, profile
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.messages import Device, DeviceKind
 
 DEVICES, ITEMS = 4, 32

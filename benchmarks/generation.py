@@ -27,8 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlix
 from rlix.engine.executors.registry import backend
-from rlix.flow.prefork.server import NICENESS
 from rlix.protocol.messages import DeviceKind
+from rlix.workers.prefork.server import NICENESS
 
 TRANSFORMERS = {"fast": False, "exact": True}  # name of a measurement -> what `exact` is
 VLLM = {"engine": None}

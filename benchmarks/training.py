@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlix
-from rlix.flow.prefork.server import NICENESS
 from rlix.nn import HuggingFaceFsdp2TrainModule, returns
+from rlix.workers.prefork.server import NICENESS
 
 VOCABULARY = 512
 

@@ -10,11 +10,11 @@ import pytest
 from rlix import InferenceEngine, Phase, TrainEngine
 from rlix.control.program import attach
 from rlix.engine.placement import pool_devices
-from rlix.flow.workers.worker import program_fence
 from rlix.node.device_lock import lock_directory
 from rlix.node.node import Node
 from rlix.protocol.errors import DeviceBusyError, StaleEpochError
 from rlix.protocol.messages import Device, Fence
+from rlix.workers.worker import program_fence
 from tests.engine.models import folder
 from tests.engine.training_models import policy
 from tests.node.holders import Holder

@@ -17,10 +17,10 @@ from rlix.engine.inference.requests import SamplingParams
 from rlix.engine.life_cycle import Life, Part, Residency, WeightsId
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights.publication import publish
-from rlix.flow.workers.group import WorkerGroup
-from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
+from rlix.workers.group import WorkerGroup
+from rlix.workers.worker import Worker
 from tests.engine.models import qwen
 
 SERVING = Life().brought(*Part).filled(WeightsId(1))

@@ -22,9 +22,9 @@ from rlix.engine.train.lifecycle import StartedAs
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.random_state import random_state
 from rlix.engine.train.worker import TrainWorker
-from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind, Process
+from rlix.workers.group import WorkerGroup
 from tests.engine.training_models import Policy, policy
 
 

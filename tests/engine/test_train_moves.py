@@ -13,10 +13,10 @@ from rlix.engine.placement import pool_devices
 from rlix.engine.train import lifecycle
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights import publication
-from rlix.flow.workers.group import WorkerGroup
 from rlix.node.device_lock import DeviceLocks, holder
 from rlix.protocol.errors import StaleEpochError, WorkerError
 from rlix.protocol.messages import Device, Fence
+from rlix.workers.group import WorkerGroup
 from tests.engine.training_models import Swapping, batch, policy
 
 pytestmark = [pytest.mark.ray]

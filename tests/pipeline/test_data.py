@@ -9,7 +9,6 @@ from typing import Any
 import datasets
 import pytest
 
-from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.samples import End, Sample, by_table
 from rlix.pipeline.sources.data import DataTask
 from rlix.pipeline.sources.panel import Asked
@@ -20,6 +19,7 @@ from rlix.pipeline.spec.columns import column_problems
 from rlix.pipeline.spec.source import ChatSpec, DataSpec, RewardSpec
 from rlix.pipeline.tokenizer import character_tokenizer
 from rlix.protocol.errors import SpecError
+from rlix.workers.worker import WORKER_ENVIRONMENT
 from tests.pipeline.test_panel import judged
 
 TOKENIZER = character_tokenizer("0123456789>= +user:")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from rlix.flow.workers.user_errors import failure
 from rlix.pipeline.jobs.job_log import JobLog, is_full_disk, is_the_pools, what_ended
 from rlix.pipeline.sources.environments import Action, EnvironmentFailedError, Instance
 from rlix.pipeline.sources.environments.guard import GuardedEnvironment, InProcessRunner, Limits
@@ -19,6 +18,7 @@ from rlix.pipeline.sources.panel import Asked
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.source import RewardSpec
 from rlix.protocol.errors import DeviceBusyError, WaitTimeoutError, WorkerError
+from rlix.workers.user_errors import failure
 from tests.pipeline.test_panel import judged
 
 logger = logging.getLogger("rlix.somewhere")

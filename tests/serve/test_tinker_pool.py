@@ -11,12 +11,12 @@ import httpx
 import numpy as np
 import pytest
 
-from rlix.flow import prefork
-from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.pipeline.requests.served import ServedModel, start_served
 from rlix.protocol.messages import LeaseState
 from rlix.serve.tinker.server import serving
 from rlix.serve.tinker.settings import ServerSettings
+from rlix.workers import prefork
+from rlix.workers.worker import WORKER_ENVIRONMENT
 from tests.serve.tinker_world import KEYS, Client, datum, log_probs_of, loss_of, samples_of, tiny
 
 pytestmark = [pytest.mark.ray]

@@ -15,10 +15,10 @@ from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid
 from rlix.flow.profiler.profile import Profile, halves, path_of
 from rlix.flow.programs.flow import GANG, Flow, measured
-from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S
 from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import LONGEST_NAME
+from rlix.workers.launch import DEFAULT_TIMEOUT_S
 
 
 def is_flow(name: str) -> bool:

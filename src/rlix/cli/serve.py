@@ -26,9 +26,9 @@ def serve_tinker(offered: ServerSettings, *, host: str, port: int, devices: int 
         from rlix.serve.tinker.server import serving
     except ModuleNotFoundError as error:
         raise SpecError(f"rlix serve --tinker needs {error.name}: pip install 'rlix[tinker]'") from None
-    from rlix.flow import prefork
-    from rlix.flow.workers.worker import WORKER_ENVIRONMENT
     from rlix.pipeline.requests.served import start_served
+    from rlix.workers import prefork
+    from rlix.workers.worker import WORKER_ENVIRONMENT
 
     settings, console = Settings.from_env(), make_console()
     wanted = devices or new_pool_size(settings)

@@ -10,9 +10,9 @@ import torch
 from rlix.engine import placement
 from rlix.engine.life_cycle import Life, Residency
 from rlix.engine.residency import MoveReport
-from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Device, Process
+from rlix.workers.group import WorkerGroup
 
 
 class Engine(ABC):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlix.flow.even import bounds
 from rlix.nn import Reduction
+from rlix.workers.even import bounds
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 import ray
 
 from rlix.control.rpc import get
-from rlix.flow.workers.worker import program_fence
 from rlix.node.device_lock import holder
 from rlix.protocol.errors import RlixError
 from rlix.protocol.messages import ControlStatus, Device
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
+from rlix.workers.worker import program_fence
 
 _POOL_TIMEOUT_S = 30.0
 _STRANGERS = 1000  # how loaded a device with another program's bytes counts: more than engines of this one make it

@@ -1,4 +1,4 @@
-"""How one job's parts are wired: worker groups, turns on devices, and flows that are planned.
+"""How one job's parts are wired: items that stream between them, and plans of where and when they run.
 
 The names of a user's flow are here, and are loaded on first use: the control side imports none of them.
 """
@@ -7,27 +7,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlix.flow.parts.flow_worker import FlowWorker
     from rlix.flow.planner import Mode, make_plan
     from rlix.flow.profiler.measure import Grid, profile
     from rlix.flow.profiler.profile import Profile
     from rlix.flow.programs.flow import Flow
     from rlix.flow.programs.running import Running
     from rlix.flow.programs.wiring import Circle, Part
-    from rlix.flow.workers.flow_worker import FlowWorker
-    from rlix.flow.workers.launch import launch
-    from rlix.flow.workers.worker import Worker
+    from rlix.workers.launch import launch
+    from rlix.workers.worker import Worker
 
 _LAZY = {
     "Circle": "rlix.flow.programs.wiring",
     "Flow": "rlix.flow.programs.flow",
-    "FlowWorker": "rlix.flow.workers.flow_worker",
+    "FlowWorker": "rlix.flow.parts.flow_worker",
     "Grid": "rlix.flow.profiler.measure",
     "Mode": "rlix.flow.planner",
     "Part": "rlix.flow.programs.wiring",
     "Profile": "rlix.flow.profiler.profile",
     "Running": "rlix.flow.programs.running",
-    "Worker": "rlix.flow.workers.worker",
-    "launch": "rlix.flow.workers.launch",
+    "Worker": "rlix.workers.worker",
+    "launch": "rlix.workers.launch",
     "make_plan": "rlix.flow.planner",
     "profile": "rlix.flow.profiler.measure",
 }

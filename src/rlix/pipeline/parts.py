@@ -27,9 +27,8 @@ from torch import Tensor
 from rlix.engine.inference.engine import InferenceEngine
 from rlix.engine.train.engine import TrainEngine
 from rlix.engine.weights.publication import PublishedWeights
+from rlix.flow.parts.local import LocalWorker
 from rlix.flow.programs.wiring import Part
-from rlix.flow.scratch import Scratch
-from rlix.flow.workers.local import LocalWorker
 from rlix.pipeline.algorithms.choice import build_algorithm
 from rlix.pipeline.batch import PolicyBatch, over_ranks
 from rlix.pipeline.ends import Ends
@@ -51,6 +50,7 @@ from rlix.pipeline.training.updates import updates
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Process
 from rlix.protocol.types import Phase
+from rlix.workers.scratch import Scratch
 
 
 class Policy:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import ray
 
+from rlix.flow.parts.local import LocalWorker
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs import running as running_module
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.local import LocalWorker
 from rlix.protocol.messages import Device
 from tests.flow.programs.pretended import Group
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.messages import Device, DeviceKind
 
 ITEMS, DEVICES = 16, 4
@@ -51,7 +51,7 @@ class Joins(FlowWorker):
 
 
 class Group:
-    """As `rlix.flow.workers.part_group.PartGroup`, of objects in this process."""
+    """As `rlix.flow.parts.part_group.PartGroup`, of objects in this process."""
 
     def __init__(self, part: Part, ranks: int, first: int, name: str) -> None:
         self.name, self.first = name, first

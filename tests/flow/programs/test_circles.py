@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.wiring import Circle, Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from tests.flow.programs.pretended import ITEMS, POOL, Joins, profile
 

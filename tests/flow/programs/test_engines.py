@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.pipeline import parts
 from rlix.pipeline.parts import Answered, Generate, Policy, Score, Train
 from rlix.pipeline.rollout.router import Sampling, Trajectory

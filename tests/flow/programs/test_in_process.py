@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Mode
 from rlix.flow.programs import running as running_module
 from rlix.flow.programs.drift import WINDOW
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Cluster, Registration
 from rlix.protocol.types import Phase

@@ -10,9 +10,9 @@ import ray
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.wiring import Circle, Part
-from rlix.flow.workers import launch
-from rlix.flow.workers.group import START_TIMEOUT_S
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
+from rlix.workers import launch
+from rlix.workers.group import START_TIMEOUT_S
 from tests.flow.programs.pretended import ITEMS, POOL, Adds
 
 pytestmark = pytest.mark.usefixtures("no_ray")

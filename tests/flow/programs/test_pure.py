@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Component, Edge, Graph, Mode, Plan, Point, SegmentPlan, StagePlan, Table, make_plan
 from rlix.flow.planner.plan import LoopPlan, PartPlan
 from rlix.flow.profiler.measure import Grid
@@ -18,7 +19,6 @@ from rlix.flow.programs.drift import WINDOW, Drift, rescaled
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.programs.wiring import Circle, Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
 

@@ -14,15 +14,15 @@ import pytest
 import ray
 
 from rlix.control.client import JobClient
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Mode, Point
 from rlix.flow.profiler.profile import PartProfile, Profile
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import SpecError, WorkerError
 from rlix.protocol.types import Phase
-from tests.flow.test_worker_group import devices
+from tests.workers.test_worker_group import devices
 
 pytestmark = pytest.mark.ray
 

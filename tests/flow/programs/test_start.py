@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Mode
 from rlix.flow.profiler.profile import Profile, path_of
 from rlix.flow.programs import flow as flow_module
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.wiring import Circle, Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.monitor.records import load_run
 from rlix.protocol.errors import SpecError, WorkerError
 from rlix.protocol.messages import Cluster, Lease, LeaseRecord, Registration

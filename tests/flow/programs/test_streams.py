@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlix.flow.parts.flow_worker import FlowWorker
 from rlix.flow.planner import Component, Edge, Graph, Mode, Point, Table, make_plan
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.pieces import Made, Pieces
 from rlix.flow.programs.running import Running
 from rlix.flow.programs.streams import Claims
 from rlix.flow.programs.wiring import Part
-from rlix.flow.workers.flow_worker import FlowWorker
 from rlix.protocol.errors import WorkerError
 from tests.flow.programs.pretended import POOL, profile
 

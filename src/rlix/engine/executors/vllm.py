@@ -27,9 +27,9 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
 from rlix.engine.weights.buckets import dtype_name
 from rlix.engine.weights.publication import PublishedAdapter, PublishedWeights, TransferError
-from rlix.flow.scratch import Scratch
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import DeviceKind, Fence
+from rlix.workers.scratch import Scratch
 
 _KNOWN = "known answer"  # vLLM's name for the request that asks for one
 _NONE = 1  # number of the adapter that changes nothing, for requests without one

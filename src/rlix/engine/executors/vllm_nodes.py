@@ -31,13 +31,13 @@ from rlix.engine.executors.vllm_arguments import engine_arguments, model_folder
 from rlix.engine.model_source import ModelSource
 from rlix.engine.weights import publication
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.scratch import Scratch
-from rlix.flow.workers.futures import futures_of
-from rlix.flow.workers.group import PerRank, WorkerGroup
-from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.node.addresses import name_interface
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Fence
+from rlix.workers.futures import futures_of
+from rlix.workers.group import PerRank, WorkerGroup
+from rlix.workers.scratch import Scratch
+from rlix.workers.worker import LOCK_TIMEOUT_S, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from rlix.engine.weights import publication
 from rlix.engine.weights.buckets import Manifest
 from rlix.engine.weights.naming import as_stored
 from rlix.engine.weights.publication import PublishedWeights, TransferError, Wanted
-from rlix.flow.workers.worker import LOCK_TIMEOUT_S
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.errors import RlixError, WeightSyncError
 from rlix.protocol.messages import Fence
+from rlix.workers.worker import LOCK_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from rlix.engine.model_source import ModelSource
 from rlix.engine.parallel import dealt
 from rlix.engine.residency import MoveReport
 from rlix.engine.weights.publication import PublishedWeights, check_published
-from rlix.flow.workers.group import PerRank, WorkerGroup
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence
+from rlix.workers.group import PerRank, WorkerGroup
 
 logger = logging.getLogger(__name__)
 

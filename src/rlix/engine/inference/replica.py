@@ -19,9 +19,9 @@ from rlix.engine.life_cycle import Life, Part, Phase, Residency
 from rlix.engine.model_source import ModelSource
 from rlix.engine.residency import MoveReport
 from rlix.engine.weights.publication import PublishedWeights
-from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, Fence
+from rlix.workers.worker import LOCK_TIMEOUT_S, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import DeviceKind
+from rlix.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

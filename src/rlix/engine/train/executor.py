@@ -20,9 +20,9 @@ from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.optimizers import optimizers
 from rlix.engine.train.parts import Parts
-from rlix.flow.workers.worker import WorkerContext
 from rlix.nn import BaseTrainModule, ProcessGroups
 from rlix.protocol.errors import SpecError
+from rlix.workers.worker import WorkerContext
 
 
 class TrainExecutor(Parts, ABC):

@@ -19,9 +19,9 @@ from rlix.engine.train.executor import TrainExecutor
 from rlix.engine.train.layout import Layout
 from rlix.engine.train.materialize import ModuleSpec
 from rlix.engine.train.worker import TrainWorker
-from rlix.flow.workers.group import WorkerGroup
 from rlix.protocol.errors import DeviceBusyError, RlixError, StaleEpochError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence, Process
+from rlix.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

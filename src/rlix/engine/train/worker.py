@@ -33,10 +33,10 @@ from rlix.engine.weights import known_answer, publication
 from rlix.engine.weights.buckets import dtype_name
 from rlix.engine.weights.known_answer import KnownAnswer
 from rlix.engine.weights.shards import HeldRow, Share, held_rows, sliced
-from rlix.flow.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 from rlix.nn import ProcessGroups, TrainContext
 from rlix.protocol.errors import RlixError, StaleEpochError, WaitTimeoutError
 from rlix.protocol.messages import DeviceKind, Fence
+from rlix.workers.worker import CONTROL, LOCK_TIMEOUT_S, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from rlix.engine.weights.buckets import (
     views,
 )
 from rlix.engine.weights.known_answer import KnownAnswer
-from rlix.flow.memory import HostMemory, opened_host
+from rlix.engine.weights.memory import HostMemory, opened_host
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WeightSyncError
 
 Fetch = Callable[[Any, float], Bytes]

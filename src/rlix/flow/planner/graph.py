@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from rlix.flow.counts import check_count, is_count
 from rlix.flow.planner.tables import Table
 from rlix.protocol.errors import SpecError
+from rlix.workers.counts import check_count, is_count
 
 MOST_PARTS = 8
 

@@ -12,21 +12,21 @@ from typing import Any
 import ray
 
 from rlix.control.program import Program
-from rlix.flow.counts import is_count
+from rlix.flow.parts.items import Items
+from rlix.flow.parts.local import LocalGroup, LocalWorker
+from rlix.flow.parts.part_group import PartGroup
+from rlix.flow.parts.ranks import Ranks
 from rlix.flow.planner import Point
 from rlix.flow.profiler.profile import PartProfile, Profile, machine
 from rlix.flow.programs.pieces import Pieces, cut, shard, size
 from rlix.flow.programs.streams import spread_batch
 from rlix.flow.programs.wiring import Part, Wiring
-from rlix.flow.workers.group import START_TIMEOUT_S
-from rlix.flow.workers.items import Items
-from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, launch
-from rlix.flow.workers.local import LocalGroup, LocalWorker
-from rlix.flow.workers.part_group import PartGroup
-from rlix.flow.workers.ranks import Ranks
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
+from rlix.workers.counts import is_count
+from rlix.workers.group import START_TIMEOUT_S
+from rlix.workers.launch import DEFAULT_TIMEOUT_S, launch
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from rlix.flow.parts.ranks import Ranks
 from rlix.flow.programs.segment import SegmentRun
-from rlix.flow.workers.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from rlix.flow.even import bounds
+from rlix.workers.even import bounds
 
 Pieces: TypeAlias = list[tuple[Any, int, int]]
 """References to `Items`, each with the first index that counts and the one after the last."""

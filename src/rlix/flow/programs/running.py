@@ -12,8 +12,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from rlix.control.program import Program
 from rlix.control.run_record import RunRecord
-from rlix.flow.counts import is_count
-from rlix.flow.locks.lock import DeviceLock
+from rlix.flow.parts.flow_worker import FlowWorker, fetch
+from rlix.flow.parts.items import Items
+from rlix.flow.parts.local import LocalGroup, LocalWorker
+from rlix.flow.parts.ranks import Ranks
 from rlix.flow.planner import Mode, PartPlan, Plan, SegmentPlan, StagePlan
 from rlix.flow.profiler.measure import start
 from rlix.flow.profiler.profile import Profile
@@ -25,15 +27,13 @@ from rlix.flow.programs.segment import SegmentRun
 from rlix.flow.programs.step_lease import StepLease
 from rlix.flow.programs.watched import Busy
 from rlix.flow.programs.wiring import Wiring
-from rlix.flow.workers.flow_worker import FlowWorker, fetch
-from rlix.flow.workers.group import joined
-from rlix.flow.workers.items import Items
-from rlix.flow.workers.local import LocalGroup, LocalWorker
-from rlix.flow.workers.ranks import Ranks
-from rlix.flow.workers.user_errors import sent
 from rlix.protocol.errors import RlixError, SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
+from rlix.workers.counts import is_count
+from rlix.workers.group import joined
+from rlix.workers.locks.lock import DeviceLock
+from rlix.workers.user_errors import sent
 
 logger = logging.getLogger(__name__)
 

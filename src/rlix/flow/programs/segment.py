@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 
-from rlix.flow.locks.lock import DeviceLock
+from rlix.flow.parts.ranks import Ranks
 from rlix.flow.planner import SegmentPlan, StagePlan
 from rlix.flow.planner.plan import LoopPlan
 from rlix.flow.programs.pieces import Made, Pieces, cut, shard, size
 from rlix.flow.programs.streams import Bounds, Claims, spread, spread_batch
 from rlix.flow.programs.watched import Note, Watched, timed
 from rlix.flow.programs.wiring import Wiring
-from rlix.flow.workers.ranks import Ranks
 from rlix.protocol.errors import WorkerError
+from rlix.workers.locks.lock import DeviceLock
 
 
 class SegmentRun:

@@ -8,10 +8,10 @@ from typing import Self
 from ray.exceptions import RayError
 
 from rlix.control.client import JobClient
-from rlix.flow.locks.lock import DeviceLock
 from rlix.protocol.errors import RlixError, StaleEpochError
 from rlix.protocol.messages import Fence, Lease
 from rlix.protocol.types import Phase
+from rlix.workers.locks.lock import DeviceLock
 
 logger = logging.getLogger(__name__)
 

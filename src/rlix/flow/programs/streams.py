@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
+from rlix.flow.parts.ranks import Ranks
 from rlix.flow.programs.pieces import Pieces, cut, size
-from rlix.flow.workers.ranks import Ranks
 
 Bounds: TypeAlias = tuple[int, int]
 """From which item to which."""

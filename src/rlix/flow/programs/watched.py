@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rlix.flow.workers.ranks import Ranks
+from rlix.flow.parts.ranks import Ranks
 
 Note = Callable[[str, str, float, float], None]
 """Of a part: its name, what was done (busy, load or offload), from when to when, in Unix seconds."""

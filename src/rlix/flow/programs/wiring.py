@@ -11,15 +11,15 @@ from itertools import pairwise
 from math import lcm
 from typing import Any, Self
 
-from rlix.flow.counts import is_count
+from rlix.flow.parts.flow_worker import FlowWorker
+from rlix.flow.parts.local import LocalWorker
 from rlix.flow.planner import Edge, Graph, LoopPlan, Mode, PartPlan, Plan, Planned, SegmentPlan, StagePlan, make_plan
 from rlix.flow.planner.graph import MOST_PARTS, check_shape
 from rlix.flow.profiler.profile import Profile, graph_of
 from rlix.flow.programs.checks import all_of, check_items, check_name, check_part_call
-from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.flow.workers.local import LocalWorker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import Phase
+from rlix.workers.counts import is_count
 
 _BY_CLASS: Any = ...  # of a `chunk`: what the class of its worker asks for
 

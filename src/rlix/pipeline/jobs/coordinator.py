@@ -15,8 +15,6 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.control.rpc import call, in_words, outlast
-from rlix.flow.prefork import runtime_env
-from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.node import output
 from rlix.node.memory import KEPT, set_oom_score
 from rlix.pipeline.jobs.hosts import home
@@ -27,6 +25,8 @@ from rlix.pipeline.spec.lora import MULTI_LORA, RunSpec
 from rlix.pipeline.spec.named import import_object
 from rlix.protocol.errors import SpecError, WaitTimeoutError
 from rlix.protocol.types import HEAD_RESOURCE, NAMESPACE, ORCHESTRATOR_ACTOR_NAME, pipeline_namespace
+from rlix.workers.prefork import runtime_env
+from rlix.workers.worker import WORKER_ENVIRONMENT
 
 if TYPE_CHECKING:
     from rlix.pipeline.base import Pipeline

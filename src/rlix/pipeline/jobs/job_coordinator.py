@@ -13,7 +13,6 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, Ray
 
 from rlix.control.rpc import call, in_words, outlast, root_cause
 from rlix.control.watch import died_by_itself
-from rlix.flow.workers.futures import read_error
 from rlix.node import output
 from rlix.node.run_folder import take_back
 from rlix.pipeline.jobs.coordinator import PipelineCoordinator, early_output
@@ -24,6 +23,7 @@ from rlix.pipeline.jobs.status import JobConfig, JobStatus
 from rlix.pipeline.planning.made import PlannedJob
 from rlix.protocol.errors import PipelineGoneError, RlixError, SpecError, WaitTimeoutError
 from rlix.protocol.types import NAMESPACE, ORCHESTRATOR_ACTOR_NAME
+from rlix.workers.futures import read_error
 
 logger = logging.getLogger(__name__)
 

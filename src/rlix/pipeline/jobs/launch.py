@@ -11,8 +11,6 @@ import ray
 
 from rlix.control.rpc import get
 from rlix.control.settings import Settings
-from rlix.flow import prefork
-from rlix.flow.workers.worker import WORKER_ENVIRONMENT
 from rlix.node.run_folder import check_free, take_back
 from rlix.pipeline.jobs.coordinator import check_importable
 from rlix.pipeline.jobs.handle import JobHandle
@@ -34,6 +32,8 @@ from rlix.protocol.types import (
     coordinator_actor_name,
     pipeline_namespace,
 )
+from rlix.workers import prefork
+from rlix.workers.worker import WORKER_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 

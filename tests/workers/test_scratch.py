@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlix.flow.scratch import Scratch, sweep
+from rlix.workers.scratch import Scratch, sweep
 
 SPAWNER = multiprocessing.get_context("spawn")
 

@@ -116,7 +116,7 @@ class WorkerContext:
 
         if self.rendezvous is not None:
             return dist.FileStore(f"{self.rendezvous}/{tag}", len(members))  # type: ignore[attr-defined]
-        from rlix.flow.workers.store import GroupStore, StoreServer, check_reachable
+        from rlix.workers.store import GroupStore, StoreServer, check_reachable
 
         if len(members) == 1:
             return dist.HashStore()  # type: ignore[attr-defined]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlix.flow.locks.arbiter import Arbiter
 from rlix.protocol.errors import DeadlockError
+from rlix.workers.locks.arbiter import Arbiter
 
 HOLDERS = ("gen", "score", "train")
 steps = st.lists(

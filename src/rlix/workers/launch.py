@@ -6,13 +6,13 @@ from typing import Any, Self
 
 import ray
 
-from rlix.flow.counts import check_count
-from rlix.flow.workers.group import WorkerGroup
-from rlix.flow.workers.placement import Placement, place
-from rlix.flow.workers.user_errors import sent
-from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device
+from rlix.workers.counts import check_count
+from rlix.workers.group import WorkerGroup
+from rlix.workers.placement import Placement, place
+from rlix.workers.user_errors import sent
+from rlix.workers.worker import Worker
 
 DEFAULT_TIMEOUT_S = 600.0
 

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlix.flow.locks.lock import DeviceLock
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.workers.locks.lock import DeviceLock
 
 
 class State:

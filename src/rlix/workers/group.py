@@ -16,17 +16,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorAlreadyExistsError, ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlix.flow import prefork
-from rlix.flow.scratch import Scratch
-from rlix.flow.workers.actor_class import actor_class, may_be_made_again
-from rlix.flow.workers.futures import failures, futures_of, read_error
-from rlix.flow.workers.once import CALL
-from rlix.flow.workers.user_errors import failure
-from rlix.flow.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 from rlix.node import output
 from rlix.node.process import WatchedProcess, descendants, kill
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
+from rlix.workers import prefork
+from rlix.workers.actor_class import actor_class, may_be_made_again
+from rlix.workers.futures import failures, futures_of, read_error
+from rlix.workers.once import CALL
+from rlix.workers.scratch import Scratch
+from rlix.workers.user_errors import failure
+from rlix.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 
 logger = logging.getLogger(__name__)
 

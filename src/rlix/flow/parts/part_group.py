@@ -8,11 +8,11 @@ from typing import Any
 
 import ray
 
-from rlix.flow.workers.flow_worker import Piece
-from rlix.flow.workers.group import WorkerGroup
-from rlix.flow.workers.launch import DEFAULT_TIMEOUT_S, Call, Group
+from rlix.flow.parts.flow_worker import Piece
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Fence
+from rlix.workers.group import WorkerGroup
+from rlix.workers.launch import DEFAULT_TIMEOUT_S, Call, Group
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import psutil
 import pytest
 import ray
 
-from rlix.flow.workers.group import PerRank, WorkerGroup
-from rlix.flow.workers.launch import Group, launch
 from rlix.node import process
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
-from tests.flow.workers import EchoWorker, wait_gone
+from rlix.workers.group import PerRank, WorkerGroup
+from rlix.workers.launch import Group, launch
+from tests.workers.workers import EchoWorker, wait_gone
 
 pytestmark = pytest.mark.ray
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from rlix.flow.locks.arbiter import Arbiter, Turn
 from rlix.protocol.errors import RlixError, WaitTimeoutError, WorkerError
+from rlix.workers.locks.arbiter import Arbiter, Turn
 
 
 class Occupant(Protocol):

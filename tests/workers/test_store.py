@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlix.flow.workers import store as store_module
-from rlix.flow.workers.store import GroupStore, StoreServer, check_reachable
 from rlix.protocol.errors import RlixError
+from rlix.workers import store as store_module
+from rlix.workers.store import GroupStore, StoreServer, check_reachable
 
 SECRET = "5ec7e7"
 

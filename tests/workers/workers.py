@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlix.flow.workers.worker import Worker, WorkerContext
+from rlix.workers.worker import Worker, WorkerContext
 
 
 def wait_gone(pid: int, timeout: float = 20.0) -> None:

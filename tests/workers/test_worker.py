@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rlix.control.resource_manager import devices_of
-from rlix.flow.workers.worker import WorkerContext, prepare_process, program_fence
 from rlix.node.devices import Gpu, visible
 from rlix.protocol.messages import Device, DeviceKind, Fence
+from rlix.workers.worker import WorkerContext, prepare_process, program_fence
 
 
 def context(*devices: Device) -> WorkerContext:

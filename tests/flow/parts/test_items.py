@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray import cloudpickle
 
-from rlix.flow.workers.items import LARGE, Items, Packed
+from rlix.flow.parts.items import LARGE, Items, Packed
 
 
 def sent(items: list[Any]) -> tuple[Packed, int]:

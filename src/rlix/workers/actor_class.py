@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from rlix.flow.workers.once import Answers, once
-from rlix.flow.workers.worker import Worker, WorkerContext, prepare_process
 from rlix.node.process import this_process
 from rlix.protocol.messages import Process
+from rlix.workers.once import Answers, once
+from rlix.workers.worker import Worker, WorkerContext, prepare_process
 
 
 def actor_class(worker_cls: type[Worker]) -> type[Worker]:

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from rlix.flow.workers.user_errors import worker_error
 from rlix.protocol.errors import NotResidentError, WorkerError
+from rlix.workers.user_errors import worker_error
 
 
 class OddError(Exception):

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rlix.flow import prefork
-from rlix.flow.prefork import launcher, server
 from rlix.node import process
-from tests.flow.workers import wait_gone
+from rlix.workers import prefork
+from rlix.workers.prefork import launcher, server
+from tests.workers.workers import wait_gone
 
 LAUNCHER = Path(prefork.__file__).with_name("launcher.py")
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import ray
 
-from rlix.flow.workers.flow_worker import FlowWorker, Piece
+from rlix.flow.parts.flow_worker import FlowWorker, Piece
 from rlix.protocol.errors import WaitTimeoutError
 from rlix.protocol.messages import Device, Fence, Process
 

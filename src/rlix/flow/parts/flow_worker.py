@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import ray
 
-from rlix.flow.workers.items import Items
-from rlix.flow.workers.worker import LOCK_TIMEOUT_S, Worker
+from rlix.flow.parts.items import Items
 from rlix.node.device_lock import DeviceLocks
 from rlix.protocol.messages import Fence
 from rlix.protocol.types import Phase
+from rlix.workers.worker import LOCK_TIMEOUT_S, Worker
 
 Piece = tuple["ray.ObjectRef[Any]", int, int]
 """A part of `Items` in the object store: from one index to another."""

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlix.flow.workers import once as once_module
-from rlix.flow.workers.once import CALL, Answers, once
+from rlix.workers import once as once_module
+from rlix.workers.once import CALL, Answers, once
 
 
 class Counter:

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from rlix.flow.workers.futures import failures
+from rlix.workers.futures import failures
 
 
 def test_failures_are_known_in_the_order_in_which_they_came() -> None:

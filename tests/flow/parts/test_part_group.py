@@ -9,12 +9,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from rlix.flow.workers import group as group_module
-from rlix.flow.workers.flow_worker import FlowWorker
-from rlix.flow.workers.group import WorkerGroup
-from rlix.flow.workers.part_group import PartGroup
+from rlix.flow.parts.flow_worker import FlowWorker
+from rlix.flow.parts.part_group import PartGroup
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Process
+from rlix.workers import group as group_module
+from rlix.workers.group import WorkerGroup
 
 
 class Workers(WorkerGroup):
@@ -52,8 +52,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         return [ref for ref in refs if ref[0] != "hangs"], [ref for ref in refs if ref[0] == "hangs"]
 
     monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr("rlix.flow.workers.group.futures_of", lambda refs: refs)
-    monkeypatch.setattr("rlix.flow.workers.launch.Call._watch", lambda call: None, raising=False)
+    monkeypatch.setattr("rlix.workers.group.futures_of", lambda refs: refs)
+    monkeypatch.setattr("rlix.workers.launch.Call._watch", lambda call: None, raising=False)
 
 
 def test_who_hangs_is_ended_and_who_has_died_is_gone() -> None:

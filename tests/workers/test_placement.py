@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from rlix.flow.workers.launch import launch
-from rlix.flow.workers.placement import Placement, place
-from rlix.flow.workers.worker import Worker
 from rlix.protocol.errors import SpecError
 from rlix.protocol.messages import Device, DeviceKind
+from rlix.workers.launch import launch
+from rlix.workers.placement import Placement, place
+from rlix.workers.worker import Worker
 
 POOL = [Device(10 + 4 * i + j, node, "::1", j, DeviceKind.CPU) for i, node in enumerate("abc") for j in range(4)]
 

@@ -1,0 +1,1 @@
+"""What runs the parts of a flow: workers whose state comes and goes, in turns."""

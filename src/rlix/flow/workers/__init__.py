@@ -1,1 +1,0 @@
-"""Worker groups: ranks of one class, each an actor on its devices."""
