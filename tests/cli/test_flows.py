@@ -81,3 +81,9 @@ def test_a_flow_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "broken_flow.py").write_text("import no_such_module\n")
     with pytest.raises(SpecError, match=r"cannot be imported: ModuleNotFoundError: .*broken_flow\.py:1"):
         load_flow(f"{tmp_path}/broken_flow.py")
+    (tmp_path / "eager_flow.py").write_text(
+        "from rlix.flow import Flow, FlowWorker\nclass A(FlowWorker):\n    def run(self, items): return items\n"
+        "flow = Flow('f', [A])\nflow.run([1], gpus=1)\n"
+    )
+    with pytest.raises(SpecError, match=r"eager_flow\.py cannot be imported: .* under `if __name__ .*_flow\.py:5"):
+        load_flow(f"{tmp_path}/eager_flow.py")

@@ -14,7 +14,7 @@ from rlix.control.settings import Settings
 from rlix.flow.planner import Mode
 from rlix.flow.profiler.measure import Grid
 from rlix.flow.profiler.profile import Profile, halves, path_of
-from rlix.flow.programs.flow import GANG, Flow, measured
+from rlix.flow.programs.flow import GANG, Flow, importing, measured
 from rlix.pipeline.spec.named import where_raised
 from rlix.protocol.errors import SpecError
 from rlix.protocol.types import LONGEST_NAME
@@ -46,7 +46,8 @@ def load_flow(name: str) -> Flow:
     IMPORT_FROM.append(folder)  # workers import the file by its name
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        with importing():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything while it is imported
         raise SpecError(f"{file} cannot be imported: {where_raised(error)}") from error
     flow = getattr(module, variable, None)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Ask = Callable[..., Any]
 """Calls a method of the orchestrator."""
 _TIMEOUT_S = 60.0
-_FIRST, _SHOWN = ("reward", "exact", "loss"), 6
+_FIRST, _SHOWN = ("reward", "exact", "loss", "kl", "entropy", "grad_norm", "learning_rate"), 6
 _LEFT = "its program ended"
 
 

@@ -130,7 +130,8 @@ def render(snapshot: Snapshot) -> Group:
         (f"{100 * utilisation(snapshot.control):.0f} %", "bold"),
         f" of {len(snapshot.control.devices)} devices in use{average}",
     )
-    parts: list[Text | Table] = [headline, _job_table(snapshot), _device_table(snapshot)]
+    jobs = [_job_table(snapshot)] if snapshot.jobs else []
+    parts: list[Text | Table] = [headline, *jobs, _device_table(snapshot)]
     parts += [Text(alarm, style="bold red") for alarm in (*alarms(snapshot.control), *failed_runs(snapshot.jobs))]
     parts += [Text(stall, style="yellow") for stall in snapshot.stalls]
     if snapshot.notice:

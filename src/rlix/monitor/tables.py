@@ -84,8 +84,8 @@ def device_table(accounting: Accounting, pool: Sequence[PoolDevice], *, timed: b
         ("device", "busy", "switching", "idle under a lease", "idle, free", "busy", "switching", "idle"),
         rows,
         footer,
-        note="Within the time in which any job ran. Switching: loading, offloading and weight updates, beside no work."
-        + ("" if timed else _UNTIMED),
+        note="Within the time in which any of these jobs ran; what others did on the devices counts as idle. Switching:"
+        " loading, offloading and weight updates, beside no work." + ("" if timed else _UNTIMED),
     )
 
 

@@ -11,7 +11,9 @@ print(Flow("guess", [Guess, Judge]).run(range(64), gpus=2))
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,17 @@ logger = logging.getLogger(__name__)
 GANG = "flow"
 BATCHES = 4
 """Of a step, the smallest batch that a part is measured with unasked."""
+_importing: ContextVar[bool] = ContextVar("importing", default=False)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """While a flow's file is imported, no flow starts: its workers import the file, too, and would start it again."""
+    token = _importing.set(True)
+    try:
+        yield
+    finally:
+        _importing.reset(token)
 
 
 class Flow(Wiring):
@@ -62,6 +75,8 @@ class Flow(Wiring):
 
         Raises what `rlix.attach`, `rlix.flow.profile` and `Running` raise.
         """
+        if _importing.get():
+            raise SpecError(f'flow {self.name} is started; move that under `if __name__ == "__main__":`')
         _show()
         flow = self.like(like)
         wanted = check_plan_name(self.name, plan)
