@@ -1,7 +1,7 @@
 """Whether parts take the time that the plan says, and what the plan takes if not: pure."""
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Self
@@ -16,15 +16,17 @@ LIMIT = 0.15
 class Drift:
     """Measured against planned seconds of each part's calls, over the last steps.
 
-    `planned`: seconds of a call, and its items. `limit`: what a part may be off.
+    `planned`: seconds of a call, and its items. `answered`: seconds by part with which it is known what comes of them:
+    where times come and go between these, nothing new is to be found out.
     """
 
-    def __init__(self, planned: Mapping[str, tuple[float, int]], limit: float = LIMIT) -> None:
-        self._planned, self.limit = planned, limit
-        self._ratios: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+    def __init__(self, planned: Mapping[str, tuple[float, int]], answered: Sequence[Mapping[str, float]] = ()) -> None:
+        self._planned = planned
+        self.answered = (*answered, {name: seconds for name, (seconds, _) in planned.items()})
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
 
     @classmethod
-    def of(cls, plan: Plan, limit: float = LIMIT) -> Self:
+    def of(cls, plan: Plan, answered: Sequence[Mapping[str, float]] = ()) -> Self:
         return cls(
             {
                 part.name: (part.seconds, segment.chunk // _slices(stage).get(part.name, 1))
@@ -32,7 +34,7 @@ class Drift:
                 for stage in segment.stages
                 for part in stage.parts
             },
-            limit,
+            answered,
         )
 
     def saw(self, seconds: Mapping[str, list[tuple[int, float]]]) -> None:
@@ -41,23 +43,25 @@ class Drift:
             planned, chunk = self._planned[name]
             like = [s for items, s in calls if items == chunk]
             if like and planned > 0:
-                self._ratios[name].append(median(like) / planned)
+                self._seconds[name].append(median(like))
 
     @property
     def ratios(self) -> dict[str, float]:
         """Measured over planned seconds, the median of the window."""
-        return {name: median(ratios) for name, ratios in self._ratios.items()}
+        return {name: median(seconds) / self._planned[name][0] for name, seconds in self._seconds.items()}
 
     def factors(self) -> dict[str, float]:
-        """By how much each part is off, if one has been by more than `limit` in every step of the window; else {}."""
-        if not self._ratios or any(len(ratios) < WINDOW for ratios in self._ratios.values()):
+        """By how much each part is off, if from every answer one has been off by more than `LIMIT` in each step of the
+        window; else {}."""
+        if not self._seconds or any(len(seconds) < WINDOW for seconds in self._seconds.values()):
             return {}
-        steady = [
-            name
-            for name, ratios in self._ratios.items()
-            if all(r > 1 + self.limit for r in ratios) or all(r < 1 / (1 + self.limit) for r in ratios)
-        ]
-        return self.ratios if steady else {}
+        return self.ratios if all(self._is_off(known) for known in self.answered) else {}
+
+    def _is_off(self, known: Mapping[str, float]) -> bool:
+        return any(
+            all(s > known[name] * (1 + LIMIT) for s in seconds) or all(s < known[name] / (1 + LIMIT) for s in seconds)
+            for name, seconds in self._seconds.items()
+        )
 
 
 def rescaled(plan: Plan, factors: Mapping[str, float], after: Mapping[str, Collection[str]]) -> Plan:

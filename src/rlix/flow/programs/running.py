@@ -379,8 +379,7 @@ class Running:
             self.replanned += 1
             self.switch(planned.best)
             return
-        # Where times come and go the answer would be the same for ever: it is asked for when more has changed.
-        self._drift = Drift.of(self.plan, 2 * self._drift.limit)
+        self._drift = Drift.of(self.plan, self._drift.answered)
         logger.info("%s: %s; the plan stays", self.flow.name, off)
 
 
