@@ -16,6 +16,7 @@ from rlix.pipeline.rollout.none import NoRollouts
 from rlix.pipeline.rollout.rollout import RolloutManager
 from rlix.pipeline.rollout.router import Router
 from rlix.pipeline.spec.executor import build_arguments
+from rlix.pipeline.spec.named import shipped_or_own
 from rlix.pipeline.spec.training import OptimizerSpec
 from rlix.pipeline.training.module import OptimizedModule
 from rlix.pipeline.training.parameter_groups import check_patterns
@@ -75,7 +76,7 @@ class Engines:
                 self._replicas = replicas.result()
         job = self._job
         cluster = job.registration.cluster(ClusterName.ACTOR_INFER)
-        caches = job.spec.rollout.executor == "vllm"
+        caches = self._replicas.backend.prefix_cache
         router = Router(len(cluster.bundles), job.spec.rollout.max_num_seqs, prefix_cache=caches)
         self._bundles = BundleFeed(job.client, cluster.name)
         self.rollouts = RolloutManager(
@@ -104,7 +105,7 @@ class Engines:
         frozen = name is ClusterName.REFERENCE or (self.adapters is not None and spec.warmup is None)
         with job.phase(name, Phase.INITIALIZATION) as lease:
             shards, sequence = self._sizes(cluster, len(lease.devices))
-            engine = TrainEngine(module, executor="fsdp2")
+            engine = TrainEngine(module, shipped_or_own(spec.training.executor))
             self._built.append(engine)
             engine.build(
                 shard=shards,
@@ -141,7 +142,7 @@ class Engines:
         job, rollout = self._job, self._job.spec.rollout
         cluster = job.registration.cluster(ClusterName.ACTOR_INFER)
         room, rank = self.adapters or (0, 0)
-        engine = InferenceEngine(str(self.model_path), executor=rollout.executor)
+        engine = InferenceEngine(str(self.model_path), shipped_or_own(rollout.executor))
         engine.build(
             tensor_parallel_size=cluster.tensor_parallel_size,
             devices=job.devices_of(cluster.devices),

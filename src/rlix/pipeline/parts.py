@@ -42,6 +42,7 @@ from rlix.pipeline.sources.base import ended
 from rlix.pipeline.sources.rewards import Reward
 from rlix.pipeline.sources.tasks.base import Prompt
 from rlix.pipeline.spec.executor import build_arguments
+from rlix.pipeline.spec.named import shipped_or_own
 from rlix.pipeline.spec.sections import Sections
 from rlix.pipeline.tokenizer import load_tokenizer, read
 from rlix.pipeline.training.metrics import mean_metrics
@@ -181,7 +182,7 @@ class _Generate(_Engine):
 
     def begin(self) -> None:
         spec = self.policy.spec
-        self.engine = InferenceEngine(str(self.policy.folder), executor=spec.rollout.executor)
+        self.engine = InferenceEngine(str(self.policy.folder), shipped_or_own(spec.rollout.executor))
         self.engine.build(
             tensor_parallel_size=self._unit,
             devices=self.devices,
@@ -273,7 +274,7 @@ class _TrainEngine(_Engine):
             self.engine.cuda() if self.lease is None else self.engine.acquire(self.lease)
             return
         spec = self.policy.spec
-        engine = TrainEngine(policy_on_meta(self.policy.folder), executor="fsdp2")
+        engine = TrainEngine(policy_on_meta(self.policy.folder), shipped_or_own(spec.training.executor))
         engine.build(
             shard=len(self.devices),
             devices=self.devices,

@@ -49,7 +49,7 @@ class Mine(TransformersExecutor):
 def test_a_new_backend_edits_no_file() -> None:
     assert backend(f"{__name__}:Mine").load() is Mine
     register("mine", Backend(f"{__name__}:Mine"))
-    assert InferenceEngine(qwen(), executor="mine")._backend.load() is Mine
+    assert InferenceEngine(qwen(), executor="mine").backend.load() is Mine
     assert issubclass(LoopExecutor, InferenceExecutor)
     with pytest.raises(ValueError, match=r"unknown executor 'tgi'.*transformers, vllm"):
         InferenceEngine(qwen(), executor="tgi")

@@ -12,23 +12,28 @@ from rlix.protocol.messages import DeviceKind
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A backend by its "module:Class".
+    """What has to be known of a backend beside its class.
 
     Attributes:
+        target: the class, or its "module:Class" where this process must not import it.
         start: how its replicas start; "spawn" when the class must be the first to import something.
+        prefix_cache: whether it keeps what it computed of a prompt's beginning, so that it pays to ask a replica again.
         spans: whether a replica may be on several nodes, with as many devices on each: `Site.further` says which.
         environment: variables that a replica's process needs before it imports anything, from the devices' kind, the
             threads of a virtual GPU, and whether the model is on this machine's disk. Raises RlixError when the
             backend is not installed.
     """
 
-    target: str
+    target: str | type[Any]
     start: Literal["fork", "spawn"] = "fork"
+    prefix_cache: bool = False
     spans: bool = False
     environment: Callable[[DeviceKind, int, bool], Mapping[str, str]] = lambda *_: {}
 
     def load(self) -> Any:
         """The class. Raises SpecError when there is none."""
+        if isinstance(self.target, type):
+            return self.target
         module, _, name = self.target.partition(":")
         try:
             return getattr(import_module(module), name)
@@ -43,19 +48,25 @@ def register(name: str, backend: Backend) -> None:
     _BACKENDS[name] = backend
 
 
-def backend(name: str) -> Backend:
-    """By its name or its "module:Class", which is imported. Raises SpecError for what is no `InferenceExecutor`."""
-    if name in _BACKENDS:
-        return _BACKENDS[name]
-    if ":" in name:
-        from rlix.engine.executors.base import InferenceExecutor
+def backend(executor: str | type[Any] | Backend) -> Backend:
+    """By its name, its class or that one's "module:Class", which is imported.
 
-        made = Backend(name)
-        found = made.load()
-        if not (isinstance(found, type) and issubclass(found, InferenceExecutor)):
-            raise SpecError(f"executor {name!r} is no {InferenceExecutor.__module__}.InferenceExecutor")
-        return made
-    raise SpecError(f"unknown executor {name!r} for InferenceEngine; known: {', '.join(_BACKENDS)}, or module:Class")
+    Raises SpecError for what is no `InferenceExecutor`.
+    """
+    if isinstance(executor, Backend):
+        return executor
+    if isinstance(executor, str) and executor in _BACKENDS:
+        return _BACKENDS[executor]
+    if isinstance(executor, str) and ":" not in executor:
+        known = ", ".join(_BACKENDS)
+        raise SpecError(f"unknown executor {executor!r} for InferenceEngine; known: {known}, or module:Class")
+    from rlix.engine.executors.base import InferenceExecutor
+
+    made = Backend(executor)
+    found = made.load()
+    if not (isinstance(found, type) and issubclass(found, InferenceExecutor)):
+        raise SpecError(f"executor {executor!r} is no {InferenceExecutor.__module__}.InferenceExecutor")
+    return made
 
 
 def _vllm_environment(kind: DeviceKind, cpu_threads: int, local: bool) -> Mapping[str, str]:
@@ -86,6 +97,7 @@ _BACKENDS = {
     "vllm": Backend(
         "rlix.engine.executors.vllm:VllmExecutor",
         start="spawn",
+        prefix_cache=True,
         spans=True,
         environment=_vllm_environment,
     ),

@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 from rlix.engine import placement
 from rlix.engine.base import Engine, merged, named_dtype, plainly
 from rlix.engine.declared import AS_IT_IS, DeclaredSpeed
-from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions
-from rlix.engine.executors.registry import backend
+from rlix.engine.executors.base import ALL_PARTS, ExecutorOptions, InferenceExecutor
+from rlix.engine.executors.registry import Backend, backend
 from rlix.engine.inference.prompts import Params, Prompt, PromptReader
 from rlix.engine.inference.replica import Replica, ReplicaReport
 from rlix.engine.inference.requests import GenerationRequest, GenerationResult, RequestOutput, TextChunk
@@ -43,23 +43,22 @@ class InferenceEngine(Engine):
     Args:
         source: a folder or hub name of a Hugging Face causal LM, or its configuration (an object or a dictionary),
             whose weights are then given by `cuda(weights=...)` or by `Replica.load`.
-        executor: "transformers", "vllm", a name given to `executors.registry.register`, or the "module:Class" of an
-            `InferenceExecutor`; what holds for the answers of each is said at its class.
+        executor: "transformers", "vllm", a name given to `executors.registry.register`, an `InferenceExecutor`, its
+            "module:Class", or a `registry.Backend`; what holds for the answers of each is said at its class.
         name: of the workers, in logs and errors.
     """
 
     def __init__(
         self,
         source: str | Path | PretrainedConfig | Mapping[str, Any] | ModelSource,
-        executor: str = "transformers",
+        executor: str | type[InferenceExecutor] | Backend = "transformers",
         *,
         name: str = "infer",
     ) -> None:
         super().__init__(name)
-        self._backend = backend(executor)
+        self.backend = backend(executor)
         self._given = False  # whether its weights are others than the source's own
         self.source = ModelSource.of(source)
-        self.executor = executor
         self._reader: PromptReader | None = None
         self._turn = itertools.count()  # of replicas to take the next stream
 
@@ -121,7 +120,7 @@ class InferenceEngine(Engine):
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
         )
-        bundles = placement.bundles_of(chosen, tensor_parallel_size, spans=self._backend.spans)
+        bundles = placement.bundles_of(chosen, tensor_parallel_size, spans=self.backend.spans)
         options = ExecutorOptions(
             tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
@@ -144,13 +143,13 @@ class InferenceEngine(Engine):
             placements=[own for own, *_ in nodes],
             kwargs={
                 "source": self.source,
-                "backend": self._backend.target,
+                "backend": self.backend.target,
                 "options": options,
                 "further": PerRank([tuple(further) for _, *further in nodes]),
             },
             namespace=namespace,
-            env=self._backend.environment(chosen[0].kind, cpu_threads, self.source.is_local),
-            start=start or self._backend.start,
+            env=self.backend.environment(chosen[0].kind, cpu_threads, self.source.is_local),
+            start=start or self.backend.start,
             max_concurrency=_CONCURRENT_CALLS,
             cpu_threads=cpu_threads,
             start_timeout_s=build_timeout_s,

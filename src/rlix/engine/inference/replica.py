@@ -68,7 +68,7 @@ class Replica(Worker):
     def __init__(
         self,
         source: ModelSource,
-        backend: str,
+        backend: str | type[InferenceExecutor],
         options: ExecutorOptions,
         further: tuple[tuple[Device, ...], ...] = (),
     ) -> None:

@@ -168,7 +168,7 @@ def _generation(spec: "JobSpec", model: ModelShape) -> Generation:
     options = parsed_options(rollout.executor, rollout.executor_options)
     vllm = options if isinstance(options, VllmOptions) else None
     return Generation(
-        width=1 if vllm is None else tensor_parallel,  # the other one has the whole model on a bundle's first device
+        width=1 if rollout.executor == "transformers" else tensor_parallel,  # which has it whole on the first device
         dtype=_bytes(spec),
         sequences=rollout.max_num_seqs,
         longest=_longest(spec, model),

@@ -162,9 +162,10 @@ def _goes_on_exactly(spec: JobSpec) -> bool:
     """Whether it learns the same from a checkpoint on, with rollouts of any width.
 
     Samples that are under way are made anew, by newer weights; vLLM's log-probs depend on which samples it has beside
-    each other; and nobody knows what a schedule or a source of the user's remembers.
+    each other; and nobody knows what a schedule, a source or a backend of the user's remembers.
     """
-    return spec.schedule.name == "on_policy" and spec.rollout.executor == "transformers" and spec.source.name is None
+    executors = (spec.rollout.executor, spec.training.executor)
+    return spec.schedule.name == "on_policy" and executors == ("transformers", "fsdp2") and spec.source.name is None
 
 
 def _named(chosen: Chosen) -> str:

@@ -6,7 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlix.engine.executors.registry import Backend
 from rlix.pipeline.spec.columns import column_problems, data_fields, is_hub_name, known_columns
+from rlix.pipeline.spec.executor import own_options
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.model import quantized
 from rlix.pipeline.spec.named import import_object, is_own, option_problems, where_defined
@@ -28,6 +30,8 @@ from rlix.protocol.spec_file import Problem
 
 _BASES = {
     "pipeline": "rlix.pipeline:Pipeline",
+    "rollout.executor": "rlix.engine.executors.base:InferenceExecutor",
+    "training.executor": "rlix.engine.train.executor:TrainExecutor",
     "algorithm": "rlix.pipeline.algorithms:Algorithm",
     "schedule": "rlix.pipeline.schedules:Schedule",
     "source": "rlix.pipeline.sources:Source",
@@ -55,6 +59,13 @@ def environment_problems(spec: Sections) -> Iterator[Problem]:
         yield Problem(
             "rollout.executor", "vllm is not installed; run 'pip install rlix[vllm]', or use 'executor: transformers'"
         )
+    for field, name, options in (
+        ("rollout.executor", spec.rollout.executor, own_options(spec.rollout.executor_options)),
+        ("training.executor", spec.training.executor, {}),
+    ):
+        for problem in _own(field, name, options) if is_own(name) else ():
+            where = problem.field.removesuffix(".name").replace(".options", "_options")
+            yield Problem(where, problem.message)
     yield from _loggers(spec.logging)
     if spec.lora is not None and spec.lora.path is not None:
         yield from _adapter(Path(spec.lora.path))
@@ -174,6 +185,8 @@ def _own(
     none of those, options go to a class `Options` or nowhere; `partly`: what the options lack comes from elsewhere."""
     try:
         found = import_object(name)
+        if isinstance(found, Backend):
+            found = found.load()
     except SpecError as error:
         yield Problem(f"{field}.name", str(error))
         return

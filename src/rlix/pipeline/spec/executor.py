@@ -1,7 +1,7 @@
 """What a job may tell the executor of its rollouts."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -50,16 +50,22 @@ class VllmOptions(_Options):
     """Most tokens of one forward pass, those of prompts included."""
 
 
+class OwnOptions(_Options):
+    """Of an executor of the user's, which checks all others."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 EXECUTORS: dict[str, type[_Options]] = {"transformers": TransformersOptions, "vllm": VllmOptions}
-ExecutorName = Literal["transformers", "vllm"]
+TRAINERS = ("fsdp2",)
 
 
 class _Owner:
     def __init__(self, executor: str) -> None:
-        self.Options = EXECUTORS[executor]
+        self.Options = EXECUTORS.get(executor, OwnOptions)
 
 
-def executor_problems(executor: ExecutorName, options: dict[str, Any], longest_answer: int) -> Iterator[Problem]:
+def executor_problems(executor: str, options: dict[str, Any], longest_answer: int) -> Iterator[Problem]:
     """What is wrong with the options, as far as it shows without the executor being installed."""
     where = "rollout.executor_options"
     given = {}
@@ -85,22 +91,27 @@ def executor_problems(executor: ExecutorName, options: dict[str, Any], longest_a
             )
 
 
-def parsed_options(executor: ExecutorName, options: dict[str, Any]) -> TransformersOptions | VllmOptions:
+def own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that only an executor of the user's can check."""
+    return {name: value for name, value in options.items() if name not in _Options.model_fields}
+
+
+def parsed_options(executor: str, options: dict[str, Any]) -> TransformersOptions | VllmOptions | OwnOptions:
     """Of a job that has been checked."""
-    parsed: TransformersOptions | VllmOptions = parse_options(_Owner(executor), options)
+    parsed: TransformersOptions | VllmOptions | OwnOptions = parse_options(_Owner(executor), options)
     return parsed
 
 
-def build_arguments(executor: ExecutorName, options: dict[str, Any]) -> dict[str, Any]:
+def build_arguments(executor: str, options: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of `InferenceEngine.build` that the options make."""
     given = {name: value for name, value in dict(parsed_options(executor, options)).items() if value is not None}
     own = {"kv_cache_memory_bytes": "kv_cache_bytes"}
-    taken = [*_Options.model_fields, "exact"]
+    taken = (TransformersOptions if executor == "transformers" else _Options).model_fields
     arguments = {own.get(name, name): value for name, value in given.items() if name in taken}
     return {**arguments, "executor_options": {k: v for k, v in given.items() if k not in taken}}
 
 
-def longest_trajectory(executor: ExecutorName, options: dict[str, Any], context: int) -> int:
+def longest_trajectory(executor: str, options: dict[str, Any], context: int) -> int:
     """Tokens of the longest trajectory: the model's `context`, or less where the job says so."""
     length = parsed_options(executor, options).max_model_len
     return min(context, length or context)

@@ -10,11 +10,13 @@ from typing import Any, Self
 import yaml
 from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 
+from rlix.engine.executors.registry import backend
 from rlix.pipeline.spec.checks import inconsistencies
 from rlix.pipeline.spec.clusters import ClusterSpec, ClustersSpec, node_problems, pool_problems
 from rlix.pipeline.spec.columns import is_path
 from rlix.pipeline.spec.environment import device_problems, environment_problems
 from rlix.pipeline.spec.lora import RunSpec
+from rlix.pipeline.spec.named import shipped_or_own
 from rlix.pipeline.spec.old_keys import moved, old_pipeline
 from rlix.pipeline.spec.runs import run_of, run_problems
 from rlix.pipeline.spec.section import Section
@@ -23,7 +25,7 @@ from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import Origin, Problem, inconsistent, nearest, problems_of, read_yaml, with_values
 from rlix.protocol.types import ClusterName
 
-_NAMING = ("name", "task", "environment", "openai", "rewards", "options")
+_NAMING = ("name", "task", "environment", "openai", "rewards", "options", "executor")
 
 
 class JobSpec(Sections):
@@ -238,7 +240,7 @@ def check_jobs(
         if virtual is not None:
             lines += [spec._origin.describe(problem) for problem in device_problems(spec, virtual=virtual)]
         if nodes and (spec.pipeline is None or spec.multi_lora):
-            spans = spec.rollout.executor == "vllm"
+            spans = backend(shipped_or_own(spec.rollout.executor)).spans
             lines += [spec._origin.describe(problem) for problem in node_problems(spec.clusters, nodes, spans=spans)]
     if lines:
         raise SpecError("\n".join(lines))
@@ -287,7 +289,7 @@ def _anchored(data: dict[str, Any], base: Path) -> dict[str, Any]:
         path = _absolute(base, given)
         if given and (path.exists() or given.startswith((".", "~", "/"))):
             data["model"] = {**model, "path": str(path)}
-    for section in ("source", "schedule", "algorithm", "pipeline"):
+    for section in ("source", "schedule", "algorithm", "pipeline", "rollout", "training"):
         if section in data:
             data[section] = _with_files(data[section], base)
     if isinstance(runs := data.get("runs"), dict):

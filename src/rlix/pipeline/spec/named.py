@@ -69,6 +69,11 @@ def import_object(name: str) -> object:
     return found
 
 
+def shipped_or_own(name: str) -> Any:
+    """The object behind the name of something of the user's; of what ships the name itself."""
+    return import_object(name) if is_own(name) else name
+
+
 def load_module(name: str) -> ModuleType:
     """Raises SpecError when it cannot be imported."""
     try:

@@ -9,7 +9,7 @@ from rlix.pipeline.spec.algorithm import AlgorithmSpec
 from rlix.pipeline.spec.clusters import ClustersSpec
 from rlix.pipeline.spec.declared import DeclaredSpeedSpec
 from rlix.pipeline.spec.evaluation import EvaluationSpec
-from rlix.pipeline.spec.executor import ExecutorName, longest_trajectory
+from rlix.pipeline.spec.executor import longest_trajectory
 from rlix.pipeline.spec.logging import LoggingSpec
 from rlix.pipeline.spec.lora import MULTI_LORA, LoraSpec, RunName, RunSpec
 from rlix.pipeline.spec.model import ModelSpec, TinyModel
@@ -43,9 +43,11 @@ class RolloutSpec(Section):
     is generated after another one nothing is kept."""
     stop_token_ids: Annotated[tuple[Index, ...], one_or_many(Index), Field(strict=False)] = ()
     """Tokens that end an answer, besides the end tokens of the tokenizer and of the model's folder."""
-    executor: ExecutorName = "transformers"
+    executor: str = "transformers"
+    """`transformers`, `vllm`, or a [backend of your own](engines.md#backends-of-your-own): `package.module:Class`."""
     executor_options: dict[str, Any] = Field(default_factory=dict)
-    """Of the executor; those of vLLM by the names that vLLM gives them."""
+    """Of the executor; those of vLLM by the names that vLLM gives them, those of your own as its class `Options` says,
+    and the three that both others have."""
     max_num_seqs: Count = 64
     """Most trajectories one replica decodes at a time; fewer where its memory does not hold them."""
 

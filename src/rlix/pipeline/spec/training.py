@@ -40,6 +40,8 @@ class TrainingSpec(Section):
     """How training and log-probs fit in a device's memory. None of it changes what is learnt, except by rounding
     and by `dropout`."""
 
+    executor: str = "fsdp2"
+    """`fsdp2`, or a [backend of your own](engines.md#backends-of-your-own): `package.module:Class`."""
     micro_batch_tokens: Count = 16384
     """Most tokens, padding included, that a device takes through the model at once; gradients are summed up over as
     many such passes as a minibatch needs, and memory does not grow with the batch. A longer sequence goes alone."""

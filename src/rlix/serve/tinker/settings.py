@@ -5,11 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rlix.pipeline.spec.executor import ExecutorName
 from rlix.pipeline.spec.section import Count, Positive, Seconds, Section, Seed
 from rlix.protocol.errors import SpecError
 from rlix.protocol.spec_file import problems_of, read_yaml
@@ -44,7 +43,7 @@ class OfferedModel(Section):
     """Devices that train it together, for as long as an operation takes."""
     tensor_parallel: Count = 1
     """Devices of a replica that samples."""
-    executor: ExecutorName = "transformers"
+    executor: Literal["transformers", "vllm"] = "transformers"
     """Of replicas, like the two that follow: as in a job's `rollout`."""
     executor_options: dict[str, Any] = Field(default_factory=dict)
     max_num_seqs: Count = 64
