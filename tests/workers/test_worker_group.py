@@ -14,8 +14,9 @@ import ray
 from rlix.node import process
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, DeviceKind
-from rlix.workers.group import PerRank, WorkerGroup
-from rlix.workers.launch import Group, launch
+from rlix.workers.group import WorkerGroup
+from rlix.workers.launch import launch
+from rlix.workers.per_rank import PerRank
 from tests.workers.workers import EchoWorker, wait_gone
 
 pytestmark = pytest.mark.ray
@@ -65,16 +66,13 @@ def test_arguments_go_to_all_ranks_or_one_each(group: WorkerGroup) -> None:
     assert group.run("add", PerRank([1, 2]), right=10, ranks=[2, 0], timeout_s=TIMEOUT_S) == [11, 12]
     assert ray.get(group.call("add", ray.put([1]), [2], ranks=[1])) == [[1, 2]]
     names = {"at_once": True, "ranks": [0], "method": "add", "args": 1, "timeout_s": 0.0}  # as its user calls them
-    assert Group(group).on(1, 2).named(**names).wait(TIMEOUT_S) == [names] * 2
-    handle = Group(group)
+    assert ray.get(group.submit("named", kwargs=names, ranks=[1, 2]), timeout=TIMEOUT_S) == [names] * 2
     with pytest.raises(SpecError, match=r"^echo: add\(\): argument 2 cannot be sent to workers: TypeError: cannot"):
-        handle.add(1, threading.Lock())
+        group.call("add", 1, threading.Lock())
     with pytest.raises(SpecError, match=r"^echo: named\(\): key cannot be sent to workers: TypeError: cannot pickle"):
-        handle.named(key=threading.Lock())
+        group.run("named", key=threading.Lock(), timeout_s=TIMEOUT_S)
     with pytest.raises(SpecError, match=r"^echo: EchoWorker has no method nope\(\); it has add, "):
-        handle.nope()
-    with pytest.raises(SpecError, match=r"^echo: on\(\) needs ranks, from 0 to 2$"):
-        handle.on()
+        group.call("nope")
     with pytest.raises(SpecError, match=r"^lock: greeting cannot be sent to workers: TypeError"):
         launch(EchoWorker, [[]], [], name="lock", kwargs={"greeting": threading.Lock()})
     with pytest.raises(ValueError, match=r"add\(\) goes to 3 rank\(s\), but a PerRank argument has 1"):

@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -18,14 +18,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlix.node import output
 from rlix.node.process import WatchedProcess, descendants, kill
-from rlix.protocol.errors import WaitTimeoutError, WorkerError
+from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Process
 from rlix.workers import prefork
 from rlix.workers.actor_class import actor_class, may_be_made_again
 from rlix.workers.futures import failures, futures_of, read_error
 from rlix.workers.once import CALL
+from rlix.workers.per_rank import check_per_rank, pick
+from rlix.workers.placement import check_placements
 from rlix.workers.scratch import Scratch
-from rlix.workers.user_errors import failure
+from rlix.workers.user_errors import failure, sent
 from rlix.workers.worker import CONTROL, WORKER_ENVIRONMENT, Worker, WorkerContext, program_fence
 
 logger = logging.getLogger(__name__)
@@ -33,13 +35,6 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0  # until every rank has been constructed
 EXIT_TIMEOUT_S = 10.0  # for a killed process to be gone
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class PerRank:
-    """An argument with one value for each rank called, in the order of `ranks`."""
-
-    values: Sequence[Any]
 
 
 class WorkerGroup:
@@ -76,7 +71,7 @@ class WorkerGroup:
         cpu_threads: int = 1,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        _check_placements(name, placements)
+        check_placements(name, placements)
         if not ray.is_initialized():
             raise WorkerError(f"{name}: there is no Ray to start workers in: call rlix.init() first")
         self.name = name
@@ -163,18 +158,20 @@ class WorkerGroup:
         """
         self.check_usable(method)
         called = self._ranks(ranks)
-        self._check_per_rank(method, called, args, kwargs)
+        check_per_rank(f"{self.name}: {method}()", len(called), args, kwargs)
         options = {"concurrency_group": CONTROL} if at_once else {}
-        return [
-            self._remote(
-                rank,
-                method,
-                [_pick(value, i) for value in args],
-                {key: _pick(value, i) for key, value in kwargs.items()},
-                options,
-            )
-            for i, rank in enumerate(called)
-        ]
+        values = [*((f"argument {i}", value) for i, value in enumerate(args, 1)), *kwargs.items()]
+        with sent(f"{self.name}: {method}()", values):
+            return [
+                self._remote(
+                    rank,
+                    method,
+                    [pick(value, i) for value in args],
+                    {key: pick(value, i) for key, value in kwargs.items()},
+                    options,
+                )
+                for i, rank in enumerate(called)
+            ]
 
     def _remote(
         self,
@@ -194,7 +191,7 @@ class WorkerGroup:
         return made
 
     def check_usable(self, method: str) -> None:
-        """Raise WorkerError when there is nobody to call."""
+        """Raise WorkerError when there is nobody to call, SpecError when they have no such method."""
         if self._closed:
             raise WorkerError(f"{self.name}: {method}() called on a closed group")
         if not ray.is_initialized():  # or Ray would start itself anew
@@ -202,6 +199,9 @@ class WorkerGroup:
                 f"{self.name}: {method}() called after Ray was shut down, and with it these workers: call rlix.init() "
                 "and build them again"
             )
+        if not callable(getattr(self.worker_cls, method, None)):
+            there = ", ".join(n for n in dir(self.worker_cls) if n[0] != "_" and callable(getattr(self.worker_cls, n)))
+            raise SpecError(f"{self.name}: {self.worker_cls.__name__} has no method {method}(); it has {there}")
 
     def run(
         self,
@@ -334,11 +334,12 @@ class WorkerGroup:
 
     def _construct(self, ranks: Sequence[int]) -> None:
         """Run the workers' `__init__`, as a method: its error then arrives with its type."""
-        self._check_per_rank("__init__", range(self.world_size), (), self._kwargs)
-        futures = futures_of(
-            self._remote(rank, "_rlix_construct", [{key: _pick(value, rank) for key, value in self._kwargs.items()}])
-            for rank in ranks
-        )
+        check_per_rank(f"{self.name}: __init__()", self.world_size, (), self._kwargs)
+        with sent(self.name, self._kwargs.items()):
+            futures = futures_of(
+                self._remote(rank, "_rlix_construct", [{k: pick(value, rank) for k, value in self._kwargs.items()}])
+                for rank in ranks
+            )
         pids = self._wait("__init__", ranks, futures, self._start_timeout_s)
         here = ray.get_runtime_context().get_node_id()
         for rank, process in zip(ranks, pids, strict=True):
@@ -383,34 +384,10 @@ class WorkerGroup:
                 raise IndexError(f"{self.name} has ranks 0..{self.world_size - 1}, not {rank}")
         return list(ranks)
 
-    def _check_per_rank(
-        self, method: str, ranks: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, PerRank) and len(value.values) != len(ranks):
-                raise ValueError(
-                    f"{self.name}: {method}() goes to {len(ranks)} rank(s), but a PerRank argument has "
-                    f"{len(value.values)} value(s)"
-                )
-
-
-def _check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:
-    if not placements:
-        raise ValueError(f"{name}: a worker group needs at least one placement")
-    for rank, devices in enumerate(placements):
-        if len({device.node_id for device in devices}) > 1:
-            raise ValueError(f"{name}: the devices of rank {rank} are on several nodes; one process cannot use them")
-        if len({device.kind for device in devices}) > 1:
-            raise ValueError(f"{name}: the devices of rank {rank} are of several kinds")
-
 
 def _on_this_node(placements: Sequence[tuple[Device, ...]]) -> bool:
     nodes = {device.node_id for devices in placements for device in devices}
     return nodes == {ray.get_runtime_context().get_node_id()} and all(placements)
-
-
-def _pick(value: Any, index: int) -> Any:
-    return value.values[index] if isinstance(value, PerRank) else value
 
 
 def _join_pids(processes: Iterable[Process]) -> str:

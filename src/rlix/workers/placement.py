@@ -84,3 +84,14 @@ def _pick(placement: object, devices: Sequence[Device], numbers: Sequence[int]) 
         if number not in range(len(devices)):
             raise SpecError(f"placement {placement!r}: there is no device {number!r} among {len(devices)}")
     return tuple(devices[number] for number in numbers)
+
+
+def check_placements(name: str, placements: Sequence[tuple[Device, ...]]) -> None:
+    """Raise ValueError: one process cannot use the devices of each rank, or there is no rank."""
+    if not placements:
+        raise ValueError(f"{name}: a worker group needs at least one placement")
+    for rank, devices in enumerate(placements):
+        if len({device.node_id for device in devices}) > 1:
+            raise ValueError(f"{name}: the devices of rank {rank} are on several nodes; one process cannot use them")
+        if len({device.kind for device in devices}) > 1:
+            raise ValueError(f"{name}: the devices of rank {rank} are of several kinds")

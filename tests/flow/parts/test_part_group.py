@@ -17,14 +17,13 @@ from rlix.workers import group as group_module
 from rlix.workers.group import WorkerGroup
 
 
-class Workers(WorkerGroup):
+class Pretended(PartGroup):
     """`says`: by rank what it does when it is asked; what is not there is an answer."""
 
     def __init__(self, **says: str) -> None:
-        self.name, self.placements, self.lost = "flow/part", ((1,), (2,), ()), set()  # type: ignore[assignment]
         self.says = {int(rank[1:]): what for rank, what in says.items()}
         self.killed: list[int] = []
-        self.worker_cls = FlowWorker
+        super().__init__(FlowWorker, name="flow/part", placements=((1,), (2,), ()), timeout_s=1.0)  # type: ignore[arg-type]
 
     def submit(self, method: str, *_: Any, ranks: Any = None, **__: Any) -> Any:
         return [(self.says.get(rank), rank) for rank in (range(3) if ranks is None else ranks)]
@@ -46,71 +45,72 @@ class Workers(WorkerGroup):
             raise WaitTimeoutError(f"rank {rank} did not end")
 
 
+def starts_nobody(group: Any, worker_cls: type, *, name: str, placements: Any) -> None:
+    group.name, group.worker_cls, group.placements, group.lost = name, worker_cls, placements, set()
+
+
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerGroup, "__init__", starts_nobody)
+
     def wait(refs: Any, *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         return [ref for ref in refs if ref[0] != "hangs"], [ref for ref in refs if ref[0] == "hangs"]
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr("rlix.workers.group.futures_of", lambda refs: refs)
-    monkeypatch.setattr("rlix.workers.launch.Call._watch", lambda call: None, raising=False)
 
 
 def test_who_hangs_is_ended_and_who_has_died_is_gone() -> None:
-    workers = Workers(_0="hangs", _1="dies")
-    part = PartGroup(workers)
+    part = Pretended(_0="hangs", _1="dies")
     with pytest.raises(WaitTimeoutError, match=r"rank\(s\) 0 did not answer, and were ended"):
         part.offload()
-    assert workers.killed == [0] and part.lost == [0, 1]
+    assert part.killed == [0] and part.lost == {0, 1}
     part.offload()  # nobody is asked who is gone
 
 
 def test_who_does_not_go_is_ended_when_others_need_its_devices() -> None:
-    workers = Workers()
-    part = PartGroup(workers)
+    part = Pretended()
     part.onload()
-    workers.says = {1: "raises", 2: "raises"}
+    part.says = {1: "raises", 2: "raises"}
     with pytest.raises(WorkerError, match="does not go"):
         part.offload()
-    assert workers.killed == []
+    assert part.killed == []
     part.end()
-    assert workers.killed == [1]  # the other has no device
+    assert part.killed == [1]  # the other has no device
 
 
 def test_who_hangs_when_it_is_brought_on_is_ended() -> None:
-    workers = Workers(_2="hangs")
+    part = Pretended(_2="hangs")
     with pytest.raises(WaitTimeoutError, match=r"rank\(s\) 2 did not answer, and were ended"):
-        PartGroup(workers).onload()
-    assert workers.killed == [2]
+        part.onload()
+    assert part.killed == [2]
 
 
 def test_devices_do_not_pass_on_while_a_process_that_was_ended_is_there() -> None:
-    workers = Workers()
-    part = PartGroup(workers)
+    part = Pretended()
     part.onload()
-    workers.lost, workers.says = {0, 1}, {0: "stays", 1: "stays"}  # Ray says that they died
+    part.lost, part.says = {0, 1}, {0: "stays", 1: "stays"}  # Ray says that they died
     for _ in range(2):
         with pytest.raises(WaitTimeoutError, match="rank 0 did not end"):
             part.offload()
     part.end()
     with pytest.raises(WaitTimeoutError, match="rank 0 did not end"):
         part.offload()
-    workers.says = {}
+    part.says = {}
     part.offload()
-    assert workers.killed == [0, 0, 0, 1, 0, 0, 1]
+    assert part.killed == [0, 0, 0, 1, 0, 0, 1]
     part.offload()  # nobody is there
-    assert len(workers.killed) == 7
+    assert len(part.killed) == 7
 
 
 def test_devices_do_not_pass_on_while_the_process_of_who_died_as_it_went_is_there() -> None:
-    workers = Workers()
-    part = PartGroup(workers)
+    part = Pretended()
     part.onload()
-    workers.says = {1: "dies"}
+    part.says = {1: "dies"}
     part.offload()
-    assert workers.killed == [1] and part.lost == [1]
+    assert part.killed == [1] and part.lost == {1}
     part.offload()
-    assert workers.killed == [1]
+    assert part.killed == [1]
 
 
 def test_who_is_killed_again_is_gone_only_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +141,23 @@ class Ref:
         return self.result
 
 
+def usable(monkeypatch: pytest.MonkeyPatch, method: Any) -> Pretended:
+    part = Pretended()
+    monkeypatch.setattr(part, "_note", lambda call: call)
+    monkeypatch.setattr(part, "_handles", [SimpleNamespace(_rlix_part=method)], raising=False)
+    monkeypatch.setattr(part, "check_usable", lambda _: None)
+    return part
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_error_is_read_from_both_results_and_what_was_made_stays_where_it_is(fails: bool) -> None:
+def test_an_error_is_read_from_both_results_and_what_was_made_stays_where_it_is(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result: Future[int] = Future()
     made, counted = Ref(result), Ref(result)
     method = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: (made, counted)))
-    workers: Any = SimpleNamespace(check_usable=lambda _: None, handles=[SimpleNamespace(_rlix_part=method)])
-    part = PartGroup(workers)
-    part.part("add", [[]])
+    part = usable(monkeypatch, method)
+    part.part("add", [[]], ranks=[0])
     if fails:
         result.set_exception(LookupError())
     else:
@@ -157,17 +166,14 @@ def test_an_error_is_read_from_both_results_and_what_was_made_stays_where_it_is(
 
 
 def test_what_was_called_before_a_call_failed_is_of_a_turn_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartGroup, "_note", lambda part, call: call)
-    workers, sent = Workers(), list[Any]()
+    sent = list[Any]()
     method = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: sent.append(args) or (ref, ref)))
     ref = Ref(Future())
-    monkeypatch.setattr(workers, "_handles", [SimpleNamespace(_rlix_part=method)], raising=False)
-    monkeypatch.setattr(workers, "check_usable", lambda _: None)
-    part = PartGroup(workers)
+    part = usable(monkeypatch, method)
     for says in ({}, {1: "raises"}, {1: "hangs"}, {}):
         part.part("add", [[]], ranks=[0])
-        workers.says = says  # type: ignore[assignment]
-        call: Any = SimpleNamespace(wait=lambda _: workers.run("add", timeout_s=1.0), late=[1])
+        part.says = says  # type: ignore[assignment]
+        call: Any = SimpleNamespace(method="add", refs=part.submit("add"), ranks=range(3), late=[1])
         with contextlib.suppress(WorkerError, WaitTimeoutError):
             part.answers(call)
     part.offload()

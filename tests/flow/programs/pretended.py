@@ -56,18 +56,14 @@ class Group:
     def __init__(self, part: Part, ranks: int, first: int, name: str) -> None:
         self.name, self.first = name, first
         self.members = [part.worker(**part.kwargs) for _ in range(ranks)]
-        self.workers = SimpleNamespace(world_size=ranks, processes={})
+        self.world_size, self.processes = ranks, dict[int, Any]()
         self.lease = None
         self.late: list[int] = []
         self.lost: list[int] = []
 
-    def call(self, method: str, *args: Any) -> Any:
-        return SimpleNamespace(wait=lambda *_: [getattr(member, method)(*args) for member in self.members])
-
-    def on(self, rank: int) -> Any:
-        return SimpleNamespace(
-            call=lambda method: SimpleNamespace(wait=lambda *_: [getattr(self.members[rank], method)()])
-        )
+    def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        called = self.members if ranks is None else [self.members[rank] for rank in ranks]
+        return [getattr(member, method)(*args) for member in called]
 
     def part(self, method: str, inputs: Sequence[Sequence[Pieces]], ranks: Any = None) -> tuple[list[Any], Any]:
         called = self.members if ranks is None else [self.members[rank] for rank in ranks]

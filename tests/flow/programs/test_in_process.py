@@ -273,7 +273,7 @@ def test_what_learns_gets_all_items_of_a_step_at_once_unless_it_says_otherwise(m
     parts = [Part("ones", Adds, "add", kwargs={"number": 1}), Part("tens", Keeps, "add", kwargs={"number": 10})]
     with Running(Flow("sums", parts, ITEMS), POOL, plan=mode, profile=profile(ones=0.2, tens=0.1)) as running:
         running.step([0] * ITEMS)
-        assert running.groups["tens"].call("save").wait() == [1] * len(running.groups["tens"].members)  # type: ignore[attr-defined]
+        assert running.groups["tens"].ask("save") == [1] * len(running.groups["tens"].members)  # type: ignore[attr-defined]
     assert [part.chunk for part in parts] == [1, None]
     assert Part("ones", Keeps, "add", each=2).chunk == Part("ones", Keeps, "add", chunk=1).chunk == 1
 

@@ -7,12 +7,12 @@ from unittest.mock import MagicMock
 import pytest
 import ray
 
+from rlix.flow.parts.part_group import PartGroup
 from rlix.flow.profiler import measure as measure_module
 from rlix.flow.programs.flow import Flow
 from rlix.flow.programs.wiring import Circle, Part
 from rlix.protocol.errors import SpecError, WaitTimeoutError, WorkerError
-from rlix.workers import launch
-from rlix.workers.group import START_TIMEOUT_S
+from rlix.workers.group import START_TIMEOUT_S, WorkerGroup
 from tests.flow.programs.pretended import ITEMS, POOL, Adds
 
 pytestmark = pytest.mark.usefixtures("no_ray")
@@ -45,42 +45,30 @@ def test_a_part_that_says_no_memory_is_named(said: object) -> None:
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,), repeats=1))
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_session")
 def test_a_part_that_hangs_while_it_is_measured_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
 
-    def results(method: str, refs: list[Any], *, timeout_s: float, ranks: Any) -> list[Any]:
+    def started(group: Any, worker_cls: type, *, start_timeout_s: float, **how: Any) -> None:
+        waits.append(start_timeout_s)
+        group.name, group.worker_cls, group.placements, group.lost = how["name"], worker_cls, how["placements"], {0}
+
+    def results(_: object, method: str, refs: list[Any], *, timeout_s: float, ranks: Any) -> list[Any]:
         waits.append(timeout_s)
         if method == "add":
             raise WaitTimeoutError("ones: rank(s) 0 did not answer add()")
         return [(0.0, 0.0)]
 
-    workers: Any = SimpleNamespace(
-        worker_cls=Adds,
-        submit=lambda *_, **__: [],
-        results=results,
-        check_usable=lambda _: None,
-        handles=(MagicMock(),),
-        world_size=1,
-        close=lambda: None,
-    )
-    group = launch.Group(workers)
-
-    def launched(*_: object, start_timeout_s: float, **__: object) -> launch.Group:
-        waits.append(start_timeout_s)
-        return group
-
-    monkeypatch.setattr(measure_module, "launch", launched)
+    fakes = {"__init__": started, "results": results, "submit": lambda *_, **__: [], "close": lambda _: None}
+    fakes |= {"check_usable": lambda *_: None, "handles": (MagicMock(),)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(WorkerGroup, name, fake)
+    monkeypatch.setattr(PartGroup, "_note", lambda _, call: call)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(measure_module, "start", START)
     flow = Flow("sums", [Part("ones", Adds, "add", kwargs={"number": 1})], ITEMS, lambda count: [0] * count)
     with pytest.raises(WaitTimeoutError, match="ones: rank"):
         measure_module.profile(flow, POOL, measure_module.Grid((1,), (4,)), timeout_s=0.5)
     assert waits == [START_TIMEOUT_S, *[0.5] * 4]  # its start, its room, its onload, its memory, and itself
-    part = launch.Group(workers, timeout_s=0.25).on(0)
-    part.memory().wait()
-    part.memory().wait(2.0)
-    assert waits[5:] == [0.25, 2.0]
 
 
 def test_what_handing_items_on_takes_is_measured_with_the_part_that_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:

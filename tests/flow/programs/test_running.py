@@ -88,7 +88,7 @@ def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -
     expected = [n + 11 for n in range(ITEMS)]
     for _ in range(2):
         assert running.step(list(range(ITEMS))) == expected
-    assert sum(running.groups["ones"].count().wait()) == 2 * ITEMS // 3  # by whoever was free
+    assert sum(running.groups["ones"].ask("count")) == 2 * ITEMS // 3  # by whoever was free
     assert "faster, but not collocated: " in running.explain()
     one, two = running.flow.part("ones"), running.flow.part("tens")
     assert one.after == () and two.after == ("ones",)
@@ -96,10 +96,10 @@ def test_the_same_program_runs_in_turn_and_beside_each_other(running: Running) -
     running.switch(apart)
     assert running.step(list(range(ITEMS))) == expected
     chunk = apart.segments[0].chunk
-    assert running.groups["tens"].count().wait() == [2 + ITEMS // chunk]  # it went on from what it had saved
+    assert running.groups["tens"].ask("count") == [2 + ITEMS // chunk]  # it went on from what it had saved
     running.set_chunk(5)
     assert running.step(list(range(ITEMS))) == expected
-    assert running.groups["tens"].count().wait() == [2 + ITEMS // chunk + 3]
+    assert running.groups["tens"].ask("count") == [2 + ITEMS // chunk + 3]
 
 
 def test_what_a_part_raises_reaches_the_caller_and_the_flow_goes_on(running: Running) -> None:
@@ -108,20 +108,19 @@ def test_what_a_part_raises_reaches_the_caller_and_the_flow_goes_on(running: Run
     with pytest.raises(SpecError, match=r"^flow sums: item 1 of the step cannot be sent to workers: TypeError: cannot"):
         running.step([0, threading.Lock()])
     assert running.step([0] * ITEMS) == [11] * ITEMS
-    call = running.groups["ones"].on(0).count()
-    assert call.wait() and call.done and call.duration_s > 0
+    assert running.groups["ones"].ask("count", ranks=[0])[0] > 0
 
 
 def test_a_part_whose_rank_was_killed_is_started_again(running: Running) -> None:
     running.keep()
-    (before,) = running.groups["ones"].on(0).count().wait()
-    running.groups["ones"].workers.kill(0)
+    (before,) = running.groups["ones"].ask("count", ranks=[0])
+    running.groups["ones"].kill(0)
     died = r"rank 0 died before it answered onload\(\): process \d+ \(\S+\) was ended"
     what = rf"{died}; running.restart\('ones'\) starts them"
     with pytest.raises(WorkerError, match=rf"^sums/ones: {what} again, from what running.keep\(\) kept$") as caught:
         running.step([0] * ITEMS)
     assert caught.value.__cause__ is None  # a page of Ray's
-    running.groups["tens"].workers.kill(0)
+    running.groups["tens"].kill(0)
     with pytest.raises(WorkerError, match=r"^sums/ones: rank\(s\) 0 died; running.restart\('ones'\)"):
         running.step([0] * ITEMS)
     running.restart("ones")
@@ -129,7 +128,7 @@ def test_a_part_whose_rank_was_killed_is_started_again(running: Running) -> None
         running.step([0] * ITEMS)
     running.restart("tens")
     assert running.step([0] * ITEMS) == [11] * ITEMS
-    assert running.groups["ones"].on(0).count().wait()[0] > before
+    assert running.groups["ones"].ask("count", ranks=[0])[0] > before
 
 
 class Waits(Adds):
@@ -181,7 +180,7 @@ def test_a_rank_that_dies_costs_a_job_no_other(ray_session: Any, tmp_path: Path)
         ThreadPoolExecutor(2) as threads,
         Running(Flow("dies", [part], ITEMS), pool, profile=known, job=job, cluster="flow", timeout_s=300.0) as running,
     ):
-        workers = running.groups["ones"].workers
+        workers = running.groups["ones"]
         step = threads.submit(running.step, [0] * ITEMS)
         end = until_it_reads(pipe, step)
         workers.kill(1)
@@ -192,7 +191,7 @@ def test_a_rank_that_dies_costs_a_job_no_other(ray_session: Any, tmp_path: Path)
         with pytest.raises(WorkerError, match=r"dies/ones: rank 1 died .* again, anew \(nothing was kept\)"):
             step.result(300)
         other.release(asked.result())
-        assert running.groups["ones"].on(0).count().wait() == [1]
+        assert running.groups["ones"].ask("count", ranks=[0]) == [1]
     for client in (mine, other):
         client.unregister("the test is over")
 
@@ -223,7 +222,7 @@ def test_another_job_has_the_devices_in_the_midst_of_a_step(ray_session: Any, tm
         os.close(first)
         lease = asked.result()
         assert not step.done()
-        assert running.groups["tens"].count().wait() == [0]
+        assert running.groups["tens"].ask("count") == [0]
         other.release(lease)
         second = until_it_reads(pipes[1], step)
         with other.phase("one", Phase.ACTOR_TRAINING, 120.0):

@@ -35,7 +35,8 @@ from rlix.node.addresses import name_interface
 from rlix.protocol.errors import RlixError, WorkerError
 from rlix.protocol.messages import Fence
 from rlix.workers.futures import futures_of
-from rlix.workers.group import PerRank, WorkerGroup
+from rlix.workers.group import WorkerGroup
+from rlix.workers.per_rank import PerRank
 from rlix.workers.scratch import Scratch
 from rlix.workers.worker import LOCK_TIMEOUT_S, Worker
 

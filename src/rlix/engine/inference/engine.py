@@ -29,7 +29,8 @@ from rlix.engine.residency import MoveReport
 from rlix.engine.weights.publication import PublishedWeights, check_published
 from rlix.protocol.errors import NotResidentError, RlixError, WaitTimeoutError, WorkerError
 from rlix.protocol.messages import Device, Fence
-from rlix.workers.group import PerRank, WorkerGroup
+from rlix.workers.group import WorkerGroup
+from rlix.workers.per_rank import PerRank
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlix.engine.parallel import Items, scatter
 from rlix.engine.train.layout import Layout
-from rlix.workers.group import PerRank
+from rlix.workers.per_rank import PerRank
 
 
 @dataclass(frozen=True, slots=True)

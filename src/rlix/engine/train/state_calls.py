@@ -19,7 +19,8 @@ from rlix.engine.weights.buckets import DEFAULT_BUCKET_BYTES, Manifest
 from rlix.engine.weights.publication import PublishedWeights, joined, publish, stream, tied_names
 from rlix.engine.weights.shards import shares
 from rlix.protocol.errors import NotResidentError, WeightSyncError
-from rlix.workers.group import PerRank, WorkerGroup
+from rlix.workers.group import WorkerGroup
+from rlix.workers.per_rank import PerRank
 
 _KNOWN_ANSWERS = 3
 """Publications of a group of workers that say what they answer: one for each way that weights come in."""

@@ -70,13 +70,13 @@ class LocalGroup:
     world_size = 1
 
     def __init__(self, worker: LocalWorker, devices: Sequence[Device], name: str, timeout_s: float) -> None:
-        self.name, self.workers, self.timeout_s = name, self, timeout_s
+        self.name, self.timeout_s = name, timeout_s
         self.worker, self.lost = worker, list[int]()
         self._threads = ThreadPoolExecutor(1, name)
         self._latest: LocalCall | None = None
         worker.devices = tuple(devices)
         try:
-            self.call("begin").wait()
+            self.ask("begin")
         except BaseException:  # raised again; nothing is left behind
             self.close()
             raise
@@ -97,20 +97,20 @@ class LocalGroup:
     def late(self) -> list[int]:
         return [] if self._latest is None else self._latest.late
 
-    def call(self, method: str, *args: Any) -> LocalCall:
+    def _call(self, method: str, *args: Any) -> LocalCall:
         future = self._threads.submit(getattr(self.worker, method), *args)
-        self._latest = LocalCall(self.name, method.removeprefix("_rlix_"), future, self.timeout_s)
+        self._latest = LocalCall(self.name, method, future, self.timeout_s)
         return self._latest
 
-    def on(self, *_: int) -> Self:
-        return self
+    def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        return self._call(method, *args).wait()
 
     def onload(self) -> None:
-        self.answers(self.call("onload"))
+        self.answers(self._call("onload"))
 
     def offload(self) -> None:
         if not self.lost:
-            self.answers(self.call("offload"))
+            self.answers(self._call("offload"))
 
     def part(
         self, method: str, inputs: Sequence[Sequence[Sequence[Piece]]], ranks: Sequence[int] | None = None

@@ -3,39 +3,58 @@
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
 
-from rlix.flow.parts.flow_worker import Piece
+from rlix.flow.parts.flow_worker import FlowWorker, Piece
 from rlix.protocol.errors import WaitTimeoutError, WorkerError
-from rlix.protocol.messages import Fence
+from rlix.protocol.messages import Device, Fence
 from rlix.workers.group import WorkerGroup
-from rlix.workers.launch import DEFAULT_TIMEOUT_S, Call, Group
 
 logger = logging.getLogger(__name__)
 
 
-class PartGroup(Group):
-    """A group that is an occupant of a `DeviceLock`. Its ranks are of a `FlowWorker`.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method that runs on some ranks of a group."""
+
+    method: str
+    ranks: Sequence[int]
+    refs: Sequence["ray.ObjectRef[Any]"]
+
+    @property
+    def late(self) -> list[int]:
+        """The ranks that have not answered."""
+        waiting = set(ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0)[1])
+        return [rank for rank, ref in zip(self.ranks, self.refs, strict=True) if ref in waiting]
+
+
+class PartGroup(WorkerGroup):
+    """A group that is an occupant of a `DeviceLock`. `options` are those of `WorkerGroup`.
 
     A rank that does not answer within `timeout_s` is ended: it would keep its devices from everybody else.
 
     `lease`: what `onload` locks the devices under; None: the program's own account.
     """
 
-    def __init__(self, workers: WorkerGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        super().__init__(workers, timeout_s=timeout_s)
+    def __init__(
+        self,
+        worker_cls: type[FlowWorker],
+        *,
+        name: str,
+        placements: Sequence[tuple[Device, ...]],
+        timeout_s: float,
+        **options: Any,
+    ) -> None:
+        self.timeout_s = timeout_s
         self.lease: Fence | None = None
         self._open: list[Call] = []  # that were not answered when they were last looked at
         self._there: set[int] = set()  # ranks that may have state on their devices
         self._turn = 0  # it is over when a call has failed, or the states go: what was called before is late then
-
-    @property
-    def lost(self) -> list[int]:
-        """The ranks of which it is known that they have died."""
-        return sorted(self.workers.lost)
+        super().__init__(worker_cls, name=name, placements=placements, **options)
 
     @property
     def late(self) -> list[int]:
@@ -44,8 +63,8 @@ class PartGroup(Group):
 
     def onload(self) -> None:
         """Bring every rank's state onto its devices, and take their locks. Raises what `answers` raises."""
-        self._there = set(range(self.workers.world_size))
-        self.answers(self._note(self.call("_rlix_onload", self.lease)))
+        self._there = set(range(self.world_size))
+        self.answers(self._asked("onload", range(self.world_size), self.lease))
 
     def offload(self) -> None:
         """Bring the states off, when the ranks have ended what they do. Of a rank that has died nothing is there.
@@ -54,18 +73,18 @@ class PartGroup(Group):
         WaitTimeoutError: the process of one that has died, or was ended, is there still.
         """
         self._turn += 1
-        living = [rank for rank in range(self.workers.world_size) if rank not in self.workers.lost]
+        living = [rank for rank in range(self.world_size) if rank not in self.lost]
         if living:
             self._bring_off(living)
-        for rank in sorted(self._there & self.workers.lost):
-            self.workers.kill(rank)  # Ray's word that it has died is not the kernel's
+        for rank in sorted(self._there & self.lost):
+            self.kill(rank)  # Ray's word that it has died is not the kernel's
             self._there.discard(rank)
 
     def _bring_off(self, living: Sequence[int]) -> None:
-        call = self._note(self.on(*living).call("_rlix_offload", self._turn))
+        call = self._asked("offload", living, self._turn)
         failed: WorkerError | None = None
         try:
-            ray.wait(call.refs, num_returns=len(call.refs), timeout=self.timeout_s)
+            ray.wait(list(call.refs), num_returns=len(call.refs), timeout=self.timeout_s)
         finally:  # on Ctrl-C too
             late = set(call.late)
             for rank, ref in zip(living, call.refs, strict=True):
@@ -83,26 +102,26 @@ class PartGroup(Group):
 
         Returns references to the ranks' results, and a call whose `answers` are how many items each of them has.
         """
-        self.workers.check_usable(method)
-        handles = self.workers.handles if ranks is None else [self.workers.handles[rank] for rank in ranks]
+        self.check_usable(method)
+        ranks = range(self.world_size) if ranks is None else ranks
         calls = [
-            handle._rlix_part.options(num_returns=2).remote(method, pieces, self._turn)
-            for handle, pieces in zip(handles, inputs, strict=True)
+            self.handles[rank]._rlix_part.options(num_returns=2).remote(method, pieces, self._turn)
+            for rank, pieces in zip(ranks, inputs, strict=True)
         ]
         for refs in calls:
             refs[1].future().add_done_callback(partial(_read_error, refs[0]))
-        call = self._note(Call(self.workers, method, ranks, [refs[1] for refs in calls], self.timeout_s))
-        return [refs[0] for refs in calls], call
+        return [refs[0] for refs in calls], self._note(Call(method, ranks, [refs[1] for refs in calls]))
 
     def answers(self, call: Call, timeout_s: float | None = None) -> list[Any]:
-        """What the call's `wait` returns.
+        """The ranks' results, in their order; `timeout_s` (None): the group's.
 
         Raises:
             WorkerError: a rank raised or died.
             WaitTimeoutError: ranks did not answer, and were ended.
         """
         try:
-            return call.wait(timeout_s)
+            limit = self.timeout_s if timeout_s is None else timeout_s
+            return self.results(call.method, call.refs, timeout_s=limit, ranks=call.ranks)
         except WorkerError:
             self._turn += 1
             raise
@@ -111,35 +130,42 @@ class PartGroup(Group):
             self._end(call.late)
             raise WaitTimeoutError(f"{error}, and were ended") from None
 
+    def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """`run` with the group's time limit."""
+        return self.run(method, *args, ranks=ranks, timeout_s=self.timeout_s)
+
     def end_late(self) -> None:
         """End the ranks that have not answered a call."""
         self._end(self.late)
 
     def end(self) -> None:
         """End the ranks that may have state on their devices, so that others can have these."""
-        self._end([rank for rank in sorted(self._there) if self.workers.placements[rank]])
+        self._end([rank for rank in sorted(self._there) if self.placements[rank]])
+
+    def _asked(self, method: str, ranks: Sequence[int], *args: Any) -> Call:
+        return self._note(Call(method, ranks, self.call(f"_rlix_{method}", *args, ranks=ranks)))
 
     def _note(self, call: Call) -> Call:
-        self._open = [*(known for known in self._open if not known.done), call]
+        self._open = [*(known for known in self._open if known.late), call]
         return call
 
     def _left(self, rank: int, offloaded: Any) -> WorkerError | None:
         """The error with which a rank that has answered did not go."""
         try:
-            self.workers.results("offload", [offloaded], timeout_s=self.timeout_s, ranks=[rank])
+            self.results("offload", [offloaded], timeout_s=self.timeout_s, ranks=[rank])
         except WorkerError as error:  # of one that has died `offload` waits until its process has
-            return None if rank in self.workers.lost else error
+            return None if rank in self.lost else error
         self._there.discard(rank)
         return None
 
     def _end(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if rank in self.workers.lost and rank not in self._there:
+            if rank in self.lost and rank not in self._there:
                 continue
             logger.warning("%s: rank %d is ended", self.name, rank)
-            self.workers.lost.add(rank)
+            self.lost.add(rank)
             try:
-                self.workers.kill(rank)
+                self.kill(rank)
                 self._there.discard(rank)
             except WaitTimeoutError as error:  # whoever needs its devices is told, by `offload` and by their locks
                 logger.error("%s", error)

@@ -1,29 +1,30 @@
 """What runs a flow asks of the ranks of a part, wherever they are."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, Self
 
-from rlix.protocol.messages import Fence
+from rlix.protocol.messages import Fence, Process
 
 
 class Ranks(Protocol):
     """`PartGroup`, of actors, and `LocalGroup`, of one object in this process. An occupant of a `DeviceLock`."""
 
-    workers: Any
+    name: str
     lease: Fence | None
 
     @property
-    def name(self) -> str: ...
+    def world_size(self) -> int: ...
 
     @property
-    def lost(self) -> list[int]: ...
+    def processes(self) -> Mapping[int, Process]: ...
+
+    @property
+    def lost(self) -> Collection[int]: ...
 
     @property
     def late(self) -> list[int]: ...
 
-    def call(self, method: str, /, *args: Any) -> Any: ...
-
-    def on(self, *ranks: int) -> Any: ...
+    def ask(self, method: str, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]: ...
 
     def onload(self) -> None: ...
 

@@ -26,7 +26,8 @@ from rlix.protocol.messages import Device
 from rlix.protocol.types import Phase
 from rlix.workers.counts import is_count
 from rlix.workers.group import START_TIMEOUT_S
-from rlix.workers.launch import DEFAULT_TIMEOUT_S, launch
+from rlix.workers.launch import DEFAULT_TIMEOUT_S
+from rlix.workers.placement import place
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class _Pool:
         job, cluster = self.job, self.cluster
 
         def named() -> None:
-            job.name_holders(cluster, dict(enumerate(group.workers.processes.values())))
+            job.name_holders(cluster, dict(enumerate(group.processes.values())))
 
         if isinstance(group, LocalGroup):
             group.worker.named = named
@@ -142,7 +143,7 @@ def _measure(
                 group.worker.measured = True
                 group.onload()  # the first time, its engine may be built
                 group.offload()
-            rooms += group.call("room").wait()
+            rooms += group.ask("room")
             loads.append(_timed(group.onload))
             resident = max(now for now, _ in _memory(group, part))
             for batch in sorted(grid.batches):
@@ -185,13 +186,19 @@ def start(
         mine = [devices[number] for numbers in own for number in numbers]
         return LocalGroup(part.worker(**kwargs), mine, name, timeout_s)
     limit = max(timeout_s, START_TIMEOUT_S)  # a pool that is cold starts processes slowly, whatever they are asked then
-    group = launch(part.worker, placement, list(devices), name=name, kwargs=kwargs, start_timeout_s=limit)
-    return PartGroup(group.workers, timeout_s)
+    return PartGroup(
+        part.worker,
+        name=name,
+        placements=place(placement, devices),
+        kwargs=kwargs,
+        timeout_s=timeout_s,
+        start_timeout_s=limit,
+    )
 
 
 def _memory(group: Ranks, part: Part) -> list[tuple[float, float]]:
     """Of each rank, as `FlowWorker.memory` says."""
-    found = group.call("memory").wait()
+    found = group.ask("memory")
     for said in found:
         if not (isinstance(said, tuple | list) and len(said) == 2 and all(isinstance(n, Real) for n in said)):
             raise SpecError(
@@ -211,8 +218,8 @@ def _once(group: Ranks, part: Part, inputs: list[Pieces]) -> tuple[float, Pieces
     if part.each is not None:
         made = spread_batch(group, part.method, part.each, inputs)
         return time.monotonic() - began, made
-    refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
-    counts = call.wait()
+    refs, call = group.part(part.method, shard(inputs, group.world_size))
+    counts = group.answers(call)
     took = time.monotonic() - began
     return took, [(ref, 0, count) for ref, count in zip(refs, counts, strict=True) if count]
 

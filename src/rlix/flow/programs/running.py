@@ -183,7 +183,7 @@ class Running:
         with self._remedy():
             self._check_lost()
             self._lock.clear()
-            self._kept = {name: group.on(0).call("save").wait()[0] for name, group in self.groups.items()}
+            self._kept = {name: group.ask("save", ranks=[0])[0] for name, group in self.groups.items()}
 
     def restart(self, *names: str) -> None:
         """After a rank has died: start these parts anew (none named: all), from what they had when `keep` was called.
@@ -219,7 +219,7 @@ class Running:
         for name in moving:
             if self.flow.part(name).worker.save is FlowWorker.save:
                 logger.warning("%s: %s moves and begins anew, for its class has no `save`", self.flow.name, name)
-            (self._states[name],) = self.groups[name].on(0).call("save").wait()
+            (self._states[name],) = self.groups[name].ask("save", ranks=[0])
             self.groups.pop(name).close()
         self.plan = plan
         self._drift, self._chunks = Drift.of(plan), {}
@@ -229,7 +229,7 @@ class Running:
         with contextlib.suppress(WaitTimeoutError):  # it is ended, and so lost
             group.offload()
         if group.lost:
-            logger.warning("%s: rank(s) %s have died, too", group.name, joined(group.lost))
+            logger.warning("%s: rank(s) %s have died, too", group.name, joined(sorted(group.lost)))
 
     @contextlib.contextmanager
     def _remedy(self) -> Iterator[None]:
@@ -247,7 +247,9 @@ class Running:
             raise
 
     def _check_lost(self) -> None:
-        lost = [f"{group.name}: rank(s) {joined(group.lost)} died" for group in self.groups.values() if group.lost]
+        lost = [
+            f"{group.name}: rank(s) {joined(sorted(group.lost))} died" for group in self.groups.values() if group.lost
+        ]
         if lost:
             raise WorkerError("; ".join(lost))
 
@@ -271,7 +273,7 @@ class Running:
             group = start(part, placed.ranks, self.devices, placed.first, name, timeout_s=limit)
             try:
                 if placed.name in self._states:
-                    group.call("restore", self._states[placed.name]).wait()
+                    group.ask("restore", self._states[placed.name])
             except BaseException:  # raised again; without its state it is not the part
                 group.close()
                 raise
@@ -284,7 +286,7 @@ class Running:
 
     def _name_holders(self) -> None:
         if self._job is not None and self._cluster is not None:
-            processes = [p for group in list(self.groups.values()) for p in group.workers.processes.values()]
+            processes = [p for group in list(self.groups.values()) for p in group.processes.values()]
             self._job.name_holders(self._cluster, dict(enumerate(processes)))
 
     @property

@@ -213,7 +213,7 @@ class SegmentRun:
             with self._turn(name, order), timed(name, "busy", self._noted):
                 began = time.monotonic()
                 if part.each is None:
-                    refs, call = group.part(part.method, shard(inputs, group.workers.world_size))
+                    refs, call = group.part(part.method, shard(inputs, group.world_size))
                     made = [(ref, 0, n) for ref, n in zip(refs, group.answers(call), strict=True) if n]
                 else:
                     made = spread_batch(group, part.method, part.each, inputs, lambda: self.failed)

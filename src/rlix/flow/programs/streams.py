@@ -65,8 +65,8 @@ def spread(
             raise
         return busy
 
-    with ThreadPoolExecutor(group.workers.world_size, group.name) as threads:
-        working = [threads.submit(work, rank) for rank in range(group.workers.world_size)]
+    with ThreadPoolExecutor(group.world_size, group.name) as threads:
+        working = [threads.submit(work, rank) for rank in range(group.world_size)]
     return max(each.result() for each in working)
 
 
