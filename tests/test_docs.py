@@ -26,6 +26,13 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+def task_pages() -> list[str]:
+    """Pages of mkdocs.yml that say how something is done."""
+    parts = re.findall(r"^  - ([\w ]+):\n((?: {6}- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [re.findall(r"- (.+)", listed) for part, listed in parts if part in ("Tasks", "Jobs", "Before and after")]
+    return sorted({page for listed in pages for page in listed} - {"algorithms.md"})
+
+
 def test_the_reference_is_current() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"]
     old = [name for name, write in pages.items() if (ROOT / "docs" / name).read_text() != write()]
@@ -69,6 +76,14 @@ def test_every_page_has_its_place() -> None:
     start = set(re.findall(r"\]\(([^)#/]+\.md)", (ROOT / "docs" / "index.md").read_text())) | {"index.md"}
     site = set(re.findall(r"^ +- (.+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {page.name for page in DOCS} == start == site
+
+
+@pytest.mark.parametrize("page", task_pages())
+def test_a_task_page_is_read_in_minutes(page: str) -> None:
+    """At most 600 words, beside code and tables. What `algorithms.md` has to list is no task."""
+    text = FENCED.sub("", (ROOT / "docs" / page).read_text())
+    prose = [line for line in text.splitlines() if not line.startswith(("    ", "|"))]
+    assert len(" ".join(prose).split()) <= 600
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

@@ -23,7 +23,10 @@ def launch(
 ) -> WorkerGroup:
     """A group of `worker_cls` where `placement` says; `options` are those of `WorkerGroup`.
 
-    `name` (default: the class's) is of this group alone, among those of a program that there are at a time.
+    Args:
+        placement: a list of each rank's devices (`[]`: none), or text, with a rank on each: `"all"`, `"0-3"`,
+            `"0-1:0-7"` (nodes before the colon).
+        name: default: the class's. Of this group alone, among those of a program that there are at a time.
 
     Raises what `place` and `WorkerGroup` raise.
     """
